@@ -6,6 +6,7 @@ Each imports what it needs when it runs: only `run`, `plan` and the check of net
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,6 +92,18 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument(
             "--out", type=Path, help=f"of a set: the folder to write; default: STUDY.{written}"
         )
+        if name == "plan":
+            added.add_argument(
+                "--model",
+                metavar="NAME",
+                help="what fits for a network alone, without a study: one of ours or of torchvision's, or "
+                "one of the `models` of this folder's config.yaml",
+            )
+            added.add_argument(
+                "--dataset",
+                metavar="NAME",
+                help="with --model: what it is trained on; default: data of ImageNet's or GPT-2's shape",
+            )
     text = "of a study, whether each strategy can train each network; of a set, whether it is sound"
     check = add("check", run_check, text)
     check.add_argument(
@@ -145,9 +158,28 @@ def run_study(given: argparse.Namespace, others: list[str]) -> int:
 
 
 def run_plan(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench plan`: the rule `plan`, or for a bundle the module `from_set`."""
+    """`stratbench plan`: the rule `plan`, for a bundle the module `from_set`, or a network alone."""
     require("torch")
+    if given.model is not None:
+        return plan_model(given, others)
+    if given.dataset is not None:
+        raise CommandError("--dataset is for --model")
     return of_set_or_study(given, others, lambda m: m.plan(given.set, pairs(given), given.out))
+
+
+def plan_model(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench plan --model NAME`: with the config of this folder, if there is one."""
+    from stratbench.command.from_set import changed
+    from stratbench.plan.__main__ import main as make_plan
+    from stratbench.plan.__main__ import read_yaml
+
+    refuse([*others, *([given.set] if given.set else []), *(["--study"] if given.study else [])])
+    path = Path("config.yaml")
+    config = changed(read_yaml(path) if path.is_file() else {}, given.config)
+    arguments = ["--config", json.dumps(config), "--model", given.model]
+    arguments += ["--dataset", given.dataset] if given.dataset else []
+    arguments += ["--out", str(given.out)] if given.out else []
+    return make_plan(arguments)
 
 
 def run_check(given: argparse.Namespace, others: list[str]) -> int:

@@ -3,6 +3,7 @@
 python -m stratbench.plan --config JSON          as `snakemake plan` calls it
 python -m stratbench.plan --config JSON --check  as `snakemake check` calls it
 python -m stratbench.plan --configfile config.yaml --study paper --gpu "A10G 24GB"
+python -m stratbench.plan --model resnet50       a network alone
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.cell.text.words import counted
 from stratbench.plan.check import check_study
 from stratbench.plan.device_rates import named_gpus
+from stratbench.plan.one_network import study_of
 from stratbench.plan.pages import table
 from stratbench.plan.pages.check_text import check_text
 from stratbench.plan.pages.text import plan_text, write_html
@@ -30,11 +32,15 @@ from stratbench.study.job_environment import set_job_environment
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        config, study = load_config(read_config(args))
+        if args.model is None:
+            config, study = load_config(read_config(args))
+        else:
+            config, study, left_out = study_of(read_config(args), args.model, args.dataset)
+            print("".join(f"left out: {why}\n" for why in left_out), end="", flush=True)
         cluster = config["cluster"]
         named_gpus({**cluster, "gpu": args.gpu or cluster["gpu"]})  # before what takes minutes
         set_job_environment(config, None if INSTALLED else str(PACKAGE.parent))
-        checked = check_study(config, study, resharding=not args.check)
+        checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
             print(check_text(checked))
             return 1 if checked.refused else 0
@@ -50,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     table.write_csv(plan, out / "plan.csv")
     table.write_json(plan, out / "plan.json")
     write_html(plan, out / "plan.html")
-    print(plan_text(plan))
+    if args.model is None:
+        print(plan_text(plan))
     print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
     return 0
 
@@ -61,7 +68,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    given = parser.add_mutually_exclusive_group(required=True)
+    given = parser.add_mutually_exclusive_group()
     given.add_argument("--config", help="the whole config, as JSON")
     given.add_argument("--configfile", type=Path, help="the config as a YAML file")
     parser.add_argument(
@@ -70,24 +77,36 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="only check the networks; exit code 1 where a cell would be refused",
     )
     parser.add_argument("--out", type=Path, help="folder of the plan; default: results/<study>")
+    parser.add_argument("--model", help="plan this network alone, without a study")
+    parser.add_argument("--dataset", help="what it is trained on; default: data of a usual shape")
     parser.add_argument("--study", help="the study, where it is not the config's")
     parser.add_argument("--gpu", help="the GPU to plan for, where it is not the config's")
     parser.add_argument(
         "--partition", default="*", help="SLURM's, where cells will run; default: any"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.model is None and args.config is None and args.configfile is None:
+        parser.error("give --config or --configfile, or --model")
+    return args
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
     """The config as given, not yet validated."""
     if args.config is not None:
         config = json.loads(args.config)
+    elif args.configfile is None:
+        return {}
     else:
-        import yaml
-
-        check_duplicate_keys(args.configfile)
-        config = yaml.safe_load(args.configfile.read_text(encoding="utf-8"))
+        config = read_yaml(args.configfile)
     return config | ({"study": args.study} if args.study else {})
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A config file, not yet validated; ConfigError for a key that is there twice."""
+    import yaml
+
+    check_duplicate_keys(path)
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
 if __name__ == "__main__":

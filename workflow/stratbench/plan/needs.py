@@ -101,18 +101,27 @@ def mean_wire_bytes(
     each = s.exchanging_share * wire_bytes(collectives, s.cell.gpus, on_gloo, s.samples_per_step)
     if not (first := min(s.strategy.plain_steps, s.steps)):
         return each
+    whole = plain_wire_bytes(s, footprint, collectives, on_gloo)
+    return (first * whole + (s.steps - first) * each) / s.steps
+
+
+def plain_wire_bytes(
+    s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
+) -> float:
+    """Bytes that a rank sends in one of the first steps in which gradients are averaged whole."""
     whole = [c for c in collectives if c[0] == "broadcast"]
     whole.append(("all_reduce", footprint.model_states_bytes["gradients_bytes"]))
-    return (first * wire_bytes(whole, s.cell.gpus, on_gloo) + (s.steps - first) * each) / s.steps
+    return wire_bytes(whole, s.cell.gpus, on_gloo)
 
 
-def data_bytes_of(s: Subject) -> int:
-    """Bytes on the device: of the whole data set, or of the batches that wait there.
+def data_bytes_of(s: Subject, samples: int | None = None) -> int:
+    """Bytes on the device: of the whole data set, or of the batches of `samples` (or the cell's) that wait.
 
     On a CPU what is mapped from files becomes resident as it is read, so that it counts whole.
     """
     if s.settings.placement == "host" and s.request.on_cuda:
-        return buffer_bytes(s.data, s.samples_per_step, s.settings.augment)
+        each = s.samples_per_step if samples is None else samples
+        return buffer_bytes(s.data, each, s.settings.augment)
     return data_bytes(s.data, models.model_of(s.settings), s.settings.augment)
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from stratbench.cell import record, software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, MIB
-from stratbench.plan.check import Checked, other_resharding, resharded
+from stratbench.plan.check import Checked, Network, other_resharding, resharded
 from stratbench.plan.device_rates import Device, devices_of, named_gpus
 from stratbench.plan.duration import Span, span_by_records, times_on
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.footprint.traffic import PARTS
-from stratbench.plan.needs import Needs, Subject, needs_of
+from stratbench.plan.needs import Needs, Subject, data_bytes_of, needs_of
+from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.slurm import nodes, sharing
@@ -47,7 +49,10 @@ class DeviceFit:
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell's part of the plan. Without a footprint nothing is known of it; `why` says why."""
+    """One cell's part of the plan. Without a footprint nothing is known of it; `why` says why.
+
+    `least_samples`: that a worker must compute on at once.
+    """
 
     subject: Subject
     state: str  # done, recorded, failed, refused, infeasible, to do
@@ -56,6 +61,7 @@ class Planned:
     needs: Needs | None
     fits_on: dict[str, DeviceFit]  # by device, the plan's own first; of a cell on CPUs only the CPU
     asked: resources.JobRequest
+    least_samples: int
 
     @property
     def cell(self) -> Cell:
@@ -201,6 +207,9 @@ def _planned(
             -(-needs.host_bytes // MIB) if needs else 0,
             longest_time_s(fit),
         ),
+        least_samples=acceptance.least_samples(
+            checked.networks[Network.of(s.request)].batchnorm, s.settings.accumulate
+        ),
     )
 
 
@@ -238,7 +247,7 @@ def _fit(
         needed_bytes=needed_bytes,
         fits=needed_bytes <= available_bytes,
         largest_batch=s.steps_per_batch
-        * footprint.largest_batch(available_bytes - data_bytes, threads),
+        * footprint.largest_batch(available_bytes, threads, partial(data_bytes_of, s)),
         by_device=times.by_device,
         train=times.train,
         total=times.total,

@@ -68,12 +68,17 @@ def same_scores(
 
 def check_batch(network: str | models.Model, batchnorm: bool, samples: int, parts: int) -> None:
     """Refused where a worker would normalise over one sample: of `samples` in `parts` parts."""
-    if batchnorm and samples == parts:
+    if samples < least_samples(batchnorm, parts):
         within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
         raise Refused(
             f"{models.in_words(network)}: it normalises over the batch (BatchNorm), and a worker's batch is "
             f"one sample{within}; use a larger batch, or fewer workers"
         )
+
+
+def least_samples(batchnorm: bool, parts: int) -> int:
+    """Samples that a worker must compute on in a step: where it normalises over them, two in each part."""
+    return 2 * parts if batchnorm else 1
 
 
 def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
@@ -27,7 +25,7 @@ from stratbench.analysis.records.score import score_of
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import WORKER_NOUNS, plural, printable
+from stratbench.cell.text.words import WORKER_NOUNS, plural
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: The column with the name of a cell's result set, for a page that shows several.
@@ -216,12 +214,6 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
     }
 
 
-def as_json(data: Any) -> str:
-    """JSON that no HTML parser reads as markup, whatever texts it holds."""
-    text = printable(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def packed(text: str) -> str:
     """The text, compressed if it is long (gzip, base64); the script tells by the first character."""
     if len(text) <= MOST_PLAIN:
@@ -232,14 +224,13 @@ def packed(text: str) -> str:
 def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
     """The page as HTML. `notices`: what a reader must know before any number; `back`: link to the report."""
     script = (TEMPLATES / "explore.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     values = {
         "title": title,
         "notices": notices,
         "back": back,
-        "data": packed(as_json(data)),
+        "data": packed(pages.as_json(data)),
         "script": script,
-        "script_hash": f"sha256-{digest}",
+        "script_hash": pages.hash_of_script(script),
     }
     return pages.render("explore.html.j2", TEMPLATES, values=values)
 

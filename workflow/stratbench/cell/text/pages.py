@@ -5,6 +5,9 @@ Of a text no character is shown that is none: a bundle's could turn round what s
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,3 +41,14 @@ def render(
     )
     environment.filters |= filters or {}
     return environment.get_template(template).render(values)
+
+
+def as_json(data: Any) -> str:
+    """JSON that no HTML parser reads as markup, whatever texts it holds."""
+    text = printable(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def hash_of_script(script: str) -> str:
+    """What a page's Content-Security-Policy names its one script by."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

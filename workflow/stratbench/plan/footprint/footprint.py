@@ -7,6 +7,7 @@ a fixed size and a size per sample, so the two give the peak for all batches.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -155,18 +156,32 @@ class Footprint:
 
         The warm-up trains and evaluates while a copy of what is trained and of buffers is kept.
         """
+        peak_bytes = self.training_peak(batch, resident_threads).n_bytes
+        return max(peak_bytes, self.evaluation.n_bytes) + self.copied_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """The warm-up's copy of what is trained and of buffers."""
         held = self.between_steps_bytes
         trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
-        copy_bytes = trained_bytes + held.get("buffers", 0)
-        peak_bytes = self.training_peak(batch, resident_threads).n_bytes
-        return max(peak_bytes, self.evaluation.n_bytes) + copy_bytes
+        return trained_bytes + held.get("buffers", 0)
 
-    def largest_batch(self, available_bytes: float, resident_threads: int = 0) -> int:
-        """The most samples that fit into `available_bytes` on every rank; 0 if not even one does."""
+    def largest_batch(
+        self,
+        available_bytes: float,
+        resident_threads: int = 0,
+        data_bytes: Callable[[int], int] = lambda _: 0,
+    ) -> int:
+        """The most samples that fit into `available_bytes` on every rank; 0 if not even one does.
+
+        `data_bytes`: what the data take there beside so many samples.
+        """
         return bisect_right(
             range(1, 1 << 24),
             available_bytes,
-            key=lambda batch: max(f.needed_bytes(batch, resident_threads) for f in self.each),
+            key=lambda batch: (
+                max(f.needed_bytes(batch, resident_threads) for f in self.each) + data_bytes(batch)
+            ),
         )
 
     def payload_bytes(self) -> dict[str, int]:

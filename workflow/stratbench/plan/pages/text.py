@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.pages import render
+from stratbench.cell.installation import PACKAGE
+from stratbench.cell.text.pages import as_json, hash_of_script, render
 from stratbench.cell.text.words import bytes_text, counted, hours_text, seconds_text, unit_for
 from stratbench.plan.pages.answers import PART_NAMES, answered_questions
 from stratbench.plan.pages.check_text import lines_by_reason
+from stratbench.plan.pages.what_fits import data_of
 from stratbench.plan.quantities import cells_by_experiment, in_unit, span_text, totals
 from stratbench.plan.schedule import Plan, Planned
 
 TEMPLATES = Path(__file__).parent / "templates"
+#: Of page.css, which all pages share.
+REPORTS_STYLE = PACKAGE / "analysis" / "report" / "templates"
 #: So many strategies do not stand in one field of a table.
 MANY_ALIKE = 3
 
@@ -49,8 +53,15 @@ def plan_text(plan: Plan) -> str:
 
 def write_html(plan: Plan, path: Path) -> None:
     """Render plan.html."""
-    values = _values(plan) | {"part_names": PART_NAMES}
-    write_atomic(path, render("plan.html.j2", TEMPLATES, values=values, filters=FILTERS))
+    script = (TEMPLATES / "what_fits.js").read_text(encoding="utf-8")
+    values = _values(plan) | {
+        "part_names": PART_NAMES,
+        "data": as_json(data_of(plan)),
+        "script": script,
+        "script_hash": hash_of_script(script),
+    }
+    page = render("plan.html.j2", TEMPLATES, REPORTS_STYLE, values=values, filters=FILTERS)
+    write_atomic(path, page)
 
 
 FILTERS = {"bytes": bytes_text, "span": span_text, "hours": hours_text}

@@ -1,0 +1,251 @@
+"""plan.html: in a real browser its figures are the plan's, at points that it was not given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser
+from browser_fixtures import browser  # noqa: F401
+
+from stratbench.plan import check, schedule
+from stratbench.plan.footprint.traffic import PARTS
+from stratbench.plan.pages import what_fits
+from stratbench.plan.pages.text import write_html
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.study.config import config as configuration
+
+pytestmark = pytest.mark.timeout(600)
+#: How near the page's figures have to be.
+WITHIN = 0.01
+IMAGES = {
+    "dataset": "pictures",
+    "strategies": ["single", "ddp", "ddp-powersgd", "zero1", "fsdp", "diloco-8", "post-local",
+                   "ps-sync", "ps-async-modified"],
+    "models": ["vgg-compact", "resnet-compact"],
+    "gpus": [1, 2, 8],
+    "epochs": 3,
+    "global_batch": 64,
+    "lr": 0.1,
+    "precision": "bf16",
+}  # fmt: skip
+TEXT = IMAGES | {
+    "dataset": "words",
+    "strategies": ["ddp", "tensor", "pipeline", "fsdp"],
+    "models": ["gpt-compact"],
+    "gpus": [2],
+    "optimizer": "adamw",
+    "placement": "host",
+}
+
+
+def config_of(
+    results: Path, gpu: str = "A10G", margin: float = 0.15, only: str = "", **changes: Any
+):
+    variants = {
+        "ddp-powersgd": {"strategy": "ddp", "compress": "powersgd", "rank": 4, "start": 10},
+        "diloco-8": {"strategy": "diloco", "inner_steps": 8},
+        "post-local": {"strategy": "local-sgd", "start": 24},
+    }
+    blocks = {
+        "images": IMAGES | changes,
+        "checkpointed": IMAGES
+        | {"models": ["resnet-compact"], "strategies": ["ddp", "fsdp"]}
+        | {"activation_checkpointing": True}
+        | changes,
+        "text": TEXT | changes,
+    }
+    return {
+        "study": "s",
+        "results": str(results),
+        "cluster": {"gpus_per_node": 4, "gpu": gpu, "memory_margin": margin},
+        "datasets": {
+            "pictures": {"source": "synthetic", "train_samples": 600_000, "size": 64},
+            "words": {"source": "markov-text", "train_samples": 600_000},
+        },
+        "studies": {
+            "s": {
+                "variants": variants,
+                "experiments": {only: blocks[only]} if only else blocks,
+            }
+        },
+    }
+
+
+def planned(results: Path, **changes: Any) -> schedule.Plan:
+    config, study = configuration.load_config(config_of(results, **changes))
+    return schedule.make_plan(config, check.check_study(config, study), {})
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results")
+    write_html(planned(folder), folder / "plan.html")
+    return folder
+
+
+@pytest.fixture
+def page(results: Path, browser: Browser) -> Browser:  # noqa: F811
+    browser.open((results / "plan.html").as_uri())
+    return browser
+
+
+def choice_of(page: Browser, c: schedule.Planned, gpu: str) -> dict[str, Any]:
+    s = c.subject.settings
+    label = next(
+        name for name in page.run("D.networks.map((n) => n.name)") if name.startswith(s.model)
+    )
+    return {
+        "network": label,
+        "device": gpu,
+        "strategy": c.cell.strategy,
+        "workers": c.cell.gpus,
+        "batch": s.global_batch,
+        "precision": s.precision,
+        "checkpointing": int(s.activation_checkpointing),
+    }
+
+
+def figures(page: Browser, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return page.run(f"{json.dumps(choices)}.map((s) => figures(s))")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpu", "batch"), [("A10G", 64), ("A10G", 4096), ("H100 SXM", 1056), ("T4", 248_000)]
+)
+def test_the_pages_figures_are_the_plans_at_batches_and_gpus_that_it_was_not_given(
+    page: Browser, results: Path, gpu: str, batch: int
+):
+    plan = planned(results, gpu=gpu, global_batch=batch)
+    known = [c for c in plan.cells if c.footprint is not None]
+    assert len({c.cell.strategy for c in known}) > 8
+    for c, told in zip(
+        known, figures(page, [choice_of(page, c, plan.device) for c in known]), strict=True
+    ):
+        fit, where = c.fit, f"{c.cell} at {batch} on {gpu}"
+        assert told["needed"] == pytest.approx(fit.needed_bytes, rel=WITHIN), where
+        assert (told["state"] == "fit") == fit.fits, where
+        assert told["mostSamples"] * c.subject.steps_per_batch == fit.largest_batch, where
+        assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=WITHIN), where
+        if fit.by_device is None:
+            assert told["span"] is None, where
+        else:
+            span = (fit.by_device.low_s, fit.by_device.high_s)
+            assert told["span"] == pytest.approx(span, rel=WITHIN), where
+        assert sum(told["parts"].values()) == pytest.approx(fit.needed_bytes, rel=WITHIN), where
+        if told["phase"] == fit.peak.phase:
+            weights = sum(fit.peak.parts_bytes[part] for part in ("parameters", "buffers"))
+            assert told["parts"]["weights"] == pytest.approx(weights, rel=WITHIN), where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("margin", [0.0, 0.15])
+def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
+    results: Path,
+    browser: Browser,  # noqa: F811
+    margin: float,
+):
+    """At the border of out of memory: the page's largest batch of a strategy, and one more a worker."""
+    write_html(planned(results, gpu="V100 16GB", margin=margin), results / "border.html")
+    browser.open((results / "border.html").as_uri())
+    strategies = ["ddp", "fsdp", "ps-async-modified"]
+    at = {"models": ["vgg-compact"], "gpus": [8], "gpu": "V100 16GB", "margin": margin}
+    at |= {"only": "images"}
+    plan = planned(results, **at, strategies=strategies)
+    for c in plan.cells:
+        choice = choice_of(browser, c, plan.device)
+        [told] = figures(browser, [choice])
+        each = c.subject.strategy.mesh(8).replicas * c.subject.steps_per_batch
+        most = told["most"]
+        assert most >= 8 * each
+        assert most % each == 0
+        for batch, fits in ((most, True), (most + each, False)):
+            other = planned(results, **at, strategies=[c.cell.strategy], global_batch=batch)
+            [planned_there] = other.cells
+            assert planned_there.fit.fits == fits, (c.cell.strategy, batch)
+            [shown] = figures(browser, [choice | {"batch": batch}])
+            assert (shown["state"] == "fit") == fits, (c.cell.strategy, batch)
+            assert fits or shown["state"] == ("no" if margin == 0 else "tight")
+
+
+@pytest.mark.slow
+def test_the_page_keeps_its_state_in_its_address_and_mends_one_that_is_none(page: Browser):
+    address = page.run("location.href.split('#')[0]")
+    page.run("choose({ strategy: 'fsdp', workers: 2, batch: 96 })")
+    found = page.run("location.hash")
+    page.open(address + found)
+    assert page.run("[S.strategy, S.workers, S.batch]") == ["fsdp", 2, 96]
+    assert page.run("document.querySelector('#table [aria-pressed=true]').ariaLabel").startswith(
+        "fsdp on 2. Fits"
+    )
+    page.open(address + "#network=<b>no</b>&workers=x&batch=-3&device=7&strategy=%")
+    assert page.run("[S.network, S.workers, S.batch, S.device]") == [
+        page.run("D.networks[0].name"), 8, 64, "A10G",
+    ]  # fmt: skip
+    assert page.complaints == []
+
+
+@pytest.mark.slow
+def test_each_control_changes_what_it_says_and_the_keyboard_does_it_too(page: Browser):
+    def set_to(name: str, value: Any) -> None:
+        page.run(
+            f"form.{name}.value = {json.dumps(value)};"
+            f"form.{name}.dispatchEvent(new Event('input', {{ bubbles: true }}))"
+        )
+
+    networks = page.run("D.networks.map((n) => n.name)")
+    assert len(networks) == 3
+    set_to("network", next(n for n in networks if n.startswith("resnet")))
+    set_to("batch", 8192)  # of so many activations are most
+    needed = "figures(S).needed"
+    before = page.run(needed)
+    page.run("form.checkpointing.click()")
+    assert page.run("S.checkpointing") == 1
+    assert page.run(needed) < before
+    set_to("batch", 640)
+    assert page.run("form.slider.getAttribute('aria-valuetext')") == "640"
+    assert page.run("document.getElementById('hint').textContent").endswith("80 samples a worker.")
+    page.run("form.slider.focus()")
+    page.press("ArrowRight")
+    assert page.run("S.batch") == 768
+    page.run("form.querySelector('input[name=workers]:checked').focus()")
+    page.press("ArrowLeft")
+    assert page.run("S.workers") == 2
+    assert page.run("document.activeElement.name + document.activeElement.value") == "workers2"
+    page.run("document.querySelector('#table button').focus()")
+    page.press("Enter")
+    labelled = (
+        "[...document.querySelectorAll('input, select, button')].filter((e) => e.offsetParent && !("
+        "e.labels?.length || e.ariaLabel || e.textContent.trim())).length"
+    )
+    assert page.run(labelled) == 0
+    set_to("batch", 97)
+    assert "cannot be divided" in page.run("document.getElementById('verdict').textContent")
+    assert page.complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 420])
+def test_nothing_runs_over_the_edge_of_the_page(page: Browser, width: int):
+    page.sized(width, 900)
+    page.run("show()")
+    assert page.run("document.documentElement.scrollWidth") <= width
+    page.sized(1280, 1000)
+
+
+def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():
+    grouped = [part for members in what_fits.GROUPS.values() for part in members]
+    assert sorted([*grouped, "data"]) == sorted(PARTS)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_the_steps_in_which_workers_exchange_follow_from_what_the_page_is_told(name: str):
+    cls = strategy_class(name)
+    strategy = cls(cls.Options(**option_defaults(name)))
+    start, period = what_fits.exchanging(strategy)
+    for steps in (1, 3, 7, 24, 25, 100, 1001, 5000):
+        apart = max(0, steps - start)
+        assert strategy.exchanges(steps) == steps - apart + -(-apart // period), steps

@@ -1,0 +1,87 @@
+"""The study of one network that no study names: `stratbench plan --model NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stratbench.study.config.config import Study, load_config
+from stratbench.study.config.messages import ConfigError, did_you_mean
+from stratbench.workload.data.datasets import DATASETS
+from stratbench.workload.network import models
+from stratbench.workload.network.own import torchvision_names
+
+TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
+#: What of a config holds for a network alone, too.
+KEPT = ("results", "cluster", "models", "code", "data", "datasets")
+#: What of an experiment that has a network of one's own says how it is trained.
+OF_AN_EXPERIMENT = ("dataset", "task", "optimizer")
+
+
+def study_of(
+    config: Mapping[str, Any], model: str, dataset: str | None = None
+) -> tuple[dict[str, Any], Study, list[str]]:
+    """The validated config and the study of `model` alone, and why strategies are left out of it.
+
+    `config`: not validated, for its models, data sets and cluster; it may be empty. `dataset`: what the
+    network is trained on; None: data of a usual size and shape, or for a network of the config's own that
+    of the first experiment that has it. ConfigError where the model or data set is unknown.
+    """
+    given = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
+    whole = {key: config[key] for key in KEPT if key in config}
+    whole["datasets"] = given["datasets"] | (whole.get("datasets") or {})
+    block = given["experiment"] | {"models": [model]}
+    block |= _trained_on(config, model, given) | ({"dataset": dataset} if dataset else {})
+    if "dataset" not in block:
+        raise ConfigError(
+            f"--model {model}: takes images or texts, and no experiment of config.yaml has it; name its "
+            f"data by --dataset, one of {', '.join((*DATASETS, *whole['datasets']))}"
+        )
+
+    def loaded(experiments: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:
+        study = {"variants": given["variants"], "experiments": experiments}
+        name = f"model-{model}"
+        return load_config(whole | {"study": name, "studies": {name: study}})
+
+    def refusal(values: Mapping[str, Any]) -> str | None:
+        try:
+            loaded({"network": values})
+        except ConfigError as error:
+            return str(error).partition(".experiments.network")[2] or str(error)
+        return None
+
+    first = next(iter(given["numbers"].values()))["strategies"][:1]
+    loaded({"network": block | {"strategies": first, "gpus": [1]}})  # says what is wrong with all
+    experiments, left_out = {}, []
+    for (kind, change), (group, matrix) in product(given["each"].items(), given["numbers"].items()):
+        name, values = f"{kind}-{group}", block | matrix | change
+        if refusal(values) is not None:
+            why = {s: refusal(values | {"strategies": [s]}) for s in values["strategies"]}
+            values["strategies"] = [s for s in why if why[s] is None]
+            left_out += [f"{name}{text}" for text in dict.fromkeys(filter(None, why.values()))]
+        if values["strategies"]:
+            experiments[name] = values
+    return *loaded(experiments), left_out
+
+
+def _trained_on(config: Mapping[str, Any], model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the network is trained on and how; nothing if that is not known. ConfigError if it is none."""
+    own = config.get("models") or {}
+    known = [*models.MODELS, *own]
+    if model not in known and model not in torchvision_names():
+        raise ConfigError(
+            f"--model {model}: is not a model.{did_you_mean(model, known)} Allowed: {', '.join(known)}, and "
+            "every classification network of torchvision; your own go to `models` of config.yaml"
+        )
+    if model in own:
+        for study in (config.get("studies") or {}).values():
+            for block in study["experiments"].values():
+                if model in block["models"]:
+                    return {key: block[key] for key in OF_AN_EXPERIMENT if key in block}
+    named = models.named_model(model, models.spec_of(model, own))
+    reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
+    return {} if reads_text is None else given["text" if reads_text else "images"]

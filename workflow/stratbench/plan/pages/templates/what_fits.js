@@ -1,0 +1,369 @@
+// What fits where: computes, from the plan's own footprints, what the plan says of a cell, for any batch and GPU.
+// Names from a study reach the page as text nodes, never as markup.
+const $ = (id) => document.getElementById(id);
+const D = JSON.parse($("data").textContent);
+const GIB = 2 ** 30;
+
+// ---- the plan's formulas -----------------------------------------------------------------------------------
+
+const cut = (n, size) => Math.ceil(n / size);
+const powerOfTwo = (n, most) => (n >= most ? most : 1 << (31 - Math.clz32(Math.max(n, 1))));
+
+/** Bytes of a sum's buffer on a GPU that holds so many threads at once: `Reduction.buffer_bytes`. */
+function sumBytes([outFixed, outEach, inFixed, inEach, together, size], samples, threads) {
+  const outputs = Math.round(outFixed + outEach * samples), inputs = Math.round(inFixed + inEach * samples);
+  const { block, warp, least, most: most_numbers, counter } = D.sums;
+  const most = Math.floor(block / together), sums = Math.floor(outputs / together);
+  let width = Math.min(powerOfTwo(sums, most), warp);
+  const height = Math.min(powerOfTwo(inputs, most), Math.floor(most / width));
+  width = Math.min(powerOfTwo(sums, most), Math.floor(most / height));
+  if (inputs < Math.min(height * least, most_numbers)) return 0;
+  const each = cut(inputs, height), blocks = cut(sums, width), atOnce = Math.floor(threads / (width * height));
+  if (each < most_numbers || blocks > atOnce) return 0;
+  const parts = Math.max(Math.min(cut(atOnce, blocks), cut(each, least)), cut(each, most_numbers));
+  return parts === 1 ? 0 : size * outputs * parts * width * together + counter * blocks;
+}
+
+/** Bytes that a rank with this footprint needs, by what they are for: `Footprint.needed_bytes`. */
+function neededOf(footprint, samples, threads) {
+  let bytes = -1, highest = null, buffer = 0;
+  for (const moment of footprint.moments) {
+    const sum = moment[2] && threads ? sumBytes(moment[2], samples, threads) : 0;
+    let total = sum;
+    for (let i = 0; i < moment[1].length; i += 2) total += moment[1][i] + moment[1][i + 1] * samples;
+    if (total > bytes) [bytes, highest, buffer] = [total, moment, sum];
+  }
+  let evaluation = 0;
+  for (const n of footprint.evaluation) evaluation += n;
+  return { bytes: Math.max(bytes, evaluation) + footprint.copy, peak: bytes, evaluates: evaluation > bytes, highest, buffer, footprint };
+}
+
+const NAMED = [...D.groups, "data", "warm-up’s copy"];
+const mixed = (a, b, share) => a.map((n, i) => share * n + (1 - share) * b[i]);
+
+/** What a worker needs on the rank that needs most, of all stages: bytes with the data, and by what they are for. */
+function needs(entry, samples, threads) {
+  if (entry.between) {
+    const [low, high] = entry.between.map((given) => needs(given, samples, threads));
+    return { ...high, bytes: mixed([low.bytes], [high.bytes], entry.share)[0], parts: mixed(low.parts, high.parts, entry.share) };
+  }
+  let n = null;
+  for (const i of entry.footprints) {
+    const found = neededOf(D.footprints[i], samples, threads);
+    if (!n || found.bytes > n.bytes) n = found;
+  }
+  const line = n.highest[1], data = entry.data[0] + entry.data[1] * samples;
+  const parts = D.groups.map((_, i) => (n.evaluates ? n.footprint.evaluation[i] : line[2 * i] + line[2 * i + 1] * samples));
+  if (!n.evaluates) parts[D.groups.indexOf("temporary")] += n.buffer;
+  return { bytes: n.bytes + data, parts: [...parts, data, n.footprint.copy], phase: n.evaluates ? "evaluation" : n.highest[0] };
+}
+
+/** The most samples that a worker can compute on at once; 0 if not even one fits. */
+function mostSamples(entry, device) {
+  const room = device.memory_bytes / (1 + D.margin);
+  let low = 0, high = 2 ** 24 - 1;
+  while (low < high) {
+    const middle = Math.floor((low + high) / 2), samples = middle + 1;
+    if (room < needs(entry, samples, device.resident_threads).bytes) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/** Bytes that a worker sends in a step, as a mean over `steps`. */
+function sentBytes(entry, samples, steps) {
+  const wire = entry.wire;
+  if (!wire) return entry.sent;
+  const apart = Math.max(0, steps - wire.start);
+  const each = ((steps - apart + Math.ceil(apart / wire.period)) / steps) * (wire.line[0] + wire.line[1] * samples);
+  const first = Math.min(wire.plain_steps, steps);
+  return (first * wire.plain + (steps - first) * each) / steps;
+}
+
+/** Of the worker that computes most: operations of a sample, forward alone, kernels of a step, bytes that they touch. */
+function workOf(entry) {
+  if (entry.between) return mixed(...entry.between.map(workOf), entry.share);
+  const f = D.footprints[entry.footprints[entry.slowest]];
+  return [f.training_flops, f.flops, f.operations, ...f.touched];
+}
+
+/** Seconds of `steps` steps at best and at worst, by the device's rates: `span_by_device`; null if they are not known. */
+function secondsOf(entry, device, s, samples, sent, steps) {
+  const kind = device.is_gpu ? "gpu" : "cpu", R = D.rates;
+  const rate = device.is_gpu ? device.flops_per_s[s.precision] : device.flops_per_s[""] / s.workers;
+  if (!rate) return null;
+  const [computes_flops, forward_flops, operations, touched, touched_each] = workOf(entry);
+  const link = entry.nodes === 1 ? device.link_bytes_per_s : Math.min(device.link_bytes_per_s, device.network_bytes_per_s);
+  const flops = (computes_flops + (entry.recomputes ? forward_flops : 0)) * samples;
+  return [0, 1].map((slow) => {
+    const parts = [flops / (rate * R.utilisation[kind][slow]), operations * R.launch_s[kind][slow]];
+    if (device.memory_bytes_per_s) parts.push((touched + touched_each * samples) / (device.memory_bytes_per_s * R.memory[slow]));
+    const sum = parts.reduce((a, b) => a + b) * entry.slowdown;
+    const computes = ((slow ? sum : Math.max(...parts)) * entry.pushes) / (1 - entry.bubble);
+    const sends = Math.max(Math.max(sent, entry.link) / (link * R.link[slow]), entry.served / R.server[slow]);
+    return steps * (slow ? computes + sends : Math.max(computes, sends));
+  });
+}
+
+// ---- what is chosen ----------------------------------------------------------------------------------------
+
+const networkOf = (s) => D.networks.find((n) => n.name === s.network);
+const devicesOf = (network) => D.devices.filter((d) => d.is_gpu === network.on_cuda);
+const deviceOf = (s) => D.devices.find((d) => d.name === s.device);
+const kindOf = (s) => s.precision + (s.checkpointing ? "+checkpointing" : "");
+const strategiesOf = (network) => [...new Set(Object.values(network.kinds).flatMap(Object.keys))];
+const countsOf = (network) => [...new Set(Object.values(network.kinds).flatMap((k) => Object.values(k).flatMap(Object.keys)))].map(Number).sort((a, b) => a - b);
+
+/** What the plan has of a choice; between two numbers of workers that it has, from both: a line in 1 / workers. */
+function entryOf(s) {
+  const given = networkOf(s).kinds[kindOf(s)]?.[s.strategy] ?? {};
+  if (given[s.workers]) return given[s.workers];
+  const counts = Object.keys(given).map(Number).filter((n) => given[n].regular).sort((a, b) => a - b);
+  const low = counts.findLast((n) => n < s.workers), high = counts.find((n) => n > s.workers);
+  if (!low || !high) return undefined;
+  const share = (1 / s.workers - 1 / high) / (1 / low - 1 / high), between = [given[low], given[high]];
+  const [a, b] = between.map((entry) => entry.wire);
+  const wire = { ...a, line: mixed(a.line, b.line, share), plain: mixed([a.plain], [b.plain], share)[0] };
+  const nodes = Math.ceil(s.workers / D.gpus_per_node);
+  return { ...given[high], between, share, wire, nodes, replicas: s.workers, recorded: null };
+}
+
+/** The columns of the table: the numbers of workers that the plan has, and the one chosen. */
+const columnsOf = (network) => [...new Set([...countsOf(network), S.workers])].sort((a, b) => a - b);
+
+/** The state of a choice, fit, tight, no or none, and all figures of it. `whole`: with those that the table does not show. */
+function figures(s, whole = true) {
+  const entry = entryOf(s), device = deviceOf(s), network = networkOf(s);
+  if (!entry) return { state: "none", why: `this plan has no ${s.strategy} on ${s.workers} worker${s.workers > 1 ? "s" : ""} in ${kindOf(s).replace("+", " with ")}` };
+  if (entry.why !== undefined) return { state: "none", why: entry.why };
+  const unit = entry.replicas * entry.pushes * entry.parts;
+  const found = { entry, most: 0 };
+  if (whole) {
+    const samples = mostSamples(entry, device);
+    found.mostSamples = samples;
+    found.most = samples * entry.pushes * entry.replicas;
+  }
+  if (s.batch % unit) return { ...found, state: "none", why: `a batch of ${count(s.batch)} cannot be divided into ${count(unit)} equal parts` };
+  const samples = s.batch / entry.replicas / entry.pushes;
+  if (samples < entry.least) return { ...found, state: "none", why: "it normalises over the batch (BatchNorm), and a worker’s batch is one sample" };
+  const n = needs(entry, samples, device.resident_threads);
+  found.needed = n.bytes;
+  found.state = found.needed > device.memory_bytes ? "no" : found.needed * (1 + D.margin) > device.memory_bytes ? "tight" : "fit";
+  if (!whole) return found;
+  const steps = network.steps || network.epochs * Math.floor(network.train_samples / s.batch);
+  const sent = steps ? sentBytes(entry, samples, steps) : 0;
+  const recorded = entry.recorded && entry.recorded.batch === s.batch && D.own_of[+network.on_cuda] === device.name ? entry.recorded : null;
+  const span = recorded ? recorded.span : steps ? secondsOf(entry, device, s, samples, sent, steps) : null;
+  return { ...found, samples, sent, steps, span, source: recorded ? recorded.source : null, parts: Object.fromEntries(NAMED.map((name, i) => [name, n.parts[i]])), phase: n.phase };
+}
+
+// ---- words -------------------------------------------------------------------------------------------------
+
+const count = (n) => Math.round(n).toLocaleString("en");
+const digits = (v) => (v >= 100 ? count(v) : v >= 10 ? v.toFixed(1) : v >= 1 ? v.toFixed(2) : v.toPrecision(2));
+const gib = (bytes) => { const v = bytes / GIB; return v >= 100 ? count(v) : v >= 1 ? v.toFixed(1) : v >= 0.1 ? v.toFixed(2) : v.toPrecision(1); };
+const amount = (bytes) => (bytes >= GIB ? `${digits(bytes / GIB)} GiB` : bytes >= 2 ** 20 ? `${digits(bytes / 2 ** 20)} MiB` : bytes ? `${digits(bytes / 1024)} KiB` : "nothing");
+function spanText([low, high]) {
+  const [unit, name] = high < 120 ? [1, "s"] : high < 7200 ? [60, "min"] : [3600, "h"];
+  return high < 1 ? "under 1 s" : `${digits(low / unit)} to ${digits(high / unit)} ${name}`;
+}
+const listed = (names) => (names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`);
+const GLYPH = { fit: "●", tight: "◐", no: "×", none: "–" };
+const WORD = { fit: "Fits", tight: "Tight", no: "Does not fit", none: "Not possible" };
+const COLOUR = { weights: 1, gradients: 2, optimizer: 3, communication: 4, activations: 5, temporary: 6, data: 7, "warm-up’s copy": 8 };
+
+function el(tag, given, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(given || {})) {
+    if (key === "style") Object.assign(node.style, value);
+    else if (key in node) node[key] = value;
+    else node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+// ---- the page ----------------------------------------------------------------------------------------------
+
+const form = $("controls"), PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "fp64"];
+const BATCHES = [];
+for (let b = 1; b <= 2 ** 16; b *= 2) BATCHES.push(b, ...(b > 1 ? [b * 1.5] : []));
+const S = {};
+
+/** Makes the choice one that this plan has; what cannot be kept is as in the study. */
+function settle() {
+  if (!networkOf(S)) S.network = D.networks[0].name;
+  const network = networkOf(S), kinds = Object.keys(network.kinds), first = kinds[0].split("+");
+  if (!devicesOf(network).some((d) => d.name === S.device)) S.device = devicesOf(network)[0].name;
+  if (!kinds.some((k) => k.split("+")[0] === S.precision)) S.precision = first[0];
+  if (!network.kinds[kindOf(S)]) S.checkpointing = network.kinds[`${S.precision}+checkpointing`] ? 1 : 0;
+  const counts = countsOf(network), strategies = strategiesOf(network);
+  if (!(Number.isInteger(S.workers) && S.workers >= counts[0] && S.workers <= counts.at(-1))) S.workers = counts.findLast((n) => n <= 8) ?? counts[0];
+  if (!strategies.includes(S.strategy)) S.strategy = strategies.find((strategy) => counts.every((workers) => entryOf({ ...S, strategy, workers }))) || strategies[0];
+  if (!(Number.isInteger(S.batch) && S.batch >= 1 && S.batch < 2 ** 24)) S.batch = network.batch;
+}
+
+function readAddress() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  for (const key of ["network", "device", "strategy", "precision"]) S[key] = given.get(key) ?? S[key];
+  for (const key of ["workers", "batch", "checkpointing"]) if (given.has(key)) S[key] = Number(given.get(key));
+  S.checkpointing = S.checkpointing ? 1 : 0;
+  settle();
+}
+
+const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
+const options = (name, values) => form[name].replaceChildren(...values.map((v) => el("option", { value: v }, v)));
+function radios(name, values) {
+  $(name).replaceChildren(...values.map((v) => el("label", {}, el("input", { type: "radio", name, value: v, checked: v === S[name] }), el("span", {}, String(v)))));
+}
+
+/** Fills the controls with what the network has, and shows the choice in them. */
+function show() {
+  const network = networkOf(S), kinds = network.kinds;
+  options("network", D.networks.map((n) => n.name));
+  options("device", devicesOf(network).map((d) => d.name));
+  options("strategy", strategiesOf(network));
+  radios("workers", countsOf(network));
+  radios("precision", PRECISIONS.filter((p) => kinds[p] || kinds[`${p}+checkpointing`]));
+  for (const key of ["network", "device", "strategy"]) form[key].value = S[key];
+  const counts = countsOf(network);
+  Object.assign(form.count, { value: S.workers, min: counts[0], max: counts.at(-1) });
+  form.batch.value = S.batch;
+  form.slider.value = BATCHES.findLastIndex((b) => b <= S.batch);
+  form.slider.setAttribute("aria-valuetext", count(S.batch));
+  form.checkpointing.checked = Boolean(S.checkpointing);
+  form.checkpointing.disabled = !(kinds[S.precision] && kinds[`${S.precision}+checkpointing`]);
+  draw();
+}
+
+function verdict(f, device) {
+  const usable = device.memory_bytes;
+  if (f.state === "none") return `Not possible: ${f.why}.`;
+  if (f.state === "fit") return `Fits: ${gib(f.needed)} GiB of the ${gib(usable)} that can be used.`;
+  if (f.state === "tight") return `Tight: ${gib(f.needed)} GiB of ${gib(usable)}; the plan may be off by ${percent(D.margin)}.`;
+  return `Does not fit: ${gib(f.needed)} GiB needed, ${gib(usable)} can be used.`;
+}
+
+function hint(f) {
+  const network = networkOf(S), workers = `${S.workers} worker${S.workers > 1 ? "s" : ""}`;
+  if (f.state === "fit") return `${S.strategy} on ${workers} trains ${S.network} with ${count(S.batch / f.entry.replicas)} samples a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}.`;
+  const better = strategiesOf(network).filter((strategy) => strategy !== S.strategy && figures({ ...S, strategy }, false).state === "fit");
+  const others = better.length ? `On ${workers} ${listed(better.slice(0, 3))}${better.length > 3 ? ` and ${better.length - 3} more` : ""} would fit` : `No other strategy fits on ${workers}`;
+  const most = !f.entry ? "" : f.most ? `; with ${S.strategy} the largest batch is ${count(f.most)}` : `; with ${S.strategy} no batch fits`;
+  return `${others}${most}.`;
+}
+
+function bar(f, device) {
+  $("bar").hidden = f.state === "none";
+  if (f.state === "none") return;
+  const whole = device.whole_bytes, top = Math.max(whole, f.needed) * 1.005, share = (n) => `${(100 * n) / top}%`;
+  const parts = Object.entries(f.parts).filter(([, n]) => n > 0);
+  let at = 0;
+  const segments = parts.map(([name, n]) => {
+    const segment = el("i", { className: `part p${COLOUR[name]}`, title: `${name}: ${amount(n)}`, style: { left: share(at), width: share(n) } });
+    at += n;
+    return segment;
+  });
+  $("track").replaceChildren(
+    el("i", { className: "card", style: { width: share(whole) } }),
+    el("i", { className: "reserve", style: { left: share(device.memory_bytes), width: share(whole - device.memory_bytes) } }),
+    ...segments,
+    el("i", { className: "edge", style: { left: share(whole) } }),
+  );
+  $("cardname").textContent = `${device.name}: ${gib(whole)} GiB`;
+  $("cardname").style.width = share(whole);
+  $("parts").replaceChildren(...parts.map(([name, n]) => el("span", {}, el("i", { className: `part p${COLOUR[name]}` }), `${name} `, el("b", {}, gib(n)))));
+  $("reserved").textContent = `GiB at the peak of a worker, in its ${f.phase}${device.is_gpu ? "; hatched: kept free for the driver, CUDA, NCCL and cuDNN" : "; hatched: kept free for the process itself"}.`;
+}
+
+function facts(f, device) {
+  const network = networkOf(S), none = f.state === "none";
+  $("most").textContent = f.most ? count(f.most) : "No batch";
+  $("mostsub").textContent = !f.entry ? "" : f.most ? `largest batch that fits, ${percent(D.margin)} kept as margin: ${count(f.most / f.entry.replicas)} a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}` : "fits: what the batch does not change is too large";
+  $("sent").textContent = none ? "–" : amount(f.sent);
+  $("time").textContent = none ? "–" : f.span ? spanText(f.span) : "Not known";
+  const length = network.steps ? `${count(network.steps)} steps` : `${network.epochs === 1 ? "an epoch" : `${network.epochs} epochs`} of ${count(network.train_samples)} samples`;
+  const by = f.source ? `measured: ${f.source}` : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
+  $("timesub").textContent = none ? "" : f.steps ? `${length}; ${by}` : `the data set has fewer than ${count(S.batch)} samples`;
+}
+
+function table() {
+  const network = networkOf(S), counts = columnsOf(network);
+  const head = el("tr", {}, el("th", { scope: "col" }, "workers"), ...counts.map((n) => el("th", { scope: "col" }, String(n))));
+  const rows = strategiesOf(network).map((strategy) => el("tr", {}, el("th", { scope: "row" }, strategy), ...counts.map((workers) => {
+    const choice = { ...S, strategy, workers };
+    if (!entryOf(choice)) return el("td", { className: "absent" });
+    const f = figures(choice), shown = f.needed === undefined ? "" : gib(f.needed);
+    const most = f.most ? `≤ ${count(f.most)}` : f.entry ? "no batch" : "";
+    const said = f.state === "none" ? `Not possible: ${f.why}` : `${WORD[f.state]}: ${shown} GiB`;
+    return el("td", {}, el("button", {
+      type: "button", className: f.state, title: said, "aria-pressed": strategy === S.strategy && workers === S.workers,
+      "aria-label": `${strategy} on ${workers}. ${said}. ${f.most ? `Largest batch ${count(f.most)}` : ""}`, onclick: () => choose({ strategy, workers }),
+    }, el("span", { className: "g" }, GLYPH[f.state]), shown, el("small", {}, most)));
+  })));
+  $("table").replaceChildren(el("thead", {}, head), el("tbody", {}, ...rows));
+}
+
+function cards() {
+  const network = networkOf(S), counts = columnsOf(network), strategies = strategiesOf(network);
+  const names = D.beside.includes(S.device) ? D.beside : [S.device, ...D.beside];
+  const shown = names.map((name) => devicesOf(network).find((d) => d.name === name)).filter(Boolean);
+  $("others").hidden = shown.length < 2;
+  $("cards").replaceChildren(...(shown.length < 2 ? [] : shown).map((device) => {
+    let fits = 0, all = 0;
+    const cells = strategies.flatMap((strategy) => counts.map((workers) => {
+      const choice = { ...S, device: device.name, strategy, workers };
+      if (!entryOf(choice)) return el("i", { className: "absent" });
+      const { state } = figures(choice, false);
+      all += 1;
+      fits += state === "fit";
+      return el("i", { className: state + (strategy === S.strategy && workers === S.workers ? " on" : "") });
+    }));
+    return el("button", { type: "button", "aria-pressed": device.name === S.device, onclick: () => choose({ device: device.name }) },
+      el("b", {}, device.name), el("span", { className: "sub" }, `${fits} of ${all} fit`),
+      el("span", { className: "mini", "aria-hidden": "true", style: { gridTemplateColumns: `repeat(${counts.length}, 1fr)` } }, ...cells));
+  }));
+}
+
+function draw() {
+  const f = figures(S), device = deviceOf(S);
+  $("verdict").replaceChildren(el("span", { className: `glyph ${f.state}`, "aria-hidden": "true" }, GLYPH[f.state]), verdict(f, device));
+  $("hint").textContent = hint(f);
+  $("kept").textContent = form.checkpointing.disabled ? `This plan has ${S.checkpointing ? "only" : "nothing with"} checkpointing of ${S.precision}.` : "";
+  const network = networkOf(S);
+  $("about").textContent = `${network.dataset}: ${count(network.train_samples)} samples; ${network.optimizer === "adamw" ? "AdamW" : "SGD"}`;
+  bar(f, device);
+  facts(f, device);
+  table();
+  cards();
+  history.replaceState(null, "", `#${new URLSearchParams(S)}`);
+}
+
+/** Takes a choice from the table or the cards, and leaves the focus where it was. */
+function choose(change) {
+  const place = document.activeElement?.getAttribute("aria-label") ?? document.activeElement?.textContent;
+  Object.assign(S, change);
+  show();
+  const same = [...document.querySelectorAll("#table button, #cards button")].find((b) => (b.getAttribute("aria-label") ?? b.textContent) === place);
+  (same || document.querySelector("#table button[aria-pressed=true]"))?.focus({ preventScroll: true });
+}
+
+form.addEventListener("submit", (event) => event.preventDefault());
+form.addEventListener("input", (event) => {
+  const { name, value, checked } = event.target;
+  if (name === "slider") S.batch = BATCHES[value];
+  else if (name === "checkpointing") S.checkpointing = Number(checked);
+  else if (name === "workers" || name === "batch") S[name] = Number(value);
+  else if (name === "count") S.workers = Number(value);
+  else S[name] = value;
+  if (name === "network") S.batch = networkOf(S).batch;
+  if (event.target.type === "number" && !(event.target.checkValidity() && value)) return; // while it is typed
+  const typed = document.activeElement;
+  settle();
+  show();
+  if (name === "workers" || name === "precision") form.querySelector(`input[name=${name}]:checked`)?.focus();
+  else typed?.focus?.();
+});
+addEventListener("hashchange", () => { readAddress(); show(); });
+readAddress();
+show();
