@@ -118,7 +118,7 @@ def test_the_queue_simulators_table_of_theory_comes_out(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import queue_theory as benchmark
 
-    few = [*benchmark.mmc_rows(runs=6, jobs=400), benchmark.checkpoint_row(trainings=20)]
+    few = [*benchmark.mmc_rows(runs=20, jobs=400), benchmark.checkpoint_row(trainings=20)]
     names = [row["case"] for row in few]
     with open(FOLDER / "results/elastic/theory.csv", newline="") as file:
         committed = list(csv.DictReader(file))

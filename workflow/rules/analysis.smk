@@ -17,6 +17,14 @@ onsuccess:
     end_round()
 
 
+# A simulation, where `decide` asks for one: the way of a training through a cluster's queue.
+QUEUE_STAGE = (
+    {
+        "queue": "-m stratbench.plan.queue --config {params.queue:q} --out {params.out:q}/queue.json"
+    }
+    if CONFIG["decide"]["queue"]
+    else {}
+)
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
 # the stages make of its records, itself or one below it.
 STAGES = {
@@ -32,10 +40,12 @@ STAGES = {
     "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
     " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
+    **QUEUE_STAGE,
     "decide": "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
     " --verdict={params.verdict:q}"
-    " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
+    " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json"
+    + (" --queue {params.out:q}/queue.json" if QUEUE_STAGE else ""),
     "against": "-m stratbench.analysis.paper.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
     " --claims-out {params.out:q}/against_claims.csv"
@@ -155,9 +165,11 @@ rule make_decision:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
         verdict=verdict_of,
+        history=history_of,
     output:
         f"{RESULTS}/{{study}}/decision.csv",
         f"{RESULTS}/{{study}}/answers.json",
+        [f"{RESULTS}/{{study}}/queue.json" for _ in QUEUE_STAGE],
     log:
         f"{RESULTS}/{{study}}/logs/make_decision.log",
     benchmark:
@@ -169,11 +181,14 @@ rule make_decision:
         study=study_dir,
         out=study_dir,
         constraints=constraints,
+        queue=asked_of_queue,
         verdict=told_verdict,
     message:
         "rank the strategies of {wildcards.study}"
     shell:
-        PROGRAM + STAGES["decide"] + " > {log:q} 2>&1"
+        PROGRAM
+        + " ".join(STAGES[stage] for stage in (*QUEUE_STAGE, "decide"))
+        + " > {log:q} 2>&1"
 
 
 rule compare_with_paper:
@@ -262,6 +277,7 @@ rule partial:
         trained=as_trained,
         description=description,
         constraints=constraints,
+        queue=asked_of_queue,
         verdict=told_verdict,
     message:
         f"merge the records of {STUDY.name} that are there"
@@ -292,6 +308,7 @@ rule decide:
         targets=targets,
         trained=as_trained,
         constraints=constraints,
+        queue=asked_of_queue,
         verdict=told_verdict,
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"
@@ -299,5 +316,6 @@ rule decide:
         f"set -o pipefail; {FIND_PACKAGE}("
         f"mkdir -p {{params.out:q}}"
         f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
-        f" && {RUN}--hold {{params.out:q}} {STAGES['audit']} {STAGES['decide']}"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['audit']}"
+        f" {' '.join(STAGES[stage] for stage in (*QUEUE_STAGE, 'decide'))}"
         ") 2>&1 | tee {log:q}"

@@ -343,12 +343,20 @@ class Cluster:
                 yield max(job.start_s + job.request_s, self.now_s + 1e-6), job.at
 
     def _earliest(self, plan: _Timeline, job: Job) -> tuple[float, dict[int, int] | None]:
-        for begin_s, free in zip(plan.times[:], plan.free, strict=True):
-            if self._room(free, job) is not None:
-                at = self._room(plan.least_free(begin_s, job.request_s), job)
-                if at is not None:
-                    return begin_s, at
+        for i in np.flatnonzero(self._fits(plan.free, job)):
+            at = self._room(plan.least_free(plan.times[i], job.request_s), job)
+            if at is not None:
+                return plan.times[i], at
         return math.inf, None
+
+    def _fits(self, free: np.ndarray, job: Job) -> np.ndarray:
+        """At which times, of free GPUs [times, nodes], there is room for the job."""
+        if job.scatter:
+            return free.sum(1) >= job.gpus
+        if job.gpus <= self.per_node:
+            return free.max(1) >= job.gpus
+        nodes = -(-job.gpus // self.per_node)
+        return (free >= -(-job.gpus // nodes)).sum(1) >= nodes
 
 
 class _Timeline:
@@ -382,6 +390,6 @@ class _Timeline:
         begin, stop = bisect_left(self.times, begin_s), bisect_left(self.times, end_s)
         if stop == len(self.times) or self.times[stop] != end_s:
             self.times.insert(stop, end_s)
-            self.free = np.insert(self.free, stop, self.free[stop - 1], axis=0)
+            self.free = np.concatenate([self.free[:stop], self.free[stop - 1 :]])
         for node, gpus in at.items():
             self.free[begin:stop, node] -= gpus
