@@ -258,8 +258,8 @@ def recorded_queue(
     end = 1 - 3 * hours * 3600 / last_s if last_s else 0.0
     if end < 0.5:
         raise ValueError(
-            f"the history's jobs come within {last_s / 3600:.3g} h, which is too short for a training of "
-            f"{hours:g} h; ask sacct for six times that or more"
+            f"the history's jobs come within {last_s / 3600:.3g} h, which is too short for such a "
+            f"training; ask sacct for {6 * hours:.3g} h or more"
         )
     every = list(moments_in(last_s, blocks * moments, first=0.2, end=min(end, 0.9)))
     cut = [every[i * moments : (i + 1) * moments] for i in range(blocks)]
