@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,3 +111,19 @@ def test_a_machine_that_slows_makes_no_equal_strategy_slower_in_the_workflows_or
         assert old["false"] > 40
         assert old["unsaid"] == 0
         assert new["false"] <= 5
+
+
+@pytest.mark.slow
+def test_the_queue_simulators_table_of_theory_comes_out(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import queue_theory as benchmark
+
+    few = [*benchmark.mmc_rows(runs=20, jobs=400), benchmark.checkpoint_row(trainings=20)]
+    names = [row["case"] for row in few]
+    with open(FOLDER / "results/elastic/theory.csv", newline="") as file:
+        committed = list(csv.DictReader(file))
+    assert [row["case"] for row in committed] == names
+    assert all(row["holds"] == "True" for row in committed), "a bound is missed"
+    assert all(
+        row["half_width"] < row["plain_half_width"] for row in few if "M/M/16" in row["case"]
+    )

@@ -17,6 +17,14 @@ onsuccess:
     end_round()
 
 
+# A simulation, where `decide` asks for one: the way of a training through a cluster's queue.
+QUEUE_STAGE = (
+    {
+        "queue": "-m stratbench.plan.queue --config {params.queue:q} --out {params.out:q}/queue.json"
+    }
+    if CONFIG["decide"]["queue"]
+    else {}
+)
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
 # the stages make of its records, itself or one below it.
 STAGES = {
@@ -29,10 +37,12 @@ STAGES = {
     "tables": "-m stratbench.analysis.tables.tables --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
     " --out-dir {params.out:q}/tables",
+    **QUEUE_STAGE,
     "decide": "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
     " --verdict={params.verdict:q}"
-    " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
+    " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json"
+    + (" --queue {params.out:q}/queue.json" if QUEUE_STAGE else ""),
     "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
     " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
     " --answers {params.out:q}/answers.json"
@@ -156,9 +166,11 @@ rule make_decision:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
         verdict=verdict_of,
+        history=history_of,
     output:
         f"{RESULTS}/{{study}}/decision.csv",
         f"{RESULTS}/{{study}}/answers.json",
+        [f"{RESULTS}/{{study}}/queue.json" for _ in QUEUE_STAGE],
     log:
         f"{RESULTS}/{{study}}/logs/make_decision.log",
     benchmark:
@@ -170,11 +182,14 @@ rule make_decision:
         study=study_dir,
         out=study_dir,
         constraints=constraints,
+        queue=asked_of_queue,
         verdict=told_verdict,
     message:
         "rank the strategies of {wildcards.study}"
     shell:
-        PROGRAM + STAGES["decide"] + " > {log:q} 2>&1"
+        PROGRAM
+        + " ".join(STAGES[stage] for stage in (*QUEUE_STAGE, "decide"))
+        + " > {log:q} 2>&1"
 
 
 rule compare_with_paper:
@@ -263,6 +278,7 @@ rule partial:
         trained=as_trained,
         description=description,
         constraints=constraints,
+        queue=asked_of_queue,
         verdict=told_verdict,
     message:
         f"merge the records of {STUDY.name} that are there"
@@ -293,6 +309,7 @@ rule decide:
         targets=targets,
         trained=as_trained,
         constraints=constraints,
+        queue=asked_of_queue,
         verdict=told_verdict,
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"
@@ -301,5 +318,6 @@ rule decide:
         f"mkdir -p {{params.out:q}}"
         f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial {STAGES['audit']}"
         " > {params.out:q}/records.txt"
-        f" && {RUN}--hold {{params.out:q}} {STAGES['decide']}"
+        f" && {RUN}--hold {{params.out:q}}"
+        f" {' '.join(STAGES[stage] for stage in (*QUEUE_STAGE, 'decide'))}"
         ") 2>&1 | tee {log:q}"

@@ -126,6 +126,21 @@ def constraints(wildcards):
     return json.dumps(given)
 
 
+def asked_of_queue(wildcards):
+    """What is simulated for `decide.queue`; an empty text where there is none."""
+    if not CONFIG["decide"]["queue"]:
+        return ""
+    decide = {key: CONFIG["decide"][key] for key in ("queue", "equivalence_margin")}
+    cluster = {"gpus_per_node": CLUSTER["gpus_per_node"]}
+    return json.dumps({"decide": decide, "cluster": cluster}, sort_keys=True)
+
+
+def history_of(wildcards):
+    """The file of `decide.queue.history`, as a list."""
+    asked = CONFIG["decide"]["queue"] or {}
+    return [Path(asked["history"]).expanduser()] if asked.get("history") else []
+
+
 def description(wildcards):
     """What the study is for."""
     return STUDY.description

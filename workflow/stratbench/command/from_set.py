@@ -15,12 +15,14 @@ from stratbench.analysis.decision.decide import write_decisions
 from stratbench.cell.files import claim_folder
 from stratbench.cell.text.words import folded, printable
 from stratbench.command import CommandError
+from stratbench.plan.queue.__main__ import write_answer
 from stratbench.sets.archive import SetError, extract
 from stratbench.sets.check import INVALID, describe_set, exit_code
 from stratbench.sets.export import export_set
 from stratbench.sets.reading import ResultSet, read_set
 from stratbench.sets.shared import faults_of_bundle
 from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.queue_request import check_queue
 from stratbench.study.config.result_sets import check_sets, existing_sets
 from stratbench.study.config.schema import checked_block
 from stratbench.workload.data.own_data import is_own
@@ -69,9 +71,16 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     given["optimizers"] = other_optimizers(config, found.study)
     claim_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
+    queue = None
     try:
-        said = write_decisions(found.cells, found.findings, Constraints(**given), *written)
-    except ConfigError as error:
+        if given.get("queue"):
+            cluster = checked_block("cluster", config.get("cluster", {}))
+            check_queue({"decide": given, "cluster": cluster})
+            queue = write_answer(given, cluster["gpus_per_node"], folder / "queue.json")
+            written.append(folder / "queue.json")
+        constraints = Constraints(**given)
+        said = write_decisions(found.cells, found.findings, constraints, *written[:2], queue=queue)
+    except ValueError as error:  # ConfigError is one
         raise CommandError(str(error)) from None
     print(printable(said))
     print(f"Written: {', '.join(map(str, written))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from stratbench.analysis.records.score import Score
 from stratbench.cell.text.words import counted
@@ -35,6 +36,8 @@ class Constraints:
     homogeneous: bool = True
     #: Whether all workers start together and stay until the end.
     gang_scheduled: bool = True
+    #: `decide.queue`, for which a simulation gives the answer; None: nothing waits in a queue.
+    queue: Mapping[str, Any] | None = None
     #: The optimizers that are not SGD, by experiment: their states are larger.
     optimizers: Mapping[str, str] = field(default_factory=dict)
 

@@ -43,7 +43,7 @@ from stratbench.analysis.decision.short import (
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Group
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.text.words import MIB, folded, worker_noun
 from stratbench.study.config.consistency import check_model
 from stratbench.study.config.messages import ConfigError
@@ -247,10 +247,11 @@ def describe_decisions(
     notes: Sequence[str],
     given: Constraints,
     constraints: Sequence[str] = (),
+    queue: Mapping[str, Any] | None = None,
 ) -> str:
     """The decisions as text for a terminal; of several the answers stand last, a line each.
 
-    `constraints`: told for those of `given`.
+    `constraints`: told for those of `given`. `queue`: what queue.json says, if there is one.
     """
     lead, several = lead_of([(d.model, d.short) for d in found]), len(found) > 1
     lines = [] if several else [lead]
@@ -265,6 +266,8 @@ def describe_decisions(
         lines += [f"  Excluded: {name}: {why}" for name, why in d.excluded]
         lines.append("")
     lines += [f"Of all of them: {sentence}" for sentence in common]
+    if queue is not None:
+        lines += ["", queue["headline"], *(f"  {line}" for line in queue["lines"])]
     if several:
         lines += [""] * bool(common) + [lead, *(answer_line(answer_of(d)) for d in found)]
     return folded(lines)
@@ -284,9 +287,12 @@ def common_sentences(found: Sequence[Decision]) -> list[str]:
 
 
 def answers_as_json(
-    found: Sequence[Decision], notes: Sequence[str], given: Constraints
+    found: Sequence[Decision],
+    notes: Sequence[str],
+    given: Constraints,
+    queue: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of answers.json: the decisions in words, and their constraints."""
+    """The content of answers.json: the decisions in words, their constraints, and queue.json's if any."""
     return {
         "common": common_sentences(found),
         "constraints": list(given.sentences()),
@@ -295,6 +301,7 @@ def answers_as_json(
         "across": list(notes),
         "lead": lead_of([(d.model, d.short) for d in found]),
         "answers": [answer_of(decision) for decision in found],
+        "queue": queue,
     }
 
 
@@ -312,14 +319,17 @@ def write_decisions(
     out: Path,
     answers_out: Path,
     raced: Mapping[Group, Raced] | None = None,
+    queue: Mapping[str, Any] | None = None,
 ) -> str:
     """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
     found = decisions(cells, findings, given, raced)
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
-    write_atomic(answers_out, json.dumps(answers_as_json(found, notes, given), indent=1) + "\n")
-    return describe_decisions(found, notes, given)
+    write_atomic(
+        answers_out, json.dumps(answers_as_json(found, notes, given, queue), indent=1) + "\n"
+    )
+    return describe_decisions(found, notes, given, queue=queue)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -331,6 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
+    parser.add_argument("--queue", default="", help="the queue.json of `decide.queue`, if any")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
     parser.add_argument("--answers-out", type=Path, required=True, help="the decisions (JSON)")
     args = parser.parse_args(argv)
@@ -338,8 +349,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells, findings = read_cells(args.cells), read_audit(args.audit)
     verdict = read_verdict(args.verdict)
     raced = {} if verdict is None else raced_groups(verdict)
+    queue = read_json(args.queue) if args.queue else None
     try:
-        print(write_decisions(cells, findings, given, args.out, args.answers_out, raced))
+        print(write_decisions(cells, findings, given, args.out, args.answers_out, raced, queue))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

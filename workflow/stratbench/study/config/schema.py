@@ -17,6 +17,7 @@ from stratbench.study.config.messages import (
     repr_of,
     wrong_value_message,
 )
+from stratbench.study.config.queue_request import schema_of_queue
 
 SCHEMA_PATH = SCHEMAS / "config.schema.json"
 TYPE_NAMES = {
@@ -32,11 +33,12 @@ TYPE_NAMES = {
 
 @cache
 def schema() -> dict[str, Any]:
-    """The JSON Schema of config.yaml; in an experiment with the settings that it gives."""
+    """The JSON Schema of config.yaml, with what dataclasses declare: an experiment's settings, a queue."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     experiment, settings = whole["$defs"]["experiment"], schema_of_given()
     experiment["required"] += settings["required"]
     experiment["properties"] |= settings["properties"]
+    whole["properties"]["decide"]["properties"]["queue"] = schema_of_queue()
     return whole
 
 

@@ -17,6 +17,7 @@ from stratbench.study.config.consistency import (
 )
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError, repr_of, wrong_value_message
+from stratbench.study.config.queue_request import check_queue
 from stratbench.study.config.result_sets import check_sets
 from stratbench.study.config.schema import check_structure, schema, typed, with_defaults
 from stratbench.study.config.yaml_traps import check_plain
@@ -55,6 +56,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
     check_model(config["decide"]["model"], (m for block in asked for m in block["models"]))
     known = DataSets(config)
     check_tolerances(config)
+    check_queue(config)
     for study, values in config["studies"].items():
         if study == "data":
             raise ConfigError(

@@ -1,0 +1,211 @@
+"""Gang or elastic: time to result by simulation, over load, width, length, slow nodes and preemption.
+
+    PYTHONPATH=workflow nice python benchmarks/elastic_map.py map
+    PYTHONPATH=workflow nice python benchmarks/elastic_map.py factors
+    PYTHONPATH=workflow nice python benchmarks/elastic_map.py others
+
+Writes results/elastic/NAME.csv; a cell that is there already is not simulated again. 8 nodes of 8 GPUs, EASY,
+others' jobs as plan/queue/background.py makes them. All arms of a moment start from one copied state of the
+queue; intervals (95 %) are by jackknife over the blocks, each with a queue of its own.
+
+`map`: every combination; preemption without the longest trainings and with two of the slow nodes.
+`factors`: one thing changed at a time. `others`: what a training costs everybody else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+from stratbench.plan.queue.background import REQUEST_FACTORS
+from stratbench.plan.queue.break_even import (
+    ARMS,
+    ASYNCHRONOUS,
+    GANG,
+    SCATTERED,
+    SYNCHRONOUS,
+    WORTHS,
+    Work,
+    at_worth,
+    paired_times,
+    poisson_queue,
+)
+from stratbench.plan.queue.simulator import ALL, Rules
+
+OUT = Path(__file__).parent / "results" / "elastic"
+NODES, GPUS_PER_NODE = 8, 8
+LOADS, WIDTHS, HOURS = (0.5, 0.7, 0.85), (4, 8, 16, 32), (0.5, 2.0, 8.0, 24.0)
+#: The share of slow nodes, and how many times slower they are.
+SLOW = ((0.0, 1.0), (0.1, 1.5), (0.1, 3.0), (0.3, 1.5))
+#: Blocks and moments of each: of the main table, and of all other rows.
+MAIN, OTHER = (10, 6), (6, 4)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One cell of the map."""
+
+    load: float
+    width: int
+    hours: float = 2.0
+    slow_nodes: float = 0.0
+    slow_factor: float = 1.0
+    preemptible: bool = False
+    mtbf_days: float = math.inf
+    pause_s: float = 60.0
+    factors: str = "-".join(f"{f:g}" for f in REQUEST_FACTORS)
+    reserve: int = 1
+    blocks: int = OTHER[0]
+    moments: int = OTHER[1]
+
+
+KEYS = tuple(spec.name for spec in fields(Key))
+#: Of each arm its mean time and interval; of each but the gang the ratio to the gang.
+COLUMNS = (
+    *KEYS,
+    "busy",
+    *(f"{arm} {what}" for arm in ARMS for what in ("h", "h low", "h high")),
+    *(f"{arm} / gang{what}" for arm in ARMS[1:] for what in ("", " low", " high")),
+    *(f"even with {arm}{what}" for arm in (GANG, SCATTERED, SYNCHRONOUS) for what in ("", " low", " high")),
+)  # fmt: skip
+
+
+def map_keys() -> Iterator[Key]:
+    """All combinations, and a load at which the queue is not steady."""
+    rest = [
+        *itertools.product(HOURS, SLOW, (False,)),
+        *itertools.product(HOURS[:3], SLOW[::2], (True,)),
+    ]
+    rest.sort(
+        key=lambda r: (r[0] != 2.0, r[1] != SLOW[0])
+    )  # a run that is stopped has what decides
+    for (hours, slow, preemptible), load, width in itertools.product(rest, LOADS, WIDTHS):
+        main = hours == 2.0 and slow == SLOW[0] and not preemptible
+        blocks, moments = MAIN if main else OTHER
+        yield Key(load, width, hours, *slow, preemptible, blocks=blocks, moments=moments)
+    for width in WIDTHS[1:]:
+        yield Key(0.95, width, blocks=MAIN[0], moments=MAIN[1])
+
+
+def factor_keys() -> Iterator[Key]:
+    """What else decides: failures, requested wall times, reservations, the pause."""
+    for days in (math.inf, 100.0, 10.0, 3.0):
+        yield Key(0.7, 16, 8.0, mtbf_days=days)
+    for factors in ("1", "3", "10"):
+        yield Key(0.7, 16, factors=factors)
+    for reserve in (0, 1, ALL):
+        yield Key(0.7, 16, reserve=reserve)
+    for width, pause_s in itertools.product((16, 32), (10.0, 60.0, 180.0, 600.0)):
+        yield Key(0.85, width, pause_s=pause_s)
+
+
+def row_of(key: Key) -> dict[str, object]:
+    """The simulated row of a cell."""
+    rules = Rules(
+        reserve=key.reserve,
+        node_mtbf_s=key.mtbf_days * 86400,
+        slow_share=key.slow_nodes,
+        slow_factor=key.slow_factor,
+    )
+    factors = [float(f) for f in key.factors.split("-")]
+    # Where others preempt it, a training takes several times as long.
+    lasting_h = key.hours * (3 if key.preemptible else 1)
+    shape = (NODES, GPUS_PER_NODE, rules, key.load, lasting_h, key.blocks, key.moments)
+    work = Work(key.width, key.hours, pause_s=key.pause_s, preemptible=key.preemptible)
+    times = paired_times(poisson_queue(*shape, factors=factors), work)
+    row: dict[str, object] = dict(zip(KEYS, astuple(key), strict=True)) | {"busy": times.busy}
+    for arm in ARMS:
+        name = at_worth(WORTHS[0]) if arm == ASYNCHRONOUS else arm
+        for what, value in zip(("h", "h low", "h high"), times.mean(name), strict=True):
+            row[f"{arm} {what}"] = value
+        if arm != GANG:
+            for what, value in zip(("", " low", " high"), times.ratio(name, GANG), strict=True):
+                row[f"{arm} / gang{what}"] = value
+    for arm in (GANG, SCATTERED, SYNCHRONOUS):
+        for what, value in zip(("", " low", " high"), times.break_even(arm), strict=True):
+            beyond = {0.0: f"<{WORTHS[-1]:g}", math.inf: f">{WORTHS[0]:g}"}
+            row[f"even with {arm}{what}"] = beyond.get(value, value)
+    return row
+
+
+def others_rows(key: Key) -> list[dict[str, object]]:
+    """Job-hours that others wait longer within 48 hours, by arm, and the standard error."""
+    rows = []
+    rules = Rules(reserve=key.reserve)
+    for preemptible in (False, True):
+        queue = poisson_queue(NODES, GPUS_PER_NODE, rules, key.load, 12.0, key.blocks, key.moments)
+        arms = [at_worth(1.0)] if preemptible else [*ARMS[:-1], at_worth(1.0)]
+        work = Work(key.width, key.hours, preemptible=preemptible)
+        times = paired_times(queue, work, arms=arms, others_within_h=48.0)
+        for arm, found in times.others_h.items():
+            rows.append(
+                {
+                    "load": key.load,
+                    "width": key.width,
+                    "hours": key.hours,
+                    "arm": arm,
+                    "preemptible": preemptible,
+                    "others_wait_h": f"{found.mean():.3g}",
+                    "standard_error_h": f"{found.std(ddof=1) / math.sqrt(found.size):.2g}",
+                }
+            )
+    return rows
+
+
+def told(value: object) -> str:
+    """A value of the CSV: three digits; empty where there is none."""
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def kept_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    """The rows of an earlier run, by their keys as text."""
+    if not path.exists():
+        return {}
+    with open(path, newline="", encoding="utf-8") as file:
+        return {tuple(r[name] for name in KEYS): r for r in csv.DictReader(file)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("map", "factors", "others"))
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    path = given.out / f"{given.what}.csv"
+    with ProcessPoolExecutor(given.processes) as pool:
+        if given.what == "others":
+            asked = [Key(load, 16, blocks=12) for load in (0.7, 0.85)]
+            write(path, list(itertools.chain(*pool.map(others_rows, asked))))
+            return
+        keys = list(map_keys() if given.what == "map" else factor_keys())
+        texts = {key: tuple(map(told, astuple(key))) for key in keys}
+        kept = kept_rows(path)
+        new = [key for key in keys if texts[key] not in kept]
+        for key, row in zip(new, tqdm(pool.map(row_of, new), total=len(new)), strict=True):
+            kept[texts[key]] = {name: told(row[name]) for name in COLUMNS}
+            write(path, [kept[texts[k]] for k in keys if texts[k] in kept])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""A cluster's accounting: what it says of waits and load, and what it must not be taken for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from stratbench.plan.queue.history import FIELDS, HistoryError, gpus_of, read_history
+
+HEADER = "|".join(FIELDS)
+DAY = "2026-03-0{}T{}"
+
+
+def line(**said):
+    """A finished job of 2 GPUs in half of what it asked for, with what is `said` otherwise."""
+    values = {
+        "JobIDRaw": "7",
+        "User": "ann",
+        "Partition": "gpu",
+        "Submit": "2026-03-01T10:00:00",
+        "Eligible": "2026-03-01T10:00:00",
+        "Start": "2026-03-01T10:30:00",
+        "End": "2026-03-01T11:30:00",
+        "State": "COMPLETED",
+        "TimelimitRaw": "120",
+        "NNodes": "1",
+        "ReqTRES": "billing=8,cpu=8,gres/gpu=2,mem=64G,node=1",
+        "AllocTRES": "billing=8,cpu=8,gres/gpu:a100=2,gres/gpu=2,mem=64G,node=1",
+        "Flags": "SchedMain",
+    } | said
+    return "|".join(values.values())
+
+
+def history(tmp_path, lines, header=True, **how):
+    path = tmp_path / "history.txt"
+    path.write_text("\n".join([*([HEADER] if header else []), *lines]) + "\n")
+    return read_history(path, **({"gpus_per_node": 4} | how))
+
+
+#: A second job, so that there is a window.
+LATER = line(
+    User="bob", Submit="2026-03-01T11:00:00", Start="2026-03-01T11:00:00", End="2026-03-01T13:30:00"
+)
+
+
+@pytest.mark.parametrize(
+    ("tres", "gpus"),
+    [
+        ("cpu=4,gres/gpu=2,gres/gpu:a100=2,node=1", 2),
+        ("gres/gpu:a100=2,gres/gpu:v100=1", 3),
+        ("billing=4,cpu=4,gres/gpu=16,mem=1T,node=4", 16),
+        ("billing=4,cpu=4,node=1", 0),
+        ("", 0),
+    ],
+)
+def test_typed_gpus_are_not_counted_twice(tres, gpus):
+    assert gpus_of(tres) == gpus
+
+
+def test_a_dependency_or_a_begin_time_is_no_wait(tmp_path):
+    held = line(Submit="2026-03-01T08:00:00", Eligible="2026-03-01T10:20:00")
+    assert history(tmp_path, [held, LATER]).entries[0].wait_s == 600
+
+
+def test_each_run_of_a_requeued_job_is_a_wait_of_its_own(tmp_path):
+    first = line(State="PREEMPTED", End="2026-03-01T10:40:00")
+    again = line(
+        Submit="2026-03-01T10:40:00", Eligible="2026-03-01T10:42:01", Start="2026-03-01T10:50:00"
+    )
+    found = history(tmp_path, [first, again, LATER])
+    assert [e.wait_s for e in found.entries] == [1800, 479, 0]
+    assert found.by_width()[0].jobs == 3
+
+
+def test_limits_that_are_no_numbers_and_jobs_that_never_ran_are_left_out_where_they_say_nothing(
+    tmp_path,
+):
+    gone = {"Start": "None", "End": "2026-03-01T10:30:00", "AllocTRES": ""}
+    lines = [
+        line(TimelimitRaw="Partition_Limit"),
+        line(TimelimitRaw="UNLIMITED", State="TIMEOUT"),
+        line(State="CANCELLED by 1000", **gone),
+        # An older SLURM states the end as the start.
+        line(State="CANCELLED by 1000", **gone | {"Start": "2026-03-01T10:30:00"}),
+        line(State="PENDING", Start="Unknown", End="Unknown", AllocTRES=""),
+        LATER,
+    ]
+    found = history(tmp_path, lines)
+    [row] = found.by_width()
+    assert (row.jobs, row.never_started, row.used) == (6, 3, 1.0)
+    assert row.mean_s == pytest.approx(1200)
+    assert row.label == "2-3"
+    assert row.backfilled == 0
+    assert found.request_factors == [0.8]
+    asked = [a.request_s for a in found.arrivals()]
+    assert asked == [3600, 3600, 9000]  # unknown: as the others, and never less than they took
+
+
+def test_without_gpus_in_the_accounting_a_node_counts_as_its_gpus(tmp_path):
+    plain = {
+        "ReqTRES": "billing=8,cpu=8,node=2",
+        "AllocTRES": "billing=8,cpu=8,node=2",
+        "NNodes": "2",
+    }
+    found = history(
+        tmp_path, [line(**plain), line(**plain, End="2026-03-01T12:00:00")], header=False
+    )
+    assert found.gpus_by_nodes
+    assert [e.gpus for e in found.entries] == [8, 8]
+    # Where others have GPUs, a job without is none of this queue.
+    mixed = history(tmp_path, [line(**plain), line(), LATER])
+    assert not mixed.gpus_by_nodes
+    assert (len(mixed.entries), mixed.without_gpus) == (2, 1)
+
+
+def test_load_is_that_of_the_window_in_which_all_jobs_are_listed(tmp_path):
+    """sacct lists a long job that began before its window; before the first end others are missing."""
+    lines = [
+        line(Submit="2026-02-20T00:00:00", Start="2026-02-20T00:00:00", End="2026-03-01T12:00:00"),
+        line(End="2026-03-01T11:00:00"),
+        line(
+            Submit="2026-03-01T11:00:00",
+            Start="2026-03-01T12:00:00",
+            End="Unknown",
+            State="RUNNING",
+        ),
+        line(
+            Submit="2026-03-01T13:00:00",
+            Start="Unknown",
+            End="Unknown",
+            State="PENDING",
+            AllocTRES="",
+        ),
+    ]
+    found = history(tmp_path, lines)
+    assert found.days == pytest.approx(2 / 24)
+    assert found.mean_gpus == pytest.approx(
+        2.0
+    )  # 11 to 12 the long one, 12 to 13 the one that runs
+    assert found.most_gpus == 2
+    assert len(found.arrivals()) == 3
+    assert found.arrivals()[0].submit_s == 0
+
+
+def test_failures_of_nodes_give_their_mean_time_between_two(tmp_path):
+    found = history(tmp_path, [line(State="NODE_FAIL"), line(), LATER])
+    assert found.node_mtbf_days(3) == pytest.approx(3 * 2 / 24)
+    assert history(tmp_path, [line(), LATER]).node_mtbf_days(3) is None
+
+
+def test_one_users_jobs_are_known_as_such(tmp_path):
+    assert not history(tmp_path, [line(), LATER]).one_user
+    assert history(tmp_path, [line(), line(End="2026-03-01T12:00:00")]).one_user
+
+
+def test_a_partition_is_read_alone_and_a_wrong_name_names_those_there(tmp_path):
+    lines = [line(), line(Partition="cpu,debug"), LATER]
+    assert len(history(tmp_path, lines, partition="debug").entries) == 1
+    with pytest.raises(HistoryError, match=r"'big': no job .* ran there; it has cpu,debug, gpu"):
+        history(tmp_path, lines, partition="big")
+
+
+def test_other_columns_are_read_by_their_names(tmp_path):
+    path = tmp_path / "history.txt"
+    names = "State|AllocTRES|Submit|Start|End|Planned"
+    rows = (
+        "COMPLETED|gres/gpu=4|1000|1060|2000|00:01:00\nCOMPLETED|gres/gpu=4|1000|2000|3000|00:16:40"
+    )
+    path.write_text(f"{names}\n{rows}\n")
+    found = read_history(path, 4)
+    assert [e.wait_s for e in found.entries] == [60, 1000]
+    assert found.by_width()[0].used is None
+    assert math.isclose(found.mean_gpus, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "1|2|3",
+            "history.txt, line 1: 3 values where 13 belong; write it with sacct -a -X -P -D -o JobIDRaw",
+        ),
+        ("Submit|Start|State\n", "has no column End; ask sacct for"),
+        (f"{HEADER}\n{line(Start='yesterday')}", "line 2: Start = 'yesterday' is no time"),
+        (f"{HEADER}\n{line(Submit='Unknown')}", "line 2: nothing says when it was submitted"),
+        (HEADER, "no job with a GPU has started"),
+        ("", "no job with a GPU has started"),
+    ],
+)
+def test_what_is_no_accounting_is_refused_with_what_to_do(tmp_path, text, why):
+    path = tmp_path / "history.txt"
+    path.write_text(text)
+    with pytest.raises(HistoryError) as error:
+        read_history(path, 4)
+    assert why in str(error.value)

@@ -1,0 +1,290 @@
+"""The answer to `decide.queue`: time to result with the queue in it, by arm, in words and as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.text.words import counted, hours_text
+from stratbench.plan.queue.break_even import (
+    ARMS,
+    ASYNCHRONOUS,
+    GANG,
+    SYNCHRONOUS,
+    WORTHS,
+    Queue,
+    Times,
+    Work,
+    at_worth,
+    paired_times,
+    poisson_queue,
+    recorded_queue,
+)
+from stratbench.plan.queue.history import History, WidthRow, read_history
+from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules
+from stratbench.statistics.intervals import Estimate
+from stratbench.study.config.queue_request import NODES, QueueRequest
+
+#: Beyond this share of the GPUs a queue grows for as long as one looks, and a mean wait is no property of it.
+STEADY_LOAD = 0.9
+#: Streams of others' jobs, and moments in each at which the training comes.
+BLOCKS, MOMENTS = 8, 4
+#: How far simulated waits may be from the recorded ones, as a factor.
+NEAR = 2.0
+NOT_MODELLED = (
+    "Not modelled: fair-share and other priorities than the order of submission (where job size counts, "
+    "gangs go first), limits of a QOS (MaxJobs and MaxSubmit bind many jobs first), maintenance, time limits "
+    "of partitions, users who react; the servers' CPU job is taken to start at once and never to fail."
+)
+
+
+def answer(
+    request: QueueRequest,
+    gpus_per_node: int,
+    margin: float,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> dict[str, Any]:
+    """What queue.json holds: `headline`, `lines` and `refused` in words, `arms` and `even` as numbers.
+
+    `margin`: the share by which arms may differ and still count as equal; of equals the one that is
+    simplest to run is named. `progress(done, of)` is called at each moment. ValueError, with a
+    remedy, if the history does not do.
+    """
+    history = None
+    if request.history is not None:
+        history = read_history(Path(request.history).expanduser(), gpus_per_node, request.partition)
+    nodes = request.nodes or (NODES if history is None else _nodes_of(history, gpus_per_node))
+    capacity = nodes * gpus_per_node
+    if request.width > capacity:
+        raise ValueError(
+            f"decide.queue.width = {request.width}: the history's jobs used {capacity} GPUs at once; "
+            "where the cluster has more, give nodes"
+        )
+    load = request.load if history is None else history.mean_gpus / capacity
+    known = [] if history is None else list(history_lines(history, nodes, gpus_per_node))
+    if why := _refusal(history, load):
+        return {
+            "headline": f"With the queue: no answer. {why}",
+            "lines": [*known, NOT_MODELLED],
+            "refused": why,
+            "arm": None,
+            "arms": [],
+            "even": {},
+        }
+    mtbf_days = request.node_mtbf_days
+    if mtbf_days is None and history is not None:
+        mtbf_days = history.node_mtbf_days(nodes)
+    rules = Rules(
+        reserve=ALL if request.reservations == "all" else 1,
+        node_mtbf_s=math.inf if mtbf_days is None else mtbf_days * 86400,
+        slow_share=request.slow_nodes,
+        slow_factor=request.slow_factor,
+    )
+    work = Work(request.width, request.hours, request.loss, request.pause_s, request.preemptible)
+    # Where others preempt it, a training takes several times as long.
+    lasting_h = request.hours * (3 if request.preemptible else 1)
+    shape = (nodes, gpus_per_node, rules)
+    if history is None:
+        queue = poisson_queue(*shape, load, lasting_h, BLOCKS, MOMENTS)
+    else:
+        arrivals = history.arrivals()
+        queue = recorded_queue(*shape, arrivals, lasting_h, BLOCKS, MOMENTS)
+        known.append(_against_record(history, arrivals, queue))
+    worths = sorted({*WORTHS, *(request.worth or ())}, reverse=True)
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        progress(done, BLOCKS * MOMENTS)
+
+    times = paired_times(queue, work, worths, tick=tick)
+    told = _Told(request, times, margin)
+    basis = (
+        f"From {BLOCKS * MOMENTS} moments in {'made' if history is None else 'recorded'} queues of "
+        f"{counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}, load {load:.2f} (GPUs in use until "
+        f"then: {times.busy:.0%}); at each moment all arms met the same queue. Intervals are of means, 95 %."
+    )
+    return {
+        "headline": told.headline(),
+        "lines": [*told.lines(), basis, *known, NOT_MODELLED],
+        "refused": None,
+        "arm": told.choice,
+        "arms": told.rows(),
+        "even": {rival: _worth(told.even(rival)) for rival in ARMS[:-1]},
+    }
+
+
+def _nodes_of(history: History, gpus_per_node: int) -> int:
+    """As few nodes as held its jobs."""
+    widest = max(e.gpus for e in history.entries)
+    return -(-max(history.most_gpus, widest) // gpus_per_node)
+
+
+def _refusal(history: History | None, load: float) -> str | None:
+    if history is not None and history.one_user:
+        return (
+            "The history has jobs of one user alone, so that the load is unknown: ask sacct with -a, or an "
+            "administrator where PrivateData hides others' jobs."
+        )
+    if load > STEADY_LOAD:
+        return (
+            f"At a load of {load:.2f} the queue is not steady: it grows for as long as the load stays above "
+            f"{STEADY_LOAD}, and no mean wait describes it."
+        )
+    return None
+
+
+def _against_record(history: History, arrivals: list[Arrival], queue: Queue) -> str:
+    """How the simulated waits of the history's own jobs compare with those that it states."""
+    sim = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules)
+    sim.run_until(arrivals[-1].submit_s)
+    simulated = [wait_s for _, wait_s in sim.waits]
+    recorded = [e.wait_s for e in history.entries if e.wait_s is not None]
+    ours, theirs = sum(simulated) / len(simulated) / 3600, sum(recorded) / len(recorded) / 3600
+    said = f"The history's jobs waited {hours_text(theirs)} h on average; simulated, {hours_text(ours)} h"
+    if max(ours, theirs) > 0.1 and not 1 / NEAR <= (ours + 1e-9) / (theirs + 1e-9) <= NEAR:
+        return (
+            f"{said}: the simulator does not know this queue well (its size, priorities or limits), so "
+            "that the answer is a rough one."
+        )
+    return f"{said}."
+
+
+def history_lines(history: History, nodes: int, gpus_per_node: int) -> list[str]:
+    """What a history says by itself, in sentences."""
+    capacity = nodes * gpus_per_node
+    lines = [
+        f"History of {history.days:.1f} days: {counted(len(history.entries), 'job')} with GPUs; on average "
+        f"{history.mean_gpus:.1f} GPUs in use, at most {history.most_gpus}, of {capacity}."
+    ]
+    if history.gpus_by_nodes:
+        lines.append(
+            "It counts no GPUs (AccountingStorageTRES=gres/gpu would): each node is taken for "
+            f"{gpus_per_node}."
+        )
+    mtbf_days = history.node_mtbf_days(nodes)
+    if mtbf_days is not None:
+        lines.append(
+            f"A node failed under a job once in {mtbf_days:.0f} days of a node (NODE_FAIL)."
+        )
+    return [*lines, *map(_width_line, history.by_width())]
+
+
+def _width_line(row: WidthRow) -> str:
+    text = (
+        f"{row.label} GPUs: {counted(row.jobs, 'job')}, wait {hours_text(row.mean_s / 3600)} h on average, "
+        f"median {hours_text(row.median_s / 3600)}, one in ten above {hours_text(row.p90_s / 3600)} h"
+    )
+    if row.used is not None:
+        text += f"; {row.used:.0%} of the wall time asked for was used"
+    if row.backfilled is not None:
+        text += f"; {row.backfilled:.0%} started by backfill"
+    return f"{text}."
+
+
+class _Told:
+    """The arms' times in words."""
+
+    def __init__(self, request: QueueRequest, times: Times, margin: float) -> None:
+        self.request, self.times, self.margin = request, times, margin
+        self.choice = self._choice()
+
+    def even(self, rival: str) -> Estimate:
+        return self.times.break_even(rival)
+
+    def key(self, arm: str) -> str:
+        """The arm among the simulated ones: asynchronous workers count at the low end of their worth."""
+        if arm != ASYNCHRONOUS:
+            return arm
+        return at_worth(min(self.request.worth or (1.0,)))
+
+    def _choice(self) -> str:
+        """The simplest of those that no other one beats by more than the margin."""
+        allowed = ARMS if self.request.worth else ARMS[:-1]
+        mean = {arm: self.times.mean(self.key(arm)).value for arm in allowed}
+        best = min(mean.values())
+        return next(arm for arm in allowed if mean[arm] <= best * (1 + self.margin))
+
+    def headline(self) -> str:
+        mean = self.times.mean(self.key(self.choice))
+        text = (
+            f"With the queue: {self.choice}, {_h(mean.value)} from submission to result"
+            f" ({_h(mean.low)} to {_h(mean.high)}); one in ten takes longer than "
+            f"{_h(self.times.late_h(self.key(self.choice)))}."
+        )
+        if self.choice == GANG:
+            return text
+        ratio = self.times.ratio(self.key(self.choice), GANG)
+        text += f" That is {_ratio(ratio)} of a gang's {_h(self.times.mean(GANG).value)}"
+        doubtful = ratio.high is not None and ratio.high > 1
+        return f"{text}{', which is not told apart' if doubtful else ''}."
+
+    def lines(self) -> list[str]:
+        others = []
+        for arm in ARMS[1:]:
+            mean, ratio = self.times.mean(self.key(arm)), self.times.ratio(self.key(arm), GANG)
+            others.append(f"{arm} {_h(mean.value)}, {_ratio(ratio)}")
+        worth = f"at a worth of {min(self.request.worth or (1.0,)):g}"
+        found = [
+            f"Mean time, and over a gang's: gang {_h(self.times.mean(GANG).value)}; "
+            f"{'; '.join(others)} ({worth}).",
+            self._on_worth(),
+        ]
+        if self.request.preemptible:
+            found.append("Split workers are preempted by all others here; gangs are not.")
+        return found
+
+    def _on_worth(self) -> str:
+        """Whether asynchrony pays, over split synchronous workers and over a gang."""
+        sync, gang = self.even(SYNCHRONOUS), self.even(GANG)
+        text = (
+            "Asynchronous servers break even with split synchronous workers (pause "
+            f"{self.request.pause_s:g} s) at a worth of {_worth(sync)}, with a gang at {_worth(gang)}"
+        )
+        worth = self.request.worth
+        if worth is None:
+            return (
+                f"{text}; what their samples are worth was not given, so they are not recommended."
+            )
+        low, high = worth
+        given = f"{low:g} to {high:g}" if low < high else f"{low:g}"
+        if high <= (sync.low or sync.value):
+            return f"{text}; they are worth {given}, too little: of the split ones, synchronous."
+        if low >= (sync.high or sync.value):
+            return f"{text}; they are worth {given}, enough: of the split ones, asynchronous."
+        return (
+            f"{text}; they are worth {given}, which leaves it open: measure the worth more closely."
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each arm, for queue.json."""
+        found = []
+        for arm in ARMS:
+            mean = self.times.mean(self.key(arm))
+            ratio = self.times.ratio(self.key(arm), GANG)
+            names = ("hours", "hours_low", "hours_high", "ratio", "ratio_low", "ratio_high")
+            found.append(
+                {"arm": arm, "chosen": arm == self.choice}
+                | dict(zip(names, (*mean, *ratio), strict=True))
+                | {"late_hours": self.times.late_h(self.key(arm))}
+            )
+        return found
+
+
+def _h(hours: float | None) -> str:
+    return "?" if hours is None else f"{hours:.3g} h"
+
+
+def _ratio(ratio: Estimate) -> str:
+    return ratio.text(lambda r: f"{r:.2f}")
+
+
+def _worth(even: Estimate) -> str:
+    if even.value == 0:
+        return f"less than {WORTHS[-1]:g}"
+    if math.isinf(even.value):
+        return "more than 1"
+    return even.text(lambda w: f"{w:.2f}")

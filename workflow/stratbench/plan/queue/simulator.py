@@ -1,0 +1,395 @@
+"""A cluster of GPUs and its queue on a virtual clock, event by event: first come first served, with backfill.
+
+As SLURM does it there are two passes. The main one starts jobs in their order and stops at the first that
+does not fit. Backfill goes on behind it, by the wall times that jobs have asked for, and starts what delays
+no reservation. Nothing is known of fair-share, of quotas or of priorities other than the order of submission.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+#: Reservations of SLURM's default: every waiting job holds one (bf_job_part_count_reserve = 0).
+ALL = 10**6
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A job of others. It runs `duration_s`, and asks for a wall time of `request_s`."""
+
+    submit_s: float
+    gpus: int
+    duration_s: float
+    request_s: float
+
+
+class Owner(Protocol):
+    """Who has jobs of its own in the queue, and is told what becomes of them."""
+
+    def started(self, sim: Cluster, job: Job) -> None: ...
+
+    def ended(self, sim: Cluster, job: Job, why: str) -> None:
+        """`why`: done, limit (the wall time is over), lost (a node failed), preempted or cancelled."""
+
+    def woken(self, sim: Cluster, note: object) -> None: ...
+
+
+@dataclass(eq=False)
+class Job:
+    """It lies on one node where that has so many GPUs, else in equal parts on as few nodes as hold it.
+
+    `scatter`: anywhere instead, as `sbatch --ntasks=N --gpus-per-task=1` asks.
+    """
+
+    gpus: int
+    duration_s: float
+    request_s: float
+    owner: Owner | None = None
+    preemptible: bool = False
+    scatter: bool = False
+    submit_s: float = 0.0
+    start_s: float = math.nan
+    end_s: float = math.nan
+    at: dict[int, int] = field(default_factory=dict)  # node -> GPUs
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a cluster behaves; the delays are measured inputs."""
+
+    #: How many waiting jobs hold a reservation: 1 is EASY, ALL is SLURM's default, 0 lets anything pass that
+    #: fits, None is no backfill.
+    reserve: int | None = 1
+    #: Backfill runs at its multiples; 0: after every event.
+    backfill_s: float = 0.0
+    #: How many waiting jobs backfill looks at.
+    depth: int = 100
+    #: From the allocation to a job's first line, and from its last one until the GPUs are free.
+    start_delay_s: float = 0.0
+    end_delay_s: float = 0.0
+    #: Mean time between the failures of one node, exponential, and how long it then is away.
+    node_mtbf_s: float = math.inf
+    repair_s: float = 3600.0
+    #: The share of nodes that are slower, and how many times; others' durations are as given everywhere.
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
+
+
+class Cluster:
+    """The state at `now_s`: `run_until` moves it on, `branch` copies it."""
+
+    def __init__(
+        self,
+        nodes: int,
+        gpus_per_node: int,
+        arrivals: Sequence[Arrival],
+        rules: Rules,
+        seed: int = 0,
+    ) -> None:
+        """`arrivals` by `submit_s`; `seed`: of which nodes are slow and when they fail."""
+        if wide := next((a for a in arrivals if a.gpus > nodes * gpus_per_node), None):
+            raise ValueError(
+                f"a job asks for {wide.gpus} GPUs, of a cluster of {nodes * gpus_per_node}; it would "
+                "wait for ever"
+            )
+        slow = random.Random(seed)
+        self.rules, self.per_node, self.now_s = rules, gpus_per_node, 0.0
+        self.speed = [
+            1 / rules.slow_factor if slow.random() < rules.slow_share else 1.0 for _ in range(nodes)
+        ]
+        self.queue: list[Job] = []
+        self.running: list[Job] = []
+        #: (GPUs, seconds) of others' jobs that have started, in this order.
+        self.waits: list[tuple[int, float]] = []
+        self.busy_gpu_s = 0.0
+        self._free = np.full(nodes, gpus_per_node)
+        self._up = np.ones(nodes, dtype=bool)
+        self._arrivals, self._next_arrival = arrivals, 0
+        self._events: list[tuple[float, int, str, object]] = []
+        self._count = 0
+        self._next_backfill_s, self._changed = 0.0, False
+        self._random = random.Random(seed + 1)
+        if math.isfinite(rules.node_mtbf_s):
+            for node in range(nodes):
+                self._at(self._random.expovariate(1 / rules.node_mtbf_s), "fail", node)
+
+    @property
+    def capacity(self) -> int:
+        """All GPUs."""
+        return len(self._free) * self.per_node
+
+    def branch(self) -> Cluster:
+        """A copy that goes on by itself: all copies have the same arrivals and the same failures.
+
+        ValueError once somebody owns a job here, since the owner's state is not copied.
+        """
+        if any(job.owner for job in (*self.queue, *self.running)):
+            raise ValueError("branch: a job here has an owner; branch before its training begins")
+        other = copy(self)
+        twins = {id(job): copy(job) for job in (*self.queue, *self.running)}
+        other.queue = [twins[id(job)] for job in self.queue]
+        other.running = [twins[id(job)] for job in self.running]
+        other._free, other._up, other.waits = self._free.copy(), self._up.copy(), self.waits[:]
+        other._events = [(t, n, kind, twins.get(id(x), x)) for t, n, kind, x in self._events]
+        other._random = random.Random()
+        other._random.setstate(self._random.getstate())
+        return other
+
+    def waited_s(self) -> float:
+        """The seconds that others' jobs have waited until now, those that still wait included."""
+        waiting = sum(self.now_s - job.submit_s for job in self.queue if job.owner is None)
+        return waiting + sum(wait_s for _, wait_s in self.waits)
+
+    # --- what owners call ------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        job.submit_s = self.now_s
+        self.queue.append(job)
+        self._changed = True
+
+    def cancel(self, job: Job) -> None:
+        """Takes it out of the queue, or ends it."""
+        if job in self.queue:
+            self.queue.remove(job)
+        elif job in self.running:
+            self._stop(job, "cancelled")
+
+    def wake(self, owner: Owner, at_s: float, note: object) -> None:
+        """Calls `owner.woken(sim, note)` then."""
+        self._at(at_s, "wake", (owner, note))
+
+    def lasts(self, job: Job, duration_s: float) -> None:
+        """The running job turns out to need so long; it ends earlier where its wall time does."""
+        job.duration_s = duration_s
+        self._end_at(job)
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def run_until(self, at_s: float = math.inf, done: Callable[[], bool] = lambda: False) -> None:
+        """Until that time, until `done`, or until nothing can happen any more."""
+        rules = self.rules
+        if self._changed:
+            self._schedule(not rules.backfill_s)
+        while not done():
+            arrival = event = backfill = math.inf
+            if self._next_arrival < len(self._arrivals):
+                arrival = self._arrivals[self._next_arrival].submit_s
+            if self._events:
+                event = self._events[0][0]
+            if self._changed and self.queue and rules.reserve is not None and rules.backfill_s:
+                backfill = max(self.now_s, self._next_backfill_s)
+            then = min(arrival, event, backfill)
+            if then > at_s or math.isinf(then):
+                if math.isfinite(at_s):
+                    self._pass_time(max(self.now_s, at_s))
+                return
+            self._pass_time(then)
+            if arrival == then:
+                found = self._arrivals[self._next_arrival]
+                self._next_arrival += 1
+                self.submit(Job(found.gpus, found.duration_s, found.request_s))
+            elif event == then:
+                _, _, kind, what = heapq.heappop(self._events)
+                getattr(self, f"_on_{kind}")(what)
+            due = then not in (arrival, event)
+            self._schedule(due or not rules.backfill_s)
+
+    def _pass_time(self, until_s: float) -> None:
+        used = sum(sum(job.at.values()) for job in self.running)
+        self.busy_gpu_s += (until_s - self.now_s) * used
+        self.now_s = until_s
+
+    def _at(self, at_s: float, kind: str, what: object) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (at_s, self._count, kind, what))
+
+    def _on_end(self, job: Job) -> None:
+        if job in self.running and job.end_s <= self.now_s:  # not changed, and not stopped before
+            self._stop(job, "done" if job.duration_s <= job.request_s else "limit")
+
+    def _on_wake(self, what: tuple[Owner, object]) -> None:
+        what[0].woken(self, what[1])
+
+    def _on_fail(self, node: int) -> None:
+        self._up[node] = False
+        for job in [j for j in self.running if node in j.at]:
+            self._stop(job, "lost")
+        self._at(self.now_s + self.rules.repair_s, "repair", node)
+
+    def _on_repair(self, node: int) -> None:
+        self._up[node] = self._changed = True
+        self._at(self.now_s + self._random.expovariate(1 / self.rules.node_mtbf_s), "fail", node)
+
+    def _end_at(self, job: Job) -> None:
+        ran_s = min(job.duration_s, job.request_s)
+        job.end_s = job.start_s + ran_s + self.rules.end_delay_s
+        if math.isfinite(job.end_s):
+            self._at(job.end_s, "end", job)
+
+    def _start(self, job: Job, at: dict[int, int]) -> None:
+        self.queue.remove(job)
+        job.at, job.start_s = at, self.now_s + self.rules.start_delay_s
+        for node, gpus in at.items():
+            self._free[node] -= gpus
+        self.running.append(job)
+        self._end_at(job)
+        if job.owner is None:
+            self.waits.append((job.gpus, job.start_s - job.submit_s))
+        else:
+            job.owner.started(self, job)
+
+    def _stop(self, job: Job, why: str) -> None:
+        self.running.remove(job)
+        for node, gpus in job.at.items():
+            self._free[node] += gpus
+        self._changed = True
+        if job.owner is not None:
+            job.owner.ended(self, job, why)
+        elif why == "lost":  # others have lost nothing, and queue again behind everybody
+            self.submit(Job(job.gpus, max(1.0, job.end_s - self.now_s), job.request_s))
+
+    # --- scheduling ------------------------------------------------------------------------------
+
+    def _schedule(self, backfill: bool) -> None:
+        waiting = iter(self.queue[:])
+        for job in waiting:
+            at = self._room(np.where(self._up, self._free, 0), job) or self._preempting_room(job)
+            if at is None:
+                if backfill and self.rules.reserve is not None:
+                    self._next_backfill_s = self.now_s + self.rules.backfill_s
+                    self._changed = False
+                    self._backfill([job, *waiting][: self.rules.depth])
+                return
+            self._start(job, at)
+
+    def _room(self, free: np.ndarray, job: Job) -> dict[int, int] | None:
+        """Where the job goes if so many GPUs are free on the nodes; None: nowhere."""
+        left = job.gpus
+        if left > free.sum():
+            return None
+        if job.scatter:
+            at: dict[int, int] = {}
+            for node in np.argsort(-free, kind="stable"):
+                take = min(int(free[node]), left)
+                if take:
+                    at[int(node)], left = take, left - take
+            return at
+        if left <= self.per_node:
+            fits = np.flatnonzero(free >= left)
+            return {int(fits[np.argmin(free[fits])]): left} if fits.size else None  # the fullest
+        nodes = -(-left // self.per_node)
+        each = -(-left // nodes)
+        fits = np.flatnonzero(free >= each)[:nodes]
+        return {int(node): each for node in fits} if fits.size == nodes else None
+
+    def _preempting_room(self, job: Job) -> dict[int, int] | None:
+        """Room that preemptible jobs make, which are stopped, for one that is not."""
+        if job.preemptible or not any(j.preemptible for j in self.running):
+            return None
+        at = self._room(np.where(self._up, self._without_preemptible(), 0), job)
+        if at is not None:
+            self._preempt(at)
+        return at
+
+    def _without_preemptible(self) -> np.ndarray:
+        free = self._free.copy()
+        for job in self.running:
+            if job.preemptible:
+                for node, gpus in job.at.items():
+                    free[node] += gpus
+        return free
+
+    def _preempt(self, at: dict[int, int]) -> None:
+        """Stops preemptible jobs, the youngest first, until these GPUs are free."""
+        for victim in [j for j in reversed(self.running) if j.preemptible]:
+            if any(self._free[node] < gpus and node in victim.at for node, gpus in at.items()):
+                self._stop(victim, "preempted")
+
+    def _backfill(self, waiting: list[Job]) -> None:
+        plan = _Timeline(self.now_s, self._without_preemptible(), self._leaving(), self._up)
+        reserved = 0
+        for job in waiting:
+            if job not in self.queue:
+                continue
+            free = plan.least_free(self.now_s, job.request_s)
+            if job.preemptible:  # it takes what is free, and reserves nothing
+                at = self._room(np.minimum(free, self._free), job)
+                if at is not None:
+                    self._start(job, at)
+                continue
+            begin_s, at = self.now_s, self._room(free, job)
+            if at is not None:
+                self._preempt(at)
+                self._start(job, at)
+            elif reserved < self.rules.reserve:
+                reserved += 1
+                begin_s, at = self._earliest(plan, job)
+            if at is not None:
+                plan.book(begin_s, job.request_s, at)
+
+    def _leaving(self) -> Iterator[tuple[float, dict[int, int]]]:
+        """When the running jobs that hold their place end by the wall times that they have asked for."""
+        for job in self.running:
+            if not job.preemptible:
+                yield max(job.start_s + job.request_s, self.now_s + 1e-6), job.at
+
+    def _earliest(self, plan: _Timeline, job: Job) -> tuple[float, dict[int, int] | None]:
+        for i in np.flatnonzero(self._fits(plan.free, job)):
+            at = self._room(plan.least_free(plan.times[i], job.request_s), job)
+            if at is not None:
+                return plan.times[i], at
+        return math.inf, None
+
+    def _fits(self, free: np.ndarray, job: Job) -> np.ndarray:
+        """At which times, of free GPUs [times, nodes], there is room for the job."""
+        if job.scatter:
+            return free.sum(1) >= job.gpus
+        if job.gpus <= self.per_node:
+            return free.max(1) >= job.gpus
+        nodes = -(-job.gpus // self.per_node)
+        return (free >= -(-job.gpus // nodes)).sum(1) >= nodes
+
+
+class _Timeline:
+    """How many GPUs of each node are free from when on: `free` [times, nodes]."""
+
+    def __init__(
+        self,
+        now_s: float,
+        free: np.ndarray,
+        leaving: Iterator[tuple[float, dict[int, int]]],
+        up: np.ndarray,
+    ) -> None:
+        self.times, rows = [now_s], [free]
+        for at_s, at in sorted(leaving, key=lambda x: x[0]):
+            if at_s > self.times[-1]:
+                self.times.append(at_s)
+                rows.append(rows[-1].copy())
+            for node, gpus in at.items():
+                rows[-1][node] += gpus
+        self.free = np.array(rows)
+        self.free[:, ~up] = 0
+
+    def least_free(self, begin_s: float, seconds: float) -> np.ndarray:
+        """Of each node, the fewest free GPUs from `begin_s` on for so long; `begin_s` is one of `times`."""
+        begin = bisect_left(self.times, begin_s)
+        return self.free[begin : max(bisect_left(self.times, begin_s + seconds), begin + 1)].min(0)
+
+    def book(self, begin_s: float, seconds: float, at: dict[int, int]) -> None:
+        """Takes the GPUs for that long."""
+        end_s = begin_s + seconds
+        begin, stop = bisect_left(self.times, begin_s), bisect_left(self.times, end_s)
+        if stop == len(self.times) or self.times[stop] != end_s:
+            self.times.insert(stop, end_s)
+            self.free = np.concatenate([self.free[:stop], self.free[stop - 1 :]])
+        for node, gpus in at.items():
+            self.free[begin:stop, node] -= gpus

@@ -1,0 +1,109 @@
+"""What `decide` is told of a queue: `decide.queue` of config.yaml, each key declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, get_type_hints
+
+from stratbench.cell.options import json_rule
+from stratbench.study.config.messages import ConfigError
+
+#: Nodes of the simulated cluster where neither the config nor a history says how many there are.
+NODES = 8
+
+
+def asked(default: Any, help: str, **limits: Any) -> Any:
+    """A field of `QueueRequest`; MISSING as default: it must be given. `limits`: of JSON Schema."""
+    return field(default=default, metadata={"rule": limits | {"description": help}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueRequest:
+    """A training that is to go through a queue, and what is known of the queue and of its cluster."""
+
+    # fmt: off
+    width: int = asked(MISSING, "GPUs of the training as one gang.", minimum=2, maximum=1024)
+    hours: float = asked(MISSING,
+        "Hours that the training takes on so many GPUs, once it has them all.",
+        exclusiveMinimum=0, maximum=1000)
+    load: float | None = asked(None,
+        "Share of the cluster's GPUs that others ask for on average, as 0.7; null: as in `history`.",
+        exclusiveMinimum=0, maximum=2)
+    history: str | None = asked(None,
+        "File with the cluster's own accounting, of `sacct -P` (docs/elastic.md has the command): others' "
+        "jobs come as they came there. null: a made stream of jobs, of this `load`.", minLength=1)
+    partition: str | None = asked(None,
+        "Of the history this partition alone; null: all jobs with GPUs.", minLength=1)
+    nodes: int | None = asked(None,
+        f"Nodes of the cluster, each of cluster.gpus_per_node GPUs. null: {NODES}; with a history as few as "
+        "held its jobs.", minimum=1, maximum=4096)
+    reservations: Literal["all", "one"] = asked("all",
+        "Waiting jobs whose start backfill keeps: all is SLURM's default, one is EASY "
+        "(bf_job_part_count_reserve=1).")
+    slow_nodes: float = asked(0.0, "Share of nodes that are slower.", minimum=0, maximum=1)
+    slow_factor: float = asked(1.0, "How many times slower those are.", minimum=1, maximum=100)
+    preemptible: bool = asked(False,
+        "Whether workers that are jobs of their own run where all others preempt them.")
+    node_mtbf_days: float | None = asked(None,
+        "Mean days between the failures of one node; null: as in the history, without one no failures.",
+        exclusiveMinimum=0)
+    pause_s: float = asked(60.0,
+        "Seconds that synchronous workers stop for when one joins or leaves; measure it (docs/elastic.md).",
+        minimum=0, maximum=36000)
+    loss: float = asked(0.02,
+        "Share of a worker's speed that each further worker costs.", minimum=0, maximum=1)
+    worth: list[float] | None = asked(None,
+        "What samples of asynchronous workers are worth, [low, high]: the samples that DDP needs to the "
+        "target over those that they need. null: unknown; the answer says what it would have to be.",
+        minItems=2, maxItems=2, items={"type": "number", "minimum": 0.1, "maximum": 2})
+    # fmt: on
+
+    def check(self, gpus_per_node: int) -> None:
+        """Raises ConfigError for values that contradict each other."""
+        if (self.load is None) == (self.history is None):
+            raise ConfigError(
+                "config: decide.queue: give either load or history, and not both; given: "
+                f"load = {self.load}, history = {self.history!r}"
+            )
+        if self.partition is not None and self.history is None:
+            raise ConfigError(
+                f"config: decide.queue.partition = {self.partition!r}: is of a history; give one"
+            )
+        if self.worth is not None and self.worth[0] > self.worth[1]:
+            raise ConfigError(
+                f"config: decide.queue.worth = {self.worth}: write the lower end first"
+            )
+        nodes = self.nodes or (NODES if self.history is None else None)
+        if nodes is not None and self.width > nodes * gpus_per_node:
+            raise ConfigError(
+                f"config: decide.queue.width = {self.width}: the cluster has {nodes} nodes of "
+                f"{gpus_per_node} GPUs (cluster.gpus_per_node); ask for fewer, or give nodes"
+            )
+
+
+def schema_of_queue() -> dict[str, Any]:
+    """The JSON Schema of `decide.queue`."""
+    hints = get_type_hints(QueueRequest)
+    rules: dict[str, Any] = {}
+    for spec in fields(QueueRequest):
+        rules[spec.name] = json_rule(hints[spec.name]) | spec.metadata["rule"]
+        if spec.default is not MISSING:
+            rules[spec.name]["default"] = spec.default
+    return {
+        "type": ["object", "null"],
+        "default": None,
+        "additionalProperties": False,
+        "required": [spec.name for spec in fields(QueueRequest) if spec.default is MISSING],
+        "properties": rules,
+        "description": "A training that waits in a queue: `decide` then says, by simulation, which way "
+        "through it brings the result first, a gang or workers that are jobs of their own "
+        "(docs/elastic.md). null: no queue.",
+    }
+
+
+def check_queue(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError if `decide.queue` contradicts itself or the cluster."""
+    if config["decide"]["queue"] is not None:
+        request = QueueRequest(**config["decide"]["queue"])
+        request.check(config["cluster"]["gpus_per_node"])
