@@ -571,3 +571,20 @@ def test_of_what_fits_the_quickest_at_both_ends_of_its_range_is_named(plan_of):
     assert told(fsdp=None).endswith("ddp, zero1 (1-9 s or 2-8 s).")
     assert "2 of 3 fit" in told(fsdp=None)
     assert "none fits; " in told(ddp=None, zero1=None, fsdp=None)
+
+
+def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
+    """At best, too: 3 s of computation beside 4 s of sending of which 1, 3 or 4 s are waited for."""
+    plan = plan_of(strategies=["ddp"], gpus=[4])
+    work = cell(plan, "ddp", 4).needs.work
+    device = device_rates.gpu_device(device_rates.find_gpu("A10G"), "fp16", plan.cluster)
+    rate = device.link(1) * duration.LINK_UTILISATION[0]
+    footprint = replace(work.footprint, training_flops_per_sample=0, operations_per_step=1)
+    computes_s = duration._step_s(replace(work, footprint=footprint, wire_bytes=0), device, 0)
+    sent = {"wire_bytes": 4 * computes_s * rate}
+    for share in (0, 1, 3, 4):
+        awaited = replace(
+            work, footprint=footprint, awaited_bytes=share * computes_s * rate, **sent
+        )
+        expected = max(1, 4 - share) + share
+        assert duration._step_s(awaited, device, 0) == pytest.approx(expected * computes_s)

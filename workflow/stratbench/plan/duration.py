@@ -56,6 +56,7 @@ class Work:
     batch: int  # samples of one push or step on one worker
     pushes: int  # pushes in a step: 1 but for strategies that split their batch
     wire_bytes: float  # sent by a rank in a step, and as many received
+    awaited_bytes: float  # of them, what the next layer waits for, so that no computation hides it
     server_bytes: (
         float  # taken in and handed out by a server process in a step, all workers; else 0
     )
@@ -117,7 +118,10 @@ def _step_s(work: Work, device: Device, slow: int) -> float:
     compute_s = (sum(parts_s) * work.slowdown if slow else max(parts_s)) * work.pushes
     compute_s /= 1 - work.bubble_share
     sent_s = communication_s(work, device, slow)
-    return compute_s + sent_s if slow else max(compute_s, sent_s)
+    if slow:
+        return compute_s + sent_s
+    awaited_s = work.awaited_bytes / (device.link(work.nodes) * LINK_UTILISATION[slow])
+    return max(compute_s, sent_s - awaited_s) + awaited_s
 
 
 def communication_s(work: Work, device: Device, slow: int) -> float:

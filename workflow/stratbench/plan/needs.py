@@ -114,6 +114,15 @@ def plain_wire_bytes(
     return wire_bytes(whole, s.cell.gpus, on_gloo)
 
 
+def awaited_bytes(s: Subject, footprint: Footprint) -> float:
+    """Of the bytes that a rank sends in a step, those of activations that its next layer waits for."""
+    if not s.strategy.waits_for_activations:
+        return 0.0
+    calls, on_gloo = footprint.slowest.collectives, not s.request.on_cuda
+    each = [wire_bytes(calls, s.cell.gpus, on_gloo, n) for n in (0, s.samples_per_step)]
+    return each[1] - each[0]
+
+
 def data_bytes_of(s: Subject, samples: int | None = None) -> int:
     """Bytes on the device: of the whole data set, or of the batches of `samples` (or the cell's) that wait.
 
@@ -163,6 +172,7 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
             pushes=s.steps_per_batch,
             # The nodes' link carries what all workers and servers on it send.
             wire_bytes=max(wire, side.link_bytes if side else 0.0),
+            awaited_bytes=awaited_bytes(s, footprint),
             server_bytes=through_server,
             steps=s.steps,
             test_samples=s.data.test_samples,

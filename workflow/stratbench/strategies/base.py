@@ -166,6 +166,8 @@ class Strategy:
     uses_wrap_groups: ClassVar[bool] = False
     #: Whether it divides the network itself, which must state how; others take any network.
     divides_network: ClassVar[bool] = False
+    #: Whether a worker waits for the activations that others send, so that no computation hides them.
+    waits_for_activations: ClassVar[bool] = False
     #: Whether a rank does and holds the same on any number of workers, so that the plan predicts one.
     alike_on_any_count: ClassVar[bool] = False
     #: Whether its first steps do what later ones do not: the plan then looks at later ones.

@@ -183,6 +183,7 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
         "data": _data_line(s),
         "wire": None if s.served else _wire(s, c.footprint),
         "sent": needs.wire_bytes if s.served else 0,
+        "awaits": s.strategy.waits_for_activations,
         "served": needs.work.server_bytes,
         "link": needs.link_bytes or 0,
         "bubble": needs.work.bubble_share,

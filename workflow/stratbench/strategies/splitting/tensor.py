@@ -42,6 +42,7 @@ class TensorParallel(Split, Sharded):
     transformer models, 2022).
     """
 
+    waits_for_activations = True
     parts_are = "divided layers"
     stated_by = "tensor_plan"
     summary: ClassVar[str] = "layers divided among workers (tensor parallelism)"

@@ -101,7 +101,8 @@ function secondsOf(entry, device, s, samples, sent, steps) {
     const sum = parts.reduce((a, b) => a + b) * entry.slowdown;
     const computes = ((slow ? sum : Math.max(...parts)) * entry.pushes) / (1 - entry.bubble);
     const sends = Math.max(Math.max(sent, entry.link) / (link * R.link[slow]), entry.served / R.server[slow]);
-    return steps * (slow ? computes + sends : Math.max(computes, sends));
+    const awaited = entry.awaits ? (entry.wire.line[1] * samples) / (link * R.link[slow]) : 0;
+    return steps * (slow ? computes + sends : Math.max(computes, sends - awaited) + awaited);
   });
 }
 
