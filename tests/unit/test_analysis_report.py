@@ -22,7 +22,7 @@ from stratbench.analysis.paper import against
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.report import report, sections
+from stratbench.analysis.report import audit_section, report, sections
 from stratbench.analysis.tables import tables
 from stratbench.study.config import config
 
@@ -264,6 +264,46 @@ def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path)
     assert "main, ddp, resnet50, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
     assert text.count('<sup><a href="#audit" title="score-below-floor">') == 1
     assert "No rule was tripped" in write_page(tmp_path / "sound", cells, figures=False).read_text()
+
+
+def test_the_audit_says_which_findings_touch_a_choice():
+    """The choice itself, the next one, and the next of another strategy; what is left open is on all."""
+    rivals = [
+        {"strategy": "ddp", "gpus": 2},
+        {"strategy": "fsdp", "gpus": 4},
+        {"strategy": "zero1", "gpus": 4},
+    ]
+    short = {"strategy": "ddp", "gpus": 4, "others": rivals}
+    answers = [{"experiment": "e", "model": "m", "short": short}]
+    place = dict.fromkeys(("experiment", "strategy", "model", "gpus", "repeat"))
+    said = {"severity": "doubtful", "affects": "time", "explanation": "x", "figures": "f"}
+    told = {
+        "on the choice": {"strategy": "ddp", "gpus": 4},
+        "next": {"strategy": "ddp", "gpus": 2},
+        "of another": {"strategy": "fsdp", "model": "m"},
+        "on all": {"experiment": "e"},
+        "far": {"strategy": "zero1"},
+        "elsewhere": {"experiment": "other", "strategy": "ddp", "gpus": 4},
+    }
+    findings = pd.DataFrame([place | said | {"rule": name} | at for name, at in told.items()])
+    rules = {r["id"]: r["touches"] for r in audit_section.audit_rules(findings, answers)}
+    assert rules == {
+        "on the choice": ["ddp × 4 (m)"],
+        "next": ["ddp × 2, next to ddp × 4 (m)"],
+        "of another": ["fsdp × 4, next to ddp × 4 (m)"],
+        "on all": ["ddp × 4 (m)"],
+        "far": [],
+        "elsewhere": [],
+    }
+    listed = audit_section.audit_rules(
+        findings.assign(severity=["note", "unusable", *["doubtful"] * 4]), answers
+    )
+    assert [r["severity"] for r in listed] == ["unusable", *["doubtful"] * 4, "note"]
+    assert audit_section.audit_lead(listed, answers) == (
+        "What touches a choice or the rival nearest to it: next, of another, on all."
+    )
+    untouched = [rule for rule in listed if not rule["touches"]]
+    assert audit_section.audit_lead(untouched, answers).startswith("None of the doubts")
 
 
 def test_mixed_machines_are_pointed_out(tmp_path):

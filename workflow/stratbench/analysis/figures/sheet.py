@@ -55,6 +55,7 @@ INK, MUTED, LINE, RULE, BAND, BAD, PAPER = (
 RC: dict[str, Any] = {
     "svg.hashsalt": "stratbench",
     "svg.fonttype": "none",  # text stays text, in the reader's font
+    "pdf.fonttype": 42,  # as publishers ask
     "font.family": "DejaVu Sans",
     "font.size": TEXT * PX,
     "text.parse_math": False,  # names in records are not formulas
