@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +123,3 @@ def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
     findings = paper_audit.read_paper_audit(path)
     both = findings["version"] == "both"
     return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
-
-
-def model_headings(answers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, str], str]]:
-    """Of each experiment and model, what was found, as a heading."""
-    for answer in answers:
-        short = answer["short"]
-        claim = short["claim"].rstrip(".")
-        if short["strategy"] is None:
-            text = f"nothing can be recommended. {claim}"
-        else:
-            text = f"{short['strategy']} × {short['gpus']}: {claim[:1].lower()}{claim[1:]}"
-        yield (answer["experiment"], answer["model"]), text
