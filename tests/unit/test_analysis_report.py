@@ -24,6 +24,7 @@ from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.records.score import Score
 from stratbench.analysis.report import audit_section, report, sections
 from stratbench.analysis.tables import tables
+from stratbench.cell.installation import PACKAGE
 from stratbench.study.config import config
 
 pytest_plugins = ["browser_fixtures"]
@@ -444,6 +445,17 @@ def test_a_variant_without_a_record_is_told_as_one():
     assert not ddp["summary"].startswith("a variant")
     assert mine["summary"] == "a variant, of which there is no record."
     assert policy["summary"].startswith("a variant of fsdp: ")
+
+
+def test_every_rule_of_the_pages_style_has_a_user():
+    pages = [*PACKAGE.rglob("*.j2"), *(PACKAGE / "analysis").rglob("*.py")]
+    used = " ".join(p.read_text(encoding="utf-8") for p in pages)
+    for style in ("cell/text/templates/page.css", "analysis/report/templates/answers.css"):
+        text = (PACKAGE / style).read_text(encoding="utf-8")
+        classes = set(re.findall(r"\.([a-z][a-z-]+)(?=[^{}]*\{)", text))
+        assert len(classes) > 10
+        unused = {name for name in classes if not re.search(rf"\b{name}\b", used)}
+        assert not unused, style
 
 
 # ---- in a browser ------------------------------------------------------------------------------
