@@ -306,6 +306,14 @@ def test_one_svg_serves_both_themes(tmp_path, draw):
         assert f'width="{sheet.WIDTH}"' in svg
 
 
+def test_numbers_in_texts_keep_their_digits():
+    """Places in the picture need two; a time of 0.819 s is none of 0.81 s."""
+    assert (
+        sheet.compact('<text x="1.23456">0.819 s</text> <!-- no -->')
+        == '<text x="1.23">0.819 s</text> '
+    )
+
+
 def test_texts_and_areas_stand_out_from_both_papers():
     """Texts with 4.5 : 1, areas and outlines with 3 : 1; grid lines and bands carry nothing alone."""
     parts = {name for _, name, *_ in PARTS} | {REST[1]}

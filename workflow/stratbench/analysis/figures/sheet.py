@@ -199,7 +199,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def compact(svg: str) -> str:
-    """An SVG without comments and with numbers rounded to what can be seen."""
+    """An SVG without comments, with the numbers of its tags cut to what can be seen; texts stay."""
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
+    svg = re.sub(r"<[^>]+>", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     return re.sub(r"\s+", " ", svg)
