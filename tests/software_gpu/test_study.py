@@ -157,7 +157,7 @@ def test_a_verdicts_blocks_run_and_decide_nothing(study: Workflow) -> None:
     assert block["gpu_names"]  # blocks on GPUs of other names are not compared
     assert {segment["status"] for segment in block["segments"]} == {"ok"}
     assert all(segment["mean_step_s"] > 0 for segment in block["segments"])
-    assert f"was {software_gpu.WHY}" in done.stdout
+    assert f"was {software_gpu.WHY}" in " ".join(done.stdout.split())  # broken to fit the screen
     told = json.loads((study.folder / "results/tiny/verdict/verdict.json").read_text())
     assert not told["done"]
     assert {bout["leader"] for bout in told["bouts"]} == {None}
