@@ -297,8 +297,9 @@ def scaling_caption(
 ) -> Iterator[str]:
     """What the figure of lines over worker counts shows."""
     if measure.baseline:
-        own = measure.baseline == "self"
-        against = "the same strategy on one worker" if own else measure.baseline
+        against = (
+            "the same strategy on one worker" if measure.baseline == "self" else measure.baseline
+        )
         yield f"Throughput as a multiple of that of {against}."
         best = max(curves, key=lambda c: max(v for v in c.y if v == v), default=None)
         if best is not None:
