@@ -125,8 +125,8 @@ def test_no_figure_of_it_is_in_a_table_an_answer_or_a_page(study: Workflow) -> N
     assert set(audited["rule"]) == {"software-gpu"}
     assert len(audited) == len(cells)
     # Those that say of every cell how it ended.
-    drawn = {path.stem for path in folder.glob("plots/first/*.svg")}
-    assert drawn == {"training_time", "throughput", "memory"}
+    drawn = {path.stem for path in folder.glob("plots/first/*/*.svg")}
+    assert drawn == {"training_time"}
     decided = pd.read_csv(folder / "decision.csv")
     assert decided["rank"].isna().all()
     assert decided["why"].str.contains("software GPU").all()
@@ -157,7 +157,7 @@ def test_a_verdicts_blocks_run_and_decide_nothing(study: Workflow) -> None:
     assert block["gpu_names"]  # blocks on GPUs of other names are not compared
     assert {segment["status"] for segment in block["segments"]} == {"ok"}
     assert all(segment["mean_step_s"] > 0 for segment in block["segments"])
-    assert f"was {software_gpu.WHY}" in done.stdout
+    assert f"was {software_gpu.WHY}" in " ".join(done.stdout.split())  # broken to fit the screen
     told = json.loads((study.folder / "results/tiny/verdict/verdict.json").read_text())
     assert not told["done"]
     assert {bout["leader"] for bout in told["bouts"]} == {None}

@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 from test_marks import EYES, THEMES, contrast, linear, oklab
 
@@ -105,6 +106,7 @@ def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, dr
         bold = {t.get_text() for t in found.axes.texts if t.get_fontweight() == "bold"}
         assert {chosen} == bold & set(data.strategies), name
         drawn = {line.get_color() for line in found.axes.lines}
+        drawn |= {to_hex(patch.get_facecolor()) for patch in found.axes.patches}
         assert families[chosen][0] in drawn
         rivals = [s for s in data.strategies if families[s] != families[chosen]]
         assert not drawn & {families[s][0] for s in rivals}
@@ -269,6 +271,26 @@ def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, stat
         assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes()
 
 
+@pytest.mark.parametrize("count", ["4", "128"])
+def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
+    """Matplotlib leaves out of pictures what it takes to have no length."""
+    own = rows.Row("ddp", [rows.Point(2.0, number=count, chosen=True), rows.Point(9.0, number="1")])
+    shown = rows.Rows([own], {"ddp": marks.mark_of("replicas", 0)})
+    with plt.rc_context(sheet.RC):
+        figure = rows.draw_rows(shown)
+        (disc, ring) = [patch.get_extents() for patch in figure.axes[0].patches]
+        sheet.save_figure(figure, tmp_path / "f")
+    with Image.open(tmp_path / "f.png") as image:
+        pixels = np.asarray(image.convert("RGB"))
+    full, quiet = (
+        tuple(round(255 * part) for part in to_rgb(c)) for c in marks.FAMILIES["replicas"].light
+    )
+    for box, colour in ((disc, full), (ring, quiet)):
+        x, y = 2 * box.x0 + 2, pixels.shape[0] - (box.y0 + box.y1)  # two dots a pixel
+        near = pixels[int(y) - 2 : int(y) + 3, int(x) - 3 : int(x) + 4].reshape(-1, 3)
+        assert np.abs(near - colour).sum(axis=1).min() < 30
+
+
 def test_one_svg_serves_both_themes(tmp_path, draw):
     """Every colour in it is a variable, which has a value for light and one for dark paper."""
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
@@ -282,6 +304,14 @@ def test_one_svg_serves_both_themes(tmp_path, draw):
         for theme in (light, dark):
             assert used <= set(re.findall(r"--([a-z0-9-]+):", theme)), name
         assert f'width="{sheet.WIDTH}"' in svg
+
+
+def test_numbers_in_texts_keep_their_digits():
+    """Places in the picture need two; a time of 0.819 s is none of 0.81 s."""
+    assert (
+        sheet.compact('<text x="1.23456">0.819 s</text> <!-- no -->')
+        == '<text x="1.23">0.819 s</text> '
+    )
 
 
 def test_texts_and_areas_stand_out_from_both_papers():

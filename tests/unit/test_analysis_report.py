@@ -22,8 +22,9 @@ from stratbench.analysis.paper import against
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.report import report, sections
+from stratbench.analysis.report import audit_section, report, sections
 from stratbench.analysis.tables import tables
+from stratbench.cell.installation import PACKAGE
 from stratbench.study.config import config
 
 pytest_plugins = ["browser_fixtures"]
@@ -266,6 +267,46 @@ def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path)
     assert "No rule was tripped" in write_page(tmp_path / "sound", cells, figures=False).read_text()
 
 
+def test_the_audit_says_which_findings_touch_a_choice():
+    """The choice itself, the next one, and the next of another strategy; what is left open is on all."""
+    rivals = [
+        {"strategy": "ddp", "gpus": 2},
+        {"strategy": "fsdp", "gpus": 4},
+        {"strategy": "zero1", "gpus": 4},
+    ]
+    short = {"strategy": "ddp", "gpus": 4, "others": rivals}
+    answers = [{"experiment": "e", "model": "m", "short": short}]
+    place = dict.fromkeys(("experiment", "strategy", "model", "gpus", "repeat"))
+    said = {"severity": "doubtful", "affects": "time", "explanation": "x", "figures": "f"}
+    told = {
+        "on the choice": {"strategy": "ddp", "gpus": 4},
+        "next": {"strategy": "ddp", "gpus": 2},
+        "of another": {"strategy": "fsdp", "model": "m"},
+        "on all": {"experiment": "e"},
+        "far": {"strategy": "zero1"},
+        "elsewhere": {"experiment": "other", "strategy": "ddp", "gpus": 4},
+    }
+    findings = pd.DataFrame([place | said | {"rule": name} | at for name, at in told.items()])
+    rules = {r["id"]: r["touches"] for r in audit_section.audit_rules(findings, answers)}
+    assert rules == {
+        "on the choice": ["ddp × 4 (m)"],
+        "next": ["ddp × 2, next to ddp × 4 (m)"],
+        "of another": ["fsdp × 4, next to ddp × 4 (m)"],
+        "on all": ["ddp × 4 (m)"],
+        "far": [],
+        "elsewhere": [],
+    }
+    listed = audit_section.audit_rules(
+        findings.assign(severity=["note", "unusable", *["doubtful"] * 4]), answers
+    )
+    assert [r["severity"] for r in listed] == ["unusable", *["doubtful"] * 4, "note"]
+    assert audit_section.audit_lead(listed, answers) == (
+        "What touches a choice or the rival nearest to it: next, of another, on all."
+    )
+    untouched = [rule for rule in listed if not rule["touches"]]
+    assert audit_section.audit_lead(untouched, answers).startswith("None of the doubts")
+
+
 def test_mixed_machines_are_pointed_out(tmp_path):
     def change(cell, record):
         for worker in record["workers"]:
@@ -404,6 +445,17 @@ def test_a_variant_without_a_record_is_told_as_one():
     assert not ddp["summary"].startswith("a variant")
     assert mine["summary"] == "a variant, of which there is no record."
     assert policy["summary"].startswith("a variant of fsdp: ")
+
+
+def test_every_rule_of_the_pages_style_has_a_user():
+    pages = [*PACKAGE.rglob("*.j2"), *(PACKAGE / "analysis").rglob("*.py")]
+    used = " ".join(p.read_text(encoding="utf-8") for p in pages)
+    for style in ("cell/text/templates/page.css", "analysis/report/templates/answers.css"):
+        text = (PACKAGE / style).read_text(encoding="utf-8")
+        classes = set(re.findall(r"\.([a-z][a-z-]+)(?=[^{}]*\{)", text))
+        assert len(classes) > 10
+        unused = {name for name in classes if not re.search(rf"\b{name}\b", used)}
+        assert not unused, style
 
 
 # ---- in a browser ------------------------------------------------------------------------------

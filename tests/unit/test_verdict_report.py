@@ -134,6 +134,7 @@ def test_the_answers_are_followed_by_the_verdict(values):
     assert "at least" in section
     assert "data:image/svg+xml" in section
     assert "GPU-hours" in section
+    assert section.count("<h4>vgg-compact, 2 GPUs</h4>") == 1
 
 
 def test_a_study_without_a_verdict_has_no_such_section(values):

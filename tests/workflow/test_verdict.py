@@ -99,7 +99,7 @@ def test_rounds_follow_one_another_to_the_end_of_the_race(raced):
     # The decision goes by these blocks, and by none of strategies that were trained otherwise. So short a
     # training learns nothing, and is excluded for it: one strategy is left without a record.
     shutil.rmtree(raced.folder / "results/tiny/cells/first/same", ignore_errors=True)
-    assert "Measured in paired blocks" in raced.run("decide").stdout
+    assert "Measured in paired blocks" in " ".join(raced.run("decide").stdout.split())
     other = "studies={tiny: {experiments: {first: {lr: 0.02}}}}"
     done = raced.run("decide", "--config", other)
     assert done.returncode == 0, done.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.installation import INSTALLED, PACKAGE
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import counted, folded
 from stratbench.plan.check import check_study
 from stratbench.plan.device_rates import named_gpus
 from stratbench.plan.one_network import study_of
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         set_job_environment(config, None if INSTALLED else str(PACKAGE.parent))
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
-            print(check_text(checked))
+            print(folded([check_text(checked)]))
             return 1 if checked.refused else 0
         if checked.refused:
             told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"

@@ -150,6 +150,7 @@ class Strategy:
             "own weights",
             "averaging servers",
             "servers",
+            "engines",
             "other",
         ]
     ] = "other"

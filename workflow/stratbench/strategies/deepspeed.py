@@ -37,7 +37,7 @@ class DeepSpeed(base.Collective):
     knows nothing of BatchNorm: each worker keeps its own statistics, and their mean is evaluated.
     """
 
-    family = "shards"
+    family = "engines"  # a library that owns backward and update
     needs = ("deepspeed==0.19.8",)
     summary: ClassVar[str] = (
         "DeepSpeed's engine (ZeRO by stages): backward and update are its own code"

@@ -102,7 +102,7 @@ def draw_curves(shown: Curves) -> tuple[Figure, int]:
         draw_curve(axes, curve, shown.marks[curve.strategy], x, y)
     unnamed = put_names(axes, shown, x, y, column)
     for i, note in enumerate(notes):
-        write(axes, 0, below + LINE_HEIGHT * (i + 0.5), shortened(note, WIDTH), BAD)
+        write(axes, 1, below + LINE_HEIGHT * (i + 0.5), shortened(note, WIDTH), BAD)
     return axes.figure, unnamed
 
 

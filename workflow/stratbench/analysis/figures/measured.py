@@ -215,6 +215,8 @@ def rows_caption(
         yield f"On {data.workers(int(rows['gpus'].iloc[0]))}."
     if measure.name == "training_time":
         yield "Logarithmic."
+        if (rows["cells"] > 1).any():
+            yield "Medians of the repeats; the answer goes by geometric means."
     if banded and data.choice:
         yield f"Shaded: within {100 * data.margin:g} % of {data.choice[0]} × {data.choice[1]}."
     if any(p.part is not None for row in lines for p in row.points):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Circle, FancyBboxPatch
 
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.scales import Scale, padded, within_reach
@@ -18,6 +19,7 @@ from stratbench.analysis.figures.sheet import (
     LINE_HEIGHT,
     MUTED,
     PAPER,
+    PX,
     WIDTH,
     box,
     colour_of,
@@ -194,10 +196,20 @@ def draw_point(axes: Axes, point: Point, mark: Mark, y: float, scale: Scale) -> 
     if not point.number:
         put_mark(axes, at, y, mark, point.chosen, 11 if point.chosen else 7.5)
         return
-    half = (width_of(point) - DISC) / 2 + 0.01  # a line of no length has no round ends everywhere
-    ends, round_ends = [at - half, at + half], {"solid_capstyle": "round"}
-    stroke(axes, ends, [y, y], colour, width=DISC, zorder=4, **round_ends)
-    if not point.chosen:
-        stroke(axes, ends, [y, y], PAPER, width=DISC - 2.5, zorder=5, **round_ends)
+    disc(axes, at, y, width_of(point), colour, point.chosen)
     text = PAPER if point.chosen else INK
     write(axes, at, y, point.number, text, ha="center", zorder=6, bold=point.chosen)
+
+
+def disc(axes: Axes, x: float, y: float, width: float, colour: str, filled: bool) -> None:
+    """Draw a mark with room for a number, filled or as a ring."""
+    inset = 0 if filled else 0.75  # about half of the ring's line
+    inside, line_px = (colour, 0) if filled else (PAPER, 1.25)
+    look = {"facecolor": inside, "edgecolor": colour, "linewidth": line_px * PX, "zorder": 5}
+    radius = DISC / 2 - inset
+    if width == DISC:
+        axes.add_patch(Circle((x, y), radius, **look))
+        return
+    shape = f"round,pad=0,rounding_size={radius}"
+    corner, height = (x - width / 2 + inset, y - radius), 2 * radius
+    axes.add_patch(FancyBboxPatch(corner, width - 2 * inset, height, boxstyle=shape, **look))

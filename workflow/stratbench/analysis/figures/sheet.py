@@ -55,6 +55,7 @@ INK, MUTED, LINE, RULE, BAND, BAD, PAPER = (
 RC: dict[str, Any] = {
     "svg.hashsalt": "stratbench",
     "svg.fonttype": "none",  # text stays text, in the reader's font
+    "pdf.fonttype": 42,  # as publishers ask
     "font.family": "DejaVu Sans",
     "font.size": TEXT * PX,
     "text.parse_math": False,  # names in records are not formulas
@@ -198,7 +199,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def compact(svg: str) -> str:
-    """An SVG without comments and with numbers rounded to what can be seen."""
+    """An SVG without comments, with the numbers of its tags cut to what can be seen; texts stay."""
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
+    svg = re.sub(r"<[^>]+>", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     return re.sub(r"\s+", " ", svg)

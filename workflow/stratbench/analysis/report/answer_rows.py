@@ -19,8 +19,10 @@ from stratbench.analysis.figures.marks import (
     outline,
 )
 
-#: The scale of the rivals, 236 pixels wide: the places of 1 × and of the farthest ratio.
-ONE, END = 40, 222
+#: The scale of the rivals: its width in pixels, the places of 1 × and of the farthest ratio on it.
+WIDTH, ONE, END = 236, 40, 222
+#: How wide a letter of its label is reckoned, in pixels.
+LETTER = 6.8
 #: The farthest ratio that is drawn, and the ratios that have a tick.
 FARTHEST, TICKS = 3.0, (1.0, 1.5, 2.0, 3.0)
 #: The height of the middle; the lines above and below it on which marks are put that would overlap.
@@ -99,16 +101,18 @@ def scale_of(
                 }
             )
     choice = drawn(marks[short["strategy"]], at(1.0), MIDDLE, CHOICE, "", full=True)
-    x = min(at(min(nearest["ratio"], FARTHEST)), END)
+    label = label_of(nearest)
+    # In the middle below its mark, as far as it stays on the scale.
+    half = min(LETTER * len(label) / 2, WIDTH / 2)
+    x = min(max(at(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
     return {
         "marks": [*reversed(shown), choice],
         "lines": lines,
         "ticks": [at(t) for t in TICKS],
         "band": {"x": at(1 / (1 + margin)), "width": at(1 + margin) - at(1 / (1 + margin))},
         "beyond": len(others) - len(inside),
-        "label": label_of(nearest),
+        "label": label,
         "label_x": x,
-        "anchor": "start" if x < 70 else "end" if x > 150 else "middle",
         "alt": "; ".join(named(other) for other in others),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,18 @@ def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, A
         name = f"{short['strategy']} × {short['gpus']} ({answer['model']})"
         if any(is_of(row, answer, short) for row in found):
             chosen.append(name)
-        elif short["others"] and any(is_of(row, answer, short["others"][0]) for row in found):
-            rival = short["others"][0]
-            rivals.append(f"{rival['strategy']} × {rival['gpus']}, next to {name}")
+            continue
+        for rival in nearest_of(short):
+            if any(is_of(row, answer, rival) for row in found):
+                rivals.append(f"{rival['strategy']} × {rival['gpus']}, next to {name}")
     return list(dict.fromkeys([*chosen, *rivals]))
+
+
+def nearest_of(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rivals that a reason names: the next one, and the next of another strategy."""
+    others = short["others"]
+    further = [o for o in others if o["strategy"] != short["strategy"]]
+    return [*others[:1], *(o for o in further[:1] if o not in others[:1])]
 
 
 def is_of(row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]) -> bool:
@@ -105,11 +113,9 @@ def audit_lead(rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str
         return "Each record is checked against itself and against the others."
     if not doubts:
         return "None of the doubts is about a choice or the rival nearest to one."
-    many = "touches" if len(doubts) == 1 else "touch"
-    return (
-        f"Of {counted(len(rules), 'rule')} with findings, {len(doubts)} more than a note {many} a choice "
-        "or the rival nearest to it."
-    )
+    names = ", ".join(rule["name"] for rule in doubts[:MOST_NAMED])
+    more = f" and {len(doubts) - MOST_NAMED} more" if len(doubts) > MOST_NAMED else ""
+    return f"What touches a choice or the rival nearest to it: {names}{more}."
 
 
 def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
@@ -117,15 +123,3 @@ def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
     findings = paper_audit.read_paper_audit(path)
     both = findings["version"] == "both"
     return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
-
-
-def model_headings(answers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, str], str]]:
-    """Of each experiment and model, what was found, as a heading."""
-    for answer in answers:
-        short = answer["short"]
-        claim = short["claim"].rstrip(".")
-        if short["strategy"] is None:
-            text = f"nothing can be recommended. {claim}"
-        else:
-            text = f"{short['strategy']} × {short['gpus']}: {claim[:1].lower()}{claim[1:]}"
-        yield (answer["experiment"], answer["model"]), text

@@ -25,7 +25,6 @@ from stratbench.analysis.report.answer_rows import first_screen, named_bases
 from stratbench.analysis.report.audit_section import (
     audit_lead,
     audit_rules,
-    model_headings,
     paper_audit_rules,
 )
 from stratbench.analysis.report.sections import (
@@ -266,7 +265,9 @@ def experiment_sections(
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
     figures = list(shown_figures(folder / "plots"))
-    headings = dict(model_headings(decided["answers"]))
+    headings = {
+        (a["experiment"], a["model"]): a["headline"].rstrip(".") for a in decided["answers"]
+    }
     for name, rows in cells.groupby("experiment", sort=False):
         models = [
             {

@@ -13,7 +13,6 @@ from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.rows import Point, Row, Rows, draw_rows
 from stratbench.analysis.figures.sheet import RC, svg_of
 from stratbench.analysis.report.shown import data_uri
-from stratbench.cell.text.words import counted
 
 
 def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
 def at_most_text(bout: Mapping[str, Any]) -> str:
     """The share by which something may be faster than the leader; empty if hardly anything is known."""
     known = bout["at_most"] is not None and bout["claimed"]
-    return f"{bout['at_most']:.1%}" if known else ""
+    return f"{100 * bout['at_most']:.1f} %" if known else ""
 
 
 def nearest_interval(bout: Mapping[str, Any]) -> str:
@@ -129,7 +128,7 @@ def interval_figures(
                 )
             )
             svg = svg_of(figure)
-        title = f"{bout['model']}, {counted(bout['workers'], 'worker')}"
+        title = f"{bout['model']}, {bout['workers']}"
         yield {
             "title": title,
             "caption": f"Each one's time as a multiple of {bout['leader']}'s; lines end at the least that it "
