@@ -210,6 +210,7 @@ rule write_report:
         verdict=verdict_of,
         summary=f"{RESULTS}/{{study}}/summary.csv",
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
+        links=measured_links,
         paper=f"{RESULTS}/{{study}}/paper_audit.csv",
         plots=FIGURES,
         tables=TABLES,

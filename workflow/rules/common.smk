@@ -147,6 +147,12 @@ def verdict_of(wildcards):
     return list(filter(None, [told_verdict(wildcards)]))
 
 
+def measured_links(wildcards):
+    """What `links` has measured for the study, where it has."""
+    path = Path(RESULTS, STUDY.name, "links", "links.csv")
+    return [str(path)] if path.exists() else []
+
+
 def study_dir(wildcards):
     """results/<study>."""
     return f"{RESULTS}/{wildcards.study}"

@@ -30,6 +30,7 @@ from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, mea
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore
 from stratbench.analysis.report.answer_rows import answer_rows, ticks
+from stratbench.analysis.report.links import links_section
 from stratbench.analysis.report.sections import (
     machine_lines,
     paper_section,
@@ -415,6 +416,7 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "audit": audit_rules(findings),
         "paper_audit": paper_audit_rules(folder / "paper_audit.csv"),
         "paper": paper_section(folder),
+        "links": links_section(study_dir / "links"),
         "predictions": prediction_lines(prediction) if prediction.exists() else [],
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
