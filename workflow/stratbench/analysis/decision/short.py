@@ -116,13 +116,15 @@ def short_answer(
 
 
 def claim_of(ranking: Ranking, given: Constraints, score_open: bool) -> str:
-    """What kind of answer it is: a winner, a tie, not told apart, one run, extrapolated."""
+    """What kind of answer it is: a winner, a tie, not told apart, one run, projected."""
     first = ranking.first
     best = "Fastest" if first.price_per_gpu_hour is None else "Cheapest"
     but = f", but {first.score.name} may be lost" if score_open else ""
     margin = f"{100 * given.equivalence_margin:g} %"
-    if first.extrapolated:
-        return f"{best} as extrapolated: nothing was measured on {counted(first.gpus, 'worker')}."
+    if first.projected:
+        ties = [c for c in ranking.compared if c.stand == "tied"]
+        told = f"{best} as projected" if not ties else f"Not told apart from {times(ties[0].rival)}"
+        return f"{told}: nothing was measured on {counted(first.gpus, 'worker')}."
     if not ranking.compared:
         return f"The only one left{but}."
     if len(first.times) < 2:
@@ -179,7 +181,7 @@ def value_texts(c: Candidate) -> tuple[str, str]:
         return "", ""
     runs = counted(len(c.times), "run" if c.unit == "repeat" else c.unit)
     if not len(c.times):
-        return duration(c.time_s), "extrapolated"
+        return duration(c.time_s), f"{amount(*c.reach)}–{duration(c.reach[1])} (80 %, projected)"
     if len(c.times) == 1:
         return duration(c.time_s), f"one {'run' if c.unit == 'repeat' else c.unit}"
     low, high = interval_of(c.times.to_numpy(dtype=float))
@@ -270,8 +272,8 @@ def reason_of(
     runs = counted(ranking.repeats, "run" if first.unit == "repeat" else first.unit)
     if slowed == given.homogeneous:
         return "workers were slowed on purpose" if slowed else "unequal workers were not measured"
-    if first.extrapolated:
-        return "extrapolated: no interval"
+    if first.projected:
+        return "projected: not measured there"
     if not ranking.compared:
         return f"{runs}, without a rival"
     if ranking.at_most is None:
