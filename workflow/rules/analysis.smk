@@ -17,6 +17,18 @@ onsuccess:
     end_round()
 
 
+# A number of GPUs that an experiment lacks is projected to before a decision, from the records that are there.
+ASK_PROJECTION, USE_PROJECTION = (
+    (
+        "-m stratbench.plan.projection --config {params.asking:q}"
+        f" --counts {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
+        " --projection {params.out:q}/asked_projection.csv",
+    )
+    if ASKS_PROJECTION
+    else ("", "")
+)
+
+
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
 # the stages make of its records, itself or one below it.
 STAGES = {
@@ -29,10 +41,12 @@ STAGES = {
     "tables": "-m stratbench.analysis.tables.tables --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
     " --out-dir {params.out:q}/tables",
-    "decide": "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
+    "decide": ASK_PROJECTION
+    + "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
     " --verdict={params.verdict:q}"
-    " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
+    + USE_PROJECTION
+    + " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
     "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
     " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
     " --answers {params.out:q}/answers.json"
@@ -156,6 +170,7 @@ rule make_decision:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
         verdict=verdict_of,
+        links=lambda w: measured_links(w) if ASKS_PROJECTION else [],
     output:
         f"{RESULTS}/{{study}}/decision.csv",
         f"{RESULTS}/{{study}}/answers.json",
@@ -170,6 +185,7 @@ rule make_decision:
         study=study_dir,
         out=study_dir,
         constraints=constraints,
+        asking=asking,
         verdict=told_verdict,
     message:
         "rank the strategies of {wildcards.study}"
@@ -211,6 +227,7 @@ rule write_report:
         verdict=verdict_of,
         summary=f"{RESULTS}/{{study}}/summary.csv",
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
+        links=measured_links,
         paper=f"{RESULTS}/{{study}}/paper_audit.csv",
         plots=FIGURES,
         tables=TABLES,
@@ -263,6 +280,7 @@ rule partial:
         trained=as_trained,
         description=description,
         constraints=constraints,
+        asking=asking,
         verdict=told_verdict,
     message:
         f"merge the records of {STUDY.name} that are there"
@@ -293,6 +311,7 @@ rule decide:
         targets=targets,
         trained=as_trained,
         constraints=constraints,
+        asking=asking,
         verdict=told_verdict,
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"

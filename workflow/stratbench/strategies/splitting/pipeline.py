@@ -51,6 +51,7 @@ class Pipeline(CountedTraffic):
         "a step's micro-batches, of the workers' stages alone"
     )
     uses_wrap_groups = True
+    collectives = ("send", "all_reduce", "broadcast")
 
     @dataclass(frozen=True)
     class Options(base.Options):

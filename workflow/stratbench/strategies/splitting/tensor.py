@@ -49,6 +49,7 @@ class TensorParallel(CountedTraffic, Sharded):
         "shows it)"
     )
     uses_wrap_groups = True
+    collectives = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
     @dataclass(frozen=True)
     class Options(base.Options):
