@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pandas as pd
@@ -13,10 +13,12 @@ import pytest
 from stratbench.analysis import audit
 from stratbench.analysis.decision import decide, theory
 from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.projected import read_projection
 from stratbench.analysis.paper import published
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.cell.text.words import folded
+from stratbench.plan.projection.table import Row, write_csv
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.study.config.messages import ConfigError
 
@@ -377,52 +379,105 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
     assert "slowed on purpose" in decided(slowed).confidence_why
 
 
-def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
-    rows = [
-        cell(strategy, fixed + shared / n, gpus=n)
-        for strategy, fixed, shared in (("ddp", 1.0, 40.0), ("fsdp", 5.0, 32.0))
-        for n in (1, 2, 4)
-    ]
-    found = decided(rows, gpus=8)
-    assert (found.choice.strategy, found.choice.gpus) == ("ddp", 8)
-    assert found.choice.time_s == pytest.approx(6.0)
+def projection(tmp_path, *rows, gpus=256):
+    """What a projection.csv says: (strategy, low, middle and high training time, or why there is none)."""
+    found = []
+    for strategy, *said in rows:
+        row = Row("e", "vgg16", strategy, strategy, "strong", "A100", gpus, None, "refused")
+        if len(said) == 1:
+            found.append(replace(row, why=said[0]))
+            continue
+        times = dict(zip(("train_low_s", "train_s", "train_high_s"), said, strict=True))
+        steps = {name.replace("train", "step"): t / 100 for name, t in times.items()}
+        shares = {"efficiency_low": 0.5, "efficiency": 0.6, "efficiency_high": 0.7}
+        evidence = "steps measured on 1, 2 and 4 workers, by replay on measured links"
+        row = replace(row, kind="projected", evidence=evidence, memory_high_bytes=3 * 2.0**30)
+        found.append(replace(row, **times, **steps, **shares))
+    write_csv(tmp_path / "projection.csv", found)
+    return read_projection(str(tmp_path / "projection.csv"), gpus)
+
+
+def decided_on(tmp_path, rows, *projected, **constraints):
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
+    made = projection(tmp_path, *projected, gpus=constraints["gpus"])
+    (decision,) = decide.decisions(frame, none, Constraints(**constraints), projected=made)
+    return decision
+
+
+LINES = [cell(s, 40.0 / n, gpus=n) for s in ("ddp", "fsdp", "ps-async") for n in (1, 2, 4)]
+
+
+def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evidence(tmp_path):
+    found = decided_on(
+        tmp_path, LINES, ("ddp", 0.5, 0.6, 0.7), ("fsdp", 0.9, 1.0, 1.2),
+        ("ps-async", "the servers are full at about 20 workers"), gpus=256,
+    )  # fmt: skip
+    assert (found.choice.strategy, found.choice.gpus) == ("ddp", 256)
+    assert found.headline == "ddp × 256. Fastest as projected: nothing was measured on 256 workers."
+    assert "(projected, 80 %: 0.500 to 0.700 s)" in found.reason
+    assert "6 ms a global batch (80 %: 5 ms to 7 ms)" in found.reason
+    assert (
+        "an efficiency of 0.60 (0.50 to 0.70) and a peak of up to 3.00 GiB a worker" in found.reason
+    )
+    assert (
+        "Evidence: steps measured on 1, 2 and 4 workers, by replay on measured links."
+        in found.reason
+    )
+    assert (
+        "Not projected to 256 GPUs: ps-async (the servers are full at about 20 workers)."
+        in found.reason
+    )
     assert found.confidence == "low"
-    assert "Extrapolated from 1, 2, 4 workers by 1 s + 40 s / N" in found.confidence_why
-    assert found.short.claim.endswith("as extrapolated: nothing was measured on 8 workers.")
-    assert found.changes[0].startswith("Cells on 8 workers: train them")
-    assert not any("repeats" in change for change in found.changes)
-    assert decided(rows, gpus=2).choice.gpus == 2
-    assert standings(decided(rows, gpus=2))[("ddp", 4)] == "needs more workers"
-    # Two counts fit any line: nothing is made up from them, nor for CPU processes.
-    two = decided([row for row in rows if row["gpus"] > 1], gpus=8)
-    assert two.choice.gpus == 4
-    assert two.short.claim == (
-        "Nothing is known of 8 GPUs: 2 numbers of workers can be used, and an extrapolation takes three. "
-        "Of what was measured: Fastest, in one run each."
-    )
-    cpu = decided([row | {"device_kind": "cpu"} for row in rows], gpus=8)
-    assert cpu.choice.gpus == 4
-    assert cpu.short.claim.startswith(
-        "Nothing is known of 8 CPU processes: CPU processes are not extrapolated"
-    )
+    assert found.changes[0].startswith("Cells on 256 workers: train them")
+    row = next(r for r in found.matrix if (r["strategy"], r["gpus"]) == ("ddp", 256))
+    assert (row["time_low_s"], row["time_s"], row["time_high_s"]) == (0.5, 0.6, 0.7)
+    assert found.short.value_note == "0.500–0.700 s (80 %, projected)"
 
 
-def test_extrapolation_ends_at_twice_the_largest_count_and_where_more_workers_did_not_help():
-    rows = [cell("ddp", 1.0 + 40.0 / n, gpus=n) for n in (1, 2, 4)]
-    assert decided(rows, gpus=8).choice.gpus == 8
-    for far in (9, 16):
-        found = decided(rows, gpus=far)
-        assert found.choice.gpus == 4
-        assert found.short.claim.startswith(
-            f"Nothing is known of {far} GPUs: it is more than 2 times the most that were measured, 4. "
-        )
-    # 20 s on 2 and 22 s on 4: a fit would promise an improvement on 8.
-    worse = decided([*rows[:1], cell("ddp", 20.0, gpus=2), cell("ddp", 22.0, gpus=4)], gpus=8)
-    assert worse.choice.gpus == 2
-    assert "of 8 GPUs: 4 workers were no faster than fewer." in worse.short.claim
-    assert ("ddp", 8) not in standings(worse)
-    # Nor is a smaller count than any that was measured made up: its memory would be more.
-    assert ("ddp", 1) not in standings(decided([c | {"gpus": 2 * c["gpus"]} for c in rows], gpus=1))
+def test_projections_that_overlap_are_not_told_apart(tmp_path):
+    found = decided_on(tmp_path, LINES, ("ddp", 0.5, 0.6, 1.1), ("fsdp", 0.9, 1.0, 1.2), gpus=256)
+    assert found.headline == (
+        "ddp × 256. Not told apart from fsdp × 256: nothing was measured on 256 workers."
+    )
+    (other,) = (o for o in found.short.others if o["gpus"] == 256)
+    assert other["low"] == pytest.approx(0.9 / 1.1)
+    assert other["high"] == pytest.approx(1.2 / 0.5)
+    assert found.short.claim.startswith("Not told apart from fsdp × 256")
+
+
+def test_where_nothing_is_projected_the_answer_begins_with_that_and_why(tmp_path):
+    why = "256 is more than 8 times the largest measured count, 4: measure 32 or more"
+    refused = [(s, why) for s in ("ddp", "fsdp", "ps-async")]
+    found = decided_on(tmp_path, LINES, *refused, gpus=256)
+    assert found.choice.gpus == 4
+    assert found.short.claim.startswith(
+        f"Nothing is known of 256 GPUs: {why}. Of what was measured: "
+    )
+    assert "Not projected" not in found.reason
+    # Without a projection, as of a bundle, the same; and below what was measured, its memory would be more.
+    assert "Nothing is known of 8 GPUs: nothing was projected" in decided(LINES, gpus=8).headline
+    few = decided([c | {"gpus": 2 * c["gpus"]} for c in LINES], gpus=1)
+    assert few.choice is None
+    measured = decided(LINES, gpus=2)
+    assert measured.choice.gpus == 2
+    assert standings(measured)[("ddp", 4)] == "needs more workers"
+
+
+def test_a_measured_choice_is_as_sure_as_its_measured_rivals_let_it_be(tmp_path):
+    rows = [
+        c for s, t in (("ddp", 10.0), ("fsdp", 20.0)) for c in repeats(s, [t, t * 1.01, t * 0.99])
+    ]
+    alone = decided(rows)
+    found = decided_on(
+        tmp_path, rows, ("ddp", 30.0, 40.0, 50.0), ("fsdp", 30.0, 40.0, 50.0), gpus=8
+    )
+    assert (found.choice.strategy, found.choice.gpus) == ("ddp", 4)
+    assert found.confidence == alone.confidence == "high"
+    assert "told apart from its only rival" in found.confidence_why
+    # What fits no memory is not chosen, projected or not.
+    small = decided_on(tmp_path, LINES, ("ddp", 0.5, 0.6, 0.7), gpus=256, gpu_memory_gib=2)
+    assert standings(small)[("ddp", 256)] == "does not fit"
 
 
 def test_a_peak_needs_a_reserve_before_it_fits():

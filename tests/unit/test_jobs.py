@@ -16,11 +16,11 @@ from stratbench.study.jobs import Jobs
 from stratbench.study.plan_file import digest_of_settings
 
 
-def jobs_of(results: Path, **cluster) -> Jobs:
+def jobs_of(results: Path, changes: dict | None = None, **cluster) -> Jobs:
     block = {
         "dataset": "digits", "strategies": ["single", "ddp"], "models": ["vgg-compact"],
         "gpus": [1, 2], "epochs": 1, "global_batch": 64, "lr": 0.1, "time_limit_s": 600,
-    }  # fmt: skip
+    } | (changes or {})  # fmt: skip
     raw = {
         "study": "s",
         "results": str(results),
@@ -89,3 +89,25 @@ def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):
     assert os.environ["STRATBENCH_DATA"] == str(tmp_path)
     assert os.environ["STRATBENCH_NO_DOWNLOAD"] == "1"
     assert os.environ["STRATBENCH_CODE"] == f"{tmp_path / 'nets'}{os.pathsep}{tmp_path}"
+
+
+def test_links_are_measured_as_the_strategies_use_them(tmp_path):
+    def told(*strategies: str, models: tuple[str, ...] = ("vgg-compact",), **cluster) -> str:
+        block = {
+            "strategies": list(strategies),
+            "models": list(models),
+            "gpus": [1, 2, 4],
+            "device": "cpu",
+        }
+        return " ".join(
+            jobs_of(tmp_path, block, **{"gpus_per_node": 4} | cluster).links_arguments()
+        )
+
+    assert told("ddp") == "--workers 2 4 --largest-mib 3 --kinds all_reduce broadcast"
+    assert told("ddp", gpus_per_node=2).startswith("--workers 2 ")
+    assert "--kinds all_gather all_reduce reduce_scatter" in told("fsdp", "local-sgd")
+    # Servers alone need no collective, and are measured by the transport that they have here.
+    assert told("ps-async").endswith("--kinds --servers shm")
+    # One that does not say what it uses is measured with all there are.
+    assert "--kinds" not in told("ddp", "deepspeed")
+    assert "--largest-mib 256" in told("ddp", models=("vgg16",))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launching import WORKFLOW
+from stratbench.analysis.report.links import links_section, page
 from stratbench.plan.projection.links import Unmeasured, read_links
 from stratbench.telemetry.collective_cost import (
     ALGORITHMS,
@@ -82,6 +83,29 @@ def test_sizes_go_from_a_kibibyte_to_the_largest():
     assert (sizes[0], sizes[-1]) == (1024, 100 << 20)
     assert sizes == sorted(set(sizes))
     assert Sweep((2,), 1024, 1).sizes() == [1024]
+
+
+def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
+    assert links_section(tmp_path) is None
+    both = [Layout(2), Layout(4), Layout(4, 2), Layout(8, 2)]
+    calm = [Time("gloo", "send", 2, 1, size, 0, 1e-4 + size / 1e9) for size in SIZES]
+    links.write_links(tmp_path, made_up("all_reduce", both) + calm, 1.25)
+    section = links_section(tmp_path)
+    assert [(r["name"], r["level"], r["doubtful"]) for r in section["rows"]] == [
+        ("all-reduce by gloo", "in a node", True),
+        ("all-reduce by gloo", "between nodes", True),
+        ("send by gloo", "in a node", False),
+    ]
+    assert section["rows"][0]["alpha"] == "20 µs"
+    html = page(section, "<b>")
+    assert html.count("<figure>") == 2
+    assert "&lt;b&gt;" in html
+    assert "1.25 times as slow" in html
+    assert "4 workers, 2 nodes" in html
+    table = tmp_path / "links.csv"
+    table.write_text(table.read_text().replace(",ring,", ",<script>,"))
+    with pytest.raises(ValueError, match="are no measured links"):
+        links_section(tmp_path)
 
 
 def test_links_are_read_back_for_the_projection(tmp_path):

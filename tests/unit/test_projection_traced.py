@@ -9,6 +9,8 @@ from stratbench.plan.device_rates import Device
 from stratbench.plan.projection.links import Links
 from stratbench.plan.projection.replay import Schedule, replay
 from stratbench.plan.projection.traced import traced_schedule
+from stratbench.ps.policies.policies import POLICIES
+from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.telemetry.collective_cost import Layout, Link
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -61,3 +63,17 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
         assert not any(s.needed for s in scatters)
     middle = Link(1e-5, 1e9)
     assert step_s(on_gpu, middle) < step_s(on_cpu, middle)
+
+
+@pytest.mark.parametrize(
+    "strategy", sorted(set(REGISTRY) - set(POLICIES) - {"single", "deepspeed"})
+)
+@pytest.mark.parametrize("model", ["resnet-compact", "gpt-compact"])
+def test_a_strategy_names_every_kind_of_collective_that_its_steps_start(strategy, model):
+    options = {"pipeline": {"microbatches": 2}}.get(strategy, {})
+    clip_norm = None if strategy in ("gossip", "local-sgd", "diloco") else 1.0
+    if strategy in ("tensor", "pipeline") and model == "resnet-compact":
+        pytest.skip("its layers are not divided")
+    request = request_for(strategy, model, workers=2, options=options, clip_norm=clip_norm)
+    found = {s.call.kind for s in traced_schedule(request, 8, DEVICE).collectives}
+    assert found <= set(strategy_class(strategy).collectives)

@@ -25,6 +25,18 @@ QUEUE_STAGE = (
     if CONFIG["decide"]["queue"]
     else {}
 )
+# A number of GPUs that an experiment lacks is projected to before a decision, from the records that are there.
+ASK_PROJECTION, USE_PROJECTION = (
+    (
+        "-m stratbench.plan.projection --config {params.asking:q}"
+        f" --counts {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
+        " --projection {params.out:q}/asked_projection.csv",
+    )
+    if ASKS_PROJECTION
+    else ("", "")
+)
+
+
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
 # the stages make of its records, itself or one below it.
 STAGES = {
@@ -38,10 +50,12 @@ STAGES = {
     " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
     " --out-dir {params.out:q}/tables",
     **QUEUE_STAGE,
-    "decide": "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
+    "decide": ASK_PROJECTION
+    + "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
     " --verdict={params.verdict:q}"
-    " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json"
+    + USE_PROJECTION
+    + " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json"
     + (" --queue {params.out:q}/queue.json" if QUEUE_STAGE else ""),
     "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
     " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
@@ -167,6 +181,7 @@ rule make_decision:
         audit=f"{RESULTS}/{{study}}/audit.csv",
         verdict=verdict_of,
         history=history_of,
+        links=lambda w: measured_links(w) if ASKS_PROJECTION else [],
     output:
         f"{RESULTS}/{{study}}/decision.csv",
         f"{RESULTS}/{{study}}/answers.json",
@@ -183,6 +198,7 @@ rule make_decision:
         out=study_dir,
         constraints=constraints,
         queue=asked_of_queue,
+        asking=asking,
         verdict=told_verdict,
     message:
         "rank the strategies of {wildcards.study}"
@@ -226,6 +242,7 @@ rule write_report:
         verdict=verdict_of,
         summary=f"{RESULTS}/{{study}}/summary.csv",
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
+        links=measured_links,
         paper=f"{RESULTS}/{{study}}/paper_audit.csv",
         plots=FIGURES,
         tables=TABLES,
@@ -279,6 +296,7 @@ rule partial:
         description=description,
         constraints=constraints,
         queue=asked_of_queue,
+        asking=asking,
         verdict=told_verdict,
     message:
         f"merge the records of {STUDY.name} that are there"
@@ -310,6 +328,7 @@ rule decide:
         trained=as_trained,
         constraints=constraints,
         queue=asked_of_queue,
+        asking=asking,
         verdict=told_verdict,
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"

@@ -59,6 +59,10 @@ LOGS = f"{{study}}/logs/{CELL_PATTERN}"
 BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
 # Of this study alone, for a command line.
 STUDY_CONFIG = CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}}
+# Whether `decide` asks for a number of GPUs on which some experiment trains nothing.
+ASKS_PROJECTION = CONFIG["decide"]["gpus"] is not None and any(
+    CONFIG["decide"]["gpus"] not in e.matrix["gpus"] for e in STUDY.experiments.values()
+)
 NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
 ROUND = Round(
     STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not workflow.is_main_process
@@ -141,6 +145,11 @@ def history_of(wildcards):
     return [Path(asked["history"]).expanduser()] if asked.get("history") else []
 
 
+def asking(wildcards):
+    """The config, for a decision on a number of GPUs that is projected to; of no use to others."""
+    return json.dumps(STUDY_CONFIG, sort_keys=True) if ASKS_PROJECTION else ""
+
+
 def description(wildcards):
     """What the study is for."""
     return STUDY.description
@@ -160,6 +169,12 @@ def told_verdict(wildcards):
 def verdict_of(wildcards):
     """The same as a list of files."""
     return list(filter(None, [told_verdict(wildcards)]))
+
+
+def measured_links(wildcards):
+    """What `links` has measured for the study, where it has."""
+    path = Path(RESULTS, STUDY.name, "links", "links.csv")
+    return [str(path)] if path.exists() else []
 
 
 def study_dir(wildcards):

@@ -90,11 +90,8 @@ rule project:
 
 
 # What the links of this machine cost, measured by processes of its own, between as many workers as the study
-# has here at most.
+# has here at most. It has no output, so that it always measures; the report shows what it finds there.
 rule links:
-    output:
-        f"{RESULTS}/{STUDY.name}/links/links.csv",
-        f"{RESULTS}/{STUDY.name}/links/times.csv",
     log:
         f"{RESULTS}/{STUDY.name}/logs/links.log",
     localrule: True
@@ -102,9 +99,10 @@ rule links:
         ENV
     params:
         arguments=lambda w: JOBS.links_arguments(),
-        folder=lambda w, output: Path(output[0]).parent,
+        folder=lambda w: f"{RESULTS}/{STUDY.name}/links",
     message:
         f"measure the links for the study {STUDY.name}"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.train.links.measure {params.arguments:q} --out {params.folder:q} > {log:q} 2>&1"
+        "-m stratbench.train.links.measure {params.arguments:q} --out {params.folder:q}"
+        " -m stratbench.analysis.report.links --folder {params.folder:q} 2>&1 | tee {log:q}"

@@ -125,7 +125,7 @@ class Worker:
 
 
 #: What a strategy states itself: one that is made from another does not inherit it.
-CLAIMS = ("rule", "alike_on_any_count", "first_choice", "traits")
+CLAIMS = ("rule", "alike_on_any_count", "collectives", "first_choice", "traits")
 
 
 class Strategy:
@@ -171,6 +171,9 @@ class Strategy:
     waits_for_activations: ClassVar[bool] = False
     #: Whether a rank does and holds the same on any number of workers, so that the plan predicts one.
     alike_on_any_count: ClassVar[bool] = False
+    #: The kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of
+    #: links; None: it does not say, and all are measured.
+    collectives: ClassVar[tuple[str, ...] | None] = None
     #: Whether its first steps do what later ones do not: the plan then looks at later ones.
     warms_up: ClassVar[bool] = False
     #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;

@@ -72,6 +72,7 @@ class DDP(base.Collective):
         "backward still runs"
     )
     alike_on_any_count = True
+    collectives = ("all_reduce", "broadcast")
     first_choice = "equal workers"
     buffers_note = "rank 0's are sent to all before each forward, and evaluated"
     breakdown_note: ClassVar[str] = (

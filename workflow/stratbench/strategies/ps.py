@@ -136,6 +136,7 @@ class ParameterServer(base.Strategy):
     updates_by_zeros = True
     buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
     alike_on_any_count = True
+    collectives = ()
     breakdown_note: ClassVar[str] = (
         "server_wait is the time from the last byte pushed to the last byte of the reply: the "
         "server's update, waiting for other workers and the transfer of the weights are one"

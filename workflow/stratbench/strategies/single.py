@@ -18,6 +18,7 @@ class Single(Collective):
     rule: ClassVar[str] = "W -= lr velocity(g), g of the whole batch"
     max_workers = 1
     needs_group = False
+    collectives = ()
     first_choice = "one worker"
     buffers_note = "there is one worker"
 

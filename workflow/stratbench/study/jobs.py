@@ -9,10 +9,16 @@ from typing import Any
 
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.settings import Settings
+from stratbench.strategies import mesh_of, strategy_class
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.plan_file import PlanFile
 from stratbench.study.resources import JobRequest, job_request
+from stratbench.workload.network import models
+
+#: Links are measured with tensors up to this, or up to the largest model's weights: beyond it the time
+#: grows with the bytes.
+MOST_MEASURED_MIB = 256
 
 
 class Jobs:
@@ -48,18 +54,40 @@ class Jobs:
         ]
 
     def links_arguments(self) -> list[str]:
-        """Of the measurement of links: the study's counts that fit on one node, and what they talk by.
+        """Of the measurement of links: all that the study's strategies exchange by on one node.
 
-        A study of single workers measures two.
+        Its counts and those of groups of workers within them, the kinds of collectives that the strategies
+        name, the servers' transports, tensors up to the largest model. A study of single workers measures
+        two.
         """
         most = self._cluster["gpus_per_node"]
-        counts = sorted({c.gpus for c in self._cells.values() if 1 < c.gpus <= most}) or [2]
-        cells = list(self._cells.values())
-        arguments = ["--workers", *map(str, counts)]
-        if any(self.settings_of(c).device != "cpu" for c in cells):
+        counts, kinds, transports = set(), set(), set()
+        largest_mib, every_kind, on_gpus = 1, False, False
+        for cell in self._cells.values():
+            s = self.settings_of(cell)
+            strategy = strategy_class(s.strategy)
+            on_gpus |= s.device != "cpu"
+            if strategy.kind == "server":
+                wire = s.options["transport"]
+                transports.add("shm" if wire == "auto" else wire)
+            mesh = mesh_of(s.strategy, s.options, cell.gpus)
+            counts |= {
+                n for n in (cell.gpus, mesh.replicas, mesh.tensor, mesh.stages) if 1 < n <= most
+            }
+            every_kind |= strategy.collectives is None
+            kinds |= set(strategy.collectives or ())
+            known = models.MODELS.get(cell.model)
+            parameters = known.parameters if known else None
+            mib = MOST_MEASURED_MIB if parameters is None else -(-4 * parameters // (1 << 20))
+            largest_mib = max(largest_mib, min(MOST_MEASURED_MIB, mib))
+        arguments = ["--workers", *map(str, sorted(counts or {2}))]
+        arguments += ["--largest-mib", str(largest_mib)]
+        if (kinds or transports) and not every_kind:
+            arguments += ["--kinds", *sorted(kinds)]
+        if on_gpus:
             arguments.append("--gpus")
-        if any(self._study.strategy_kind(c.strategy) == "server" for c in cells):
-            arguments += ["--servers", "shm", "tcp"]
+        if transports:
+            arguments += ["--servers", *sorted(transports)]
         return arguments
 
     def cell_of(self, wildcards: Mapping[str, str]) -> Cell:

@@ -154,6 +154,14 @@ def served(kind: str, n_bytes: float, layout: Layout) -> Cost:
     return Cost({level: 1}, {level: layout.workers * n_bytes})
 
 
+def cost_of(algorithm: str, kind: str, n_bytes: float, layout: Layout) -> Cost:
+    """By the algorithm's name, as `links.csv` has it; ValueError for an unknown one."""
+    known = {f.__name__: f for f in (ring, tree, hierarchical, direct, served)}
+    if algorithm not in known:
+        raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(known)}")
+    return known[algorithm](kind, n_bytes, layout)
+
+
 @dataclass(frozen=True)
 class FittedLink:
     """A row of `links.csv`: what a kind of collective costs on one level.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pandas as pd
 
+from stratbench.analysis.decision.projected import Projected
 from stratbench.analysis.records.score import Score
 from stratbench.strategies.base import Traits
 
 #: The basis of a time that was measured in a verdict's paired blocks.
 PAIRED_BLOCKS = "measured in paired blocks"
+#: How the basis of a time begins that was projected.
+PROJECTED = "projected"
 
 
 @dataclass(eq=False)
@@ -23,6 +27,10 @@ class Candidate:
     basis: str = "measured"
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
     time_s: float | None = None
+    #: Of a projected time, the interval of 80 %, and what else the projection says.
+    time_low_s: float | None = None
+    time_high_s: float | None = None
+    projection: Projected | None = None
     score: Score = field(default_factory=Score)
     scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, as shown
     #: Standard error of one repeat's score, from the finite test set, as shown; None: not recorded.
@@ -41,8 +49,8 @@ class Candidate:
     hosts: frozenset[str] = frozenset()  # all hosts of a repeat are one text
     #: Upper bound (95 %) on how much worse its score may be, as shown; None: not known.
     may_lose: float | None = None
-    #: Why its strategy has no times on the number of workers that is asked for, if it has none.
-    not_extrapolated: str = ""
+    #: Why nothing is projected to the number of workers that is asked for, if nothing is.
+    not_projected: str = ""
     #: Whose score is the best.
     best_score: str = ""
     price_per_gpu_hour: float | None = None
@@ -57,9 +65,18 @@ class Candidate:
     slower_than: tuple[str, str] | None = None
 
     @property
-    def extrapolated(self) -> bool:
+    def projected(self) -> bool:
         """Whether its time was not measured on this number of workers."""
-        return self.basis.startswith("extrapolated")
+        return self.projection is not None
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """The least and the most time: of a projection its interval, else of its repeats."""
+        if self.time_low_s is not None and self.time_high_s is not None:
+            return self.time_low_s, self.time_high_s
+        if len(self.times):
+            return float(self.times.min()), float(self.times.max())
+        return self.time_s or 0.0, self.time_s or math.inf
 
     @property
     def unit(self) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, Candidate
+from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, PROJECTED, Candidate
 from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.projected import Line, Projected
 from stratbench.analysis.decision.raced import Raced
 from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
 from stratbench.analysis.records.groups import Group, Repeats, findings_by_group
@@ -18,9 +19,6 @@ from stratbench.analysis.records.score import score_of
 from stratbench.cell.text.words import GIB, unit_for
 from stratbench.strategies.base import Traits
 
-#: Times are extrapolated up to this multiple of the largest measured count. On public series of training
-#: times, a + b/N errs by 2.7 % (median) and 15 % (90th percentile) at 2, by 8 and 28 % at 4.
-FARTHEST = 2
 #: The audit's rule for scores which show that training did not work.
 FLOOR_RULE = "score-below-floor"
 
@@ -30,10 +28,12 @@ def candidates_among(
     findings: list[dict[str, Any]],
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
+    projected: Mapping[Line, Projected] | None = None,
 ) -> list[Candidate]:
-    """All candidates of one experiment and model (rows of cells.csv): measured, then extrapolated ones.
+    """All candidates of one experiment and model (rows of cells.csv): measured, then projected ones.
 
     `raced`: the results of a verdict's blocks by group; their times replace those of the records.
+    `projected`: on the number of workers that is asked for.
     """
     groups = Repeats(rows)
     found = []
@@ -43,7 +43,9 @@ def candidates_among(
             take_blocks(candidate, raced[key])
         exclude_by_records(candidate, groups.all[key], on_it, constraints)
         found.append(candidate)
-    found += extrapolated_candidates(found, constraints)
+    place = tuple(str(rows.iloc[0][name]) for name in ("experiment", "model"))
+    here = {line[2]: made for line, made in (projected or {}).items() if line[:2] == place}
+    found += projected_candidates(found, constraints, here)
     for candidate in found:
         exclude_by_constraints(candidate, constraints)
     judge_scores(found, constraints)
@@ -213,39 +215,37 @@ def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None)
     return f"{texts[0]} {unit}, and {texts[1]} {of_limit or unit}"
 
 
-def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Iterator[Candidate]:
+def projected_candidates(
+    found: list[Candidate], given: Constraints, projected: Mapping[str, Projected]
+) -> Iterator[Candidate]:
     """A candidate for each strategy on the GPUs at hand, if that count was not measured.
 
-    Time = a + b/N with a, b >= 0 (least squares over the measured counts): a is the share that does not
-    get shorter with more workers, b/N the share that does. `why_not_extrapolated` says where there is
-    none. Memory and score are those of the nearest lower measured count; with the same global batch that
-    memory is an upper bound.
+    Its time is that of the projection, with an interval of 80 %. Its score is that of the most workers
+    that were measured. Where nothing is projected, the strategy's candidates say why.
     """
     for name in dict.fromkeys(c.strategy for c in found):
         line = [c for c in found if c.strategy == name]
         if given.gpus is None or given.gpus in [c.gpus for c in line]:
             continue
-        why = why_not_extrapolated(line, given.gpus)
-        if why is not None:
-            for c in line:
-                c.not_extrapolated = why
-            continue
         usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
-        counts = np.array([c.gpus for c in usable], dtype=float)
-        times = np.array([c.time_s for c in usable], dtype=float)
-        design = np.stack([np.ones_like(counts), 1 / counts], axis=1)
-        from scipy.optimize import nnls  # takes 0.3 s, and few decisions need it
-
-        (fixed_s, shared_s), _ = nnls(design, times)
-        off = float(np.max(np.abs(design @ [fixed_s, shared_s] / times - 1)))
-        nearest = [c for c in usable if c.gpus < given.gpus][-1]
+        made = projected.get(name, Projected(why_not_projected(usable, given.gpus)))
+        if not usable and not made.why:
+            made = Projected("none of its records can be used")
+        if made.why:
+            for c in line:
+                c.not_projected = made.why
+            continue
+        low_s, middle_s, high_s = made.train_s
         yield replace(
-            nearest,
+            usable[-1],
             gpus=given.gpus,
-            basis=f"extrapolated from {', '.join(str(c.gpus) for c in usable)} workers by "
-            f"{fixed_s:.3g} s + {shared_s:.3g} s / N, which misses the measured by {off:.0%} at most",
+            basis=f"{PROJECTED} from {made.evidence}",
+            projection=made,
             times=pd.Series(dtype=float),
-            time_s=float(fixed_s + shared_s / given.gpus),
+            time_s=middle_s,
+            time_low_s=low_s,
+            time_high_s=high_s,
+            memory_bytes=made.memory_bytes,
             may_lose=None,
             claim=None,
             slower_than=None,
@@ -253,25 +253,10 @@ def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Itera
         )
 
 
-def why_not_extrapolated(line: list[Candidate], gpus: int) -> str | None:
-    """Why the times of one strategy are not extrapolated to a number of workers; None if they are.
-
-    Any two counts fit, so three are needed. Counts reach from the least to FARTHEST times the largest.
-    CPU processes are left out, because more of them are no more hardware, and strategies whose largest
-    count was no faster than some smaller one: more workers would not help them, whatever a fit says.
-    """
-    usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
-    if any(c.on_cpu for c in usable):
-        return "CPU processes are not extrapolated, since more of them are no more hardware"
-    if len(usable) < 3:
-        many = "one number" if len(usable) == 1 else f"{len(usable)} numbers"
-        return f"{many} of workers can be used, and an extrapolation takes three"
-    least, most = usable[0].gpus, usable[-1].gpus
-    if gpus < least:
+def why_not_projected(usable: list[Candidate], gpus: int) -> str:
+    """Why there is no projection of a strategy at all, by its usable candidates."""
+    if not usable:
+        return "none of its records can be used"
+    if gpus < (least := usable[0].gpus):
         return f"{least} workers are the fewest that were measured"
-    if gpus > FARTHEST * most:
-        return f"it is more than {FARTHEST} times the most that were measured, {most}"
-    times = [c.time_s or 0.0 for c in usable]
-    if times[-1] >= min(times[:-1]):
-        return f"{most} workers were no faster than fewer"
-    return None
+    return "nothing was projected; `snakemake decide` does so beside the study's records"

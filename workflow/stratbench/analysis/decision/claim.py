@@ -1,4 +1,4 @@
-"""What an answer claims, in a sentence: a winner, a tie, not told apart, one run, extrapolated.
+"""What an answer claims, in a sentence: a winner, a tie, not told apart, one run, projected.
 
 One number and its unit a sentence, the rival last; `ddp × 2` is ddp on 2 workers.
 """
@@ -24,7 +24,7 @@ def unanswered(
 ) -> Iterator[str]:
     """What the constraints ask for and no record can tell."""
     if given.gpus is not None and not any(c.gpus == given.gpus for c in found):
-        yield f"Nothing is known of {counted(given.gpus, noun)}: {first.not_extrapolated}."
+        yield f"Nothing is known of {counted(given.gpus, noun)}: {first.not_projected}."
     if not given.homogeneous and not slowed:
         yield "Nothing is known of unequal workers: only equally fast ones were measured."
 
@@ -33,7 +33,7 @@ def unanswered(
 class Claim:
     """What an answer claims: its kind, and that in a sentence."""
 
-    #: `extrapolated`, `alone`, `one run`, `winner`, `tie` or `apart` (not told apart).
+    #: `projected`, `alone`, `one run`, `winner`, `tie` or `apart` (not told apart).
     kind: str
     text: str
 
@@ -44,9 +44,11 @@ def claim_of(ranking: Ranking, given: Constraints, score_open: bool) -> Claim:
     best = "Fastest" if first.price_per_gpu_hour is None else "Cheapest"
     but = f", but {first.score.name} may be lost" if score_open else ""
     margin = f"{100 * given.equivalence_margin:g} %"
-    if first.extrapolated:
+    if first.projected:
+        tied = [c for c in ranking.compared if c.stand == "tied"]
+        told = f"{best} as projected" if not tied else f"Not told apart from {times(tied[0].rival)}"
         where = counted(first.gpus, "worker")
-        return Claim("extrapolated", f"{best} as extrapolated: nothing was measured on {where}.")
+        return Claim("projected", f"{told}: nothing was measured on {where}.")
     if not ranking.compared:
         return Claim("alone", f"The only one left{but}.")
     if len(first.times) < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, Candidate
 from stratbench.analysis.decision.claim import share, times
@@ -101,8 +101,8 @@ def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) ->
     """What the repeats do not tell, in a few words; empty if they tell what matters."""
     first, run = ranking.first, run_word(ranking.first)
     runs = counted(ranking.repeats, run)
-    if first.extrapolated:
-        return "extrapolated: no interval"
+    if first.projected:
+        return "projected: not measured there"
     if not ranking.compared:
         return f"{runs}, without a rival"
     if ranking.at_most is None:
@@ -153,8 +153,15 @@ def rests_on_verdict(ranking: Ranking) -> bool:
 def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     """The highest level of confidence that the repeats allow, and the claim that they make."""
     first, repeats = ranking.first, ranking.repeats
-    if first.extrapolated:
-        return 0, "An extrapolated time has no interval."
+    if first.projected:
+        return 0, "An interval of 80 % stands behind it, and no measurement on as many workers."
+    if measured := [c for c in ranking.compared if not c.rival.projected]:
+        at_most = max((0.0, *(1 / c.low - 1 for c in measured if c.low)))
+        known = all(c.low is not None for c in measured)
+        if len(measured) < len(ranking.compared):
+            ranking = replace(ranking, compared=tuple(measured), at_most=at_most if known else None)
+    elif ranking.compared:
+        return 0, "All of its rivals are projected, with intervals of 80 %."
     if not ranking.compared:
         return (1 if repeats > 1 else 0), f"Over {counted(repeats, first.unit)}, without a rival."
     if ranking.at_most is None:

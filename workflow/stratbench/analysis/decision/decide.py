@@ -24,6 +24,7 @@ from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.claim import unanswered
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.projected import Line, Projected, read_projection
 from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
 from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
 from stratbench.analysis.decision.sentences import (
@@ -50,7 +51,17 @@ from stratbench.study.config.messages import ConfigError
 
 MATRIX_COLUMNS = (
     *("experiment", "dataset", "model", "strategy", "gpus", "standing", "rank", "why", "basis"),
-    *("repeats", "time_s", "cost", "memory_mib", "score", "score_name", "score_unit"),
+    *(
+        "repeats",
+        "time_s",
+        "time_low_s",
+        "time_high_s",
+        "cost",
+        "memory_mib",
+        "score",
+        "score_name",
+        "score_unit",
+    ),
     *("ratio_to_first", "low", "high", "may_lose", "doubts"),
 )
 
@@ -98,15 +109,17 @@ def decisions(
     findings: pd.DataFrame,
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
+    projected: Mapping[Line, Projected] | None = None,
 ) -> list[Decision]:
     """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
 
+    `projected`: on the number of workers that the constraints ask for, where it was not measured.
     ConfigError if the constraints name a model that nobody knows.
     """
     check_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
     studied = [
-        (rows, candidates_among(rows, listed, constraints, raced))
+        (rows, candidates_among(rows, listed, constraints, raced, projected))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     made = decide_together(studied, constraints)  # even if only one model is wanted
@@ -188,6 +201,8 @@ def matrix_rows(
             | {
                 "repeats": len(c.times),
                 "time_s": c.time_s,
+                "time_low_s": c.time_low_s,
+                "time_high_s": c.time_high_s,
                 "cost": c.cost,
                 "memory_mib": c.memory_bytes and c.memory_bytes / MIB,
                 "score": c.mean_score,
@@ -319,10 +334,11 @@ def write_decisions(
     out: Path,
     answers_out: Path,
     raced: Mapping[Group, Raced] | None = None,
+    projected: Mapping[Line, Projected] | None = None,
     queue: Mapping[str, Any] | None = None,
 ) -> str:
     """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
-    found = decisions(cells, findings, given, raced)
+    found = decisions(cells, findings, given, raced, projected)
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
@@ -340,6 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
+    parser.add_argument("--projection", default="", help="projection.csv, if one was made")
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument("--queue", default="", help="the queue.json of `decide.queue`, if any")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
@@ -351,7 +368,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     raced = {} if verdict is None else raced_groups(verdict)
     queue = read_json(args.queue) if args.queue else None
     try:
-        print(write_decisions(cells, findings, given, args.out, args.answers_out, raced, queue))
+        projected = read_projection(args.projection, given.gpus)
+        print(
+            write_decisions(
+                cells, findings, given, args.out, args.answers_out, raced, projected, queue
+            )
+        )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

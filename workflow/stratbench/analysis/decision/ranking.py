@@ -161,13 +161,15 @@ class Ranking:
     @property
     def repeats(self) -> int:
         """The fewest repeats behind an interval; without a rival, those of the chosen one."""
-        with_interval = [c.repeats for c in self.compared if c.low is not None]
+        with_interval = [
+            c.repeats for c in self.compared if c.low is not None and not c.rival.projected
+        ]
         return min(with_interval, default=len(self.first.times))
 
     @property
     def chance(self) -> str | None:
         """A few words on why the order may be chance; None if repeats decide, or nothing is compared."""
-        if not self.compared or self.first.extrapolated:
+        if not self.compared or self.first.projected:
             return None
         if len(self.first.times) < 2:
             return f"measured in one {self.first.unit}"
@@ -291,6 +293,11 @@ def comparisons(
     for i in sorted(range(len(bout)), key=lambda i: (bout[i].objective, bout[i].gpus)):
         if i == int(found.chosen):
             continue
+        if bout[i].projected or bout[int(found.chosen)].projected:
+            yield projected_comparison(
+                bout[i], bout[int(found.chosen)], float(found.mean[i]), margin
+            )
+            continue
         known = bool(np.isfinite(found.low[i]))
         near = found.mean[i] <= np.log1p(margin) + 1e-12
         stand = "slower" if found.slower[i] else "tied" if near or known else "unknown"
@@ -302,3 +309,21 @@ def comparisons(
             repeats=int(found.repeats[i]),
             stand=stand,
         )
+
+
+def projected_comparison(
+    rival: Candidate, first: Candidate, mean: float, margin: float
+) -> AgainstRival:
+    """A rival against the chosen one, where the time of one of them or both is projected.
+
+    Their intervals stand for themselves, as if one knew nothing of the other: told apart is only what
+    does not overlap. `mean`: the logarithm of the ratio of their objectives.
+    """
+    ratio = float(np.exp(mean))
+    per_s = (
+        ratio * (first.time_s or 1.0) / (rival.time_s or 1.0)
+    )  # by cost it is the ratio of prices
+    (low_s, high_s), (first_low_s, first_high_s) = rival.reach, first.reach
+    low, high = per_s * low_s / first_high_s, per_s * high_s / first_low_s
+    apart = low > 1 and ratio > 1 + margin
+    return AgainstRival(rival, ratio, low, high, 0, "slower" if apart else "tied")

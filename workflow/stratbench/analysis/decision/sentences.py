@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.projected import Projected
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
 from stratbench.analysis.records.measures import format_number
-from stratbench.cell.text.words import bytes_text, counted, plural
+from stratbench.cell.text.words import bytes_text, counted, plural, short_time
 from stratbench.statistics.intervals import Estimate
 from stratbench.statistics.moderated import ROUGH
 
@@ -61,6 +62,7 @@ def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: C
     if not given.homogeneous:
         told += sentences_on_slow_workers(ranking)
     told += [describe_rival(c, noun, given) for c in ranking.nearest]
+    told += filter(None, [sentence_on_refusals(found, noun, given)])
     if not ranking.compared:
         out = [c for c in found if c.kind]
         told.append(f"Nothing else is left: {why_none(out)}." if out else "It has no rival.")
@@ -69,6 +71,8 @@ def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: C
 
 def figures_of(first: Candidate) -> str:
     """A sentence with the figures of the choice."""
+    if first.projection is not None:
+        return figures_of_projection(first, first.projection)
     parts = [f"It trains in {describe_amount(first)}{unit_of_cost(first)}"]
     if first.mean_score is not None:
         parts.append(f"reaches {first.score.name} {first.score.text(first.mean_score)}")
@@ -77,6 +81,33 @@ def figures_of(first: Candidate) -> str:
         parts.append(f"has a peak of {bytes_text(first.memory_bytes)} a worker{above}")
     *some, last = parts
     return f"{', '.join(some)} and {last}." if some else f"{last}."
+
+
+def figures_of_projection(first: Candidate, made: Projected) -> str:
+    """The same of a projected choice: each figure with its interval, and from what they are."""
+    (low_s, step_s, high_s), (least, share, most) = made.step_s, made.efficiency
+    parts = [
+        f"It would train in {describe_amount(first)}{unit_of_cost(first)}",
+        f"at {short_time(step_s)} a global batch (80 %: {short_time(low_s)} to {short_time(high_s)})",
+        f"an efficiency of {share:.2f} ({least:.2f} to {most:.2f})",
+    ]
+    peak = first.memory_bytes
+    parts.append(
+        "a peak of memory that is not known"
+        if peak is None
+        else f"a peak of up to {bytes_text(peak)} a worker"
+    )
+    evidence = f"Evidence: {made.evidence}."
+    return f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}. {evidence}"
+
+
+def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constraints) -> str:
+    """Which strategies are not projected to the number that is asked for, and why; empty if none."""
+    refused = {c.strategy: c.not_projected for c in found if c.not_projected}
+    if not refused or not any(c.projected for c in found):  # where none is, the headline says so
+        return ""
+    told = "; ".join(f"{name} ({why})" for name, why in refused.items())
+    return f"Not projected to {counted(given.gpus, noun)}: {told}."
 
 
 def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
@@ -105,6 +136,9 @@ def describe_ratio(found: AgainstRival) -> str:
 def describe_amount(c: Candidate) -> str:
     """The training time of a candidate, and its cost if there is a price."""
     seconds = f"{format_number(c.time_s or 0.0, None)} s"
+    if c.projected:
+        low, high = (format_number(value, None) for value in c.reach)
+        seconds += f" (projected, 80 %: {low} to {high} s)"
     return seconds if c.cost is None else f"{seconds} at a cost of {c.cost:.3g}"
 
 
@@ -126,8 +160,8 @@ def sentences_on_changes(
     """Sentences on what would change the answer, starting from the nearest alternatives."""
     first = ranking.first
     ranked = [first, *(c.rival for c in ranking.compared)]
-    if first.extrapolated:
-        yield f"Cells on {first.gpus} workers: train them, and they replace the extrapolated times."
+    if first.projected:
+        yield f"Cells on {first.gpus} workers: train them, and they replace the projected times."
     elif ranking.compared and (ranking.chance or not ranking.is_clear):
         yield f"More {first.unit}s: {what_repeats_say(ranking)}"
     yield from sentences_on_constraints(found, first)

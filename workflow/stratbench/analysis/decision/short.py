@@ -145,7 +145,7 @@ def value_texts(c: Candidate) -> tuple[str, str]:
         return "", ""
     runs = counted(len(c.times), "run" if c.unit == "repeat" else c.unit)
     if not len(c.times):
-        return duration(c.time_s), "extrapolated"
+        return duration(c.time_s), f"{amount(*c.reach)}–{duration(c.reach[1])} (80 %, projected)"
     if len(c.times) == 1:
         return duration(c.time_s), f"one {'run' if c.unit == 'repeat' else c.unit}"
     low, high = interval_of(c.times.to_numpy(dtype=float))

@@ -34,7 +34,7 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
     evaluated are assumed equal; the confidence says so.
     """
     unknown = [c for c in found if c.mean_score is None and not c.kind and not c.unscored]
-    known = [c for c in found if c.mean_score is not None and not c.extrapolated]
+    known = [c for c in found if c.mean_score is not None and not c.projected]
     usable = [c for c in known if c.kind not in NO_MEASURE]
     for c in unknown:
         if not any(shares_score(c, other) for other in usable):
@@ -68,7 +68,7 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
         if like is not None:
             c.may_lose, c.best_score = like.may_lose, like.best_score
     for c in found:
-        if c.extrapolated:
+        if c.projected:
             for like in (k for k in usable if k.scores is c.scores):
                 c.may_lose, c.best_score = like.may_lose, like.best_score
                 if like.kind:

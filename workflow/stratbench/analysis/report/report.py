@@ -27,6 +27,7 @@ from stratbench.analysis.report.audit_section import (
     audit_rules,
     paper_audit_rules,
 )
+from stratbench.analysis.report.links import links_section
 from stratbench.analysis.report.sections import (
     machine_lines,
     paper_section,
@@ -320,6 +321,7 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "audit_lead": audit_lead(audited, decided["answers"]),
         "paper_audit": paper_audit_rules(folder / "paper_audit.csv"),
         "paper": paper_section(folder),
+        "links": links_section(study_dir / "links"),
         "predictions": prediction_lines(prediction) if prediction.exists() else [],
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),

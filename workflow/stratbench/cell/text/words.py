@@ -37,6 +37,13 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
+def short_time(seconds: float) -> str:
+    """A time as text with three digits at most, from microseconds on: `86 µs`, `1.2 ms`, `3.5 s`."""
+    unit, name = next(((u, n) for u, n in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "µs"))
+    value = seconds / unit
+    return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
+
+
 def counted(count: int, noun: str) -> str:
     """The count with its noun, which ends in a plural unless the count is one: `4 CPU processes`."""
     return f"{count} {noun if count == 1 else plural(noun)}"

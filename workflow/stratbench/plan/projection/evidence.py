@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.device_rates import Device
+from stratbench.plan.footprint.request import Request
 from stratbench.plan.needs import Subject
 from stratbench.plan.projection.links import read_links
 from stratbench.plan.projection.naive import Measured, Scaling
@@ -20,7 +21,7 @@ from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import Replayed
 from stratbench.plan.projection.replay import Schedule, replay
 from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
-from stratbench.strategies import strategy_class, traits_of
+from stratbench.strategies import traits_of
 from stratbench.telemetry.collective_cost import Layout
 from stratbench.telemetry.collectives import CollectiveCall
 
@@ -39,7 +40,17 @@ class Evidence:
     points: tuple[Measured, ...]
     stated: Stated
     cells: tuple[Cell, ...]
+    records: tuple[tuple[Mapping[str, Any], ...], ...]  # of each count
     unfit: str = ""
+
+    @property
+    def last(self) -> Cell:
+        """The cell on the most workers, as which others on more of them are made."""
+        return self.cells[-1]
+
+    @property
+    def on_cpu(self) -> bool:
+        return not self.stated.gpu
 
 
 def evidence_of(records: Mapping[Cell, Mapping[str, Any]]) -> list[Evidence]:
@@ -58,7 +69,7 @@ def _evidence(
     strategy: str,
     counts: Mapping[int, list[tuple[Cell, Mapping[str, Any]]]],
 ) -> Evidence:
-    points, cells = [], []
+    points, cells, timed = [], [], []
     for workers, found in sorted(counts.items()):
         times = [
             r["batch"]["global_batch"] / r["time"]["throughput_samples_per_s"]
@@ -68,6 +79,7 @@ def _evidence(
         if times:
             points.append(Measured(workers, statistics.median(times), _nodes(found[0][1])))
             cells.append(found[0][0])
+            timed.append(tuple(r for _, r in found))
     records = [r for found in counts.values() for _, r in found]
     scaling = _scaling(records)
     first = min(records, key=lambda r: r["cell"]["gpus"])
@@ -84,7 +96,9 @@ def _evidence(
         unfit = "its records have neither one global batch nor one batch a worker"
     elif len(points) < 2:
         unfit = "it has records of one count alone; train it on another"
-    return Evidence(experiment, strategy, model, tuple(points), stated, tuple(cells), unfit)
+    return Evidence(
+        experiment, strategy, model, tuple(points), stated, tuple(cells), tuple(timed), unfit
+    )
 
 
 def _scaling(records: Iterable[Mapping[str, Any]]) -> Scaling | None:
@@ -97,6 +111,14 @@ def _scaling(records: Iterable[Mapping[str, Any]]) -> Scaling | None:
 def _nodes(record: Mapping[str, Any]) -> int | None:
     names = {(w["provenance"].get("host") or {}).get("name") for w in record["workers"]}
     return None if None in names or not names else len(names)
+
+
+def cores_of_node(record: Mapping[str, Any]) -> float | None:
+    """Cores of the first worker's node, as far as its processes may use them; None: not recorded."""
+    if not record["workers"]:
+        return None
+    host = record["workers"][0]["provenance"].get("host") or {}
+    return host.get("cpu_quota_cores") or host.get("cores_logical")
 
 
 def _gpu(record: Mapping[str, Any]) -> str:
@@ -118,15 +140,22 @@ class OnLinks:
 
 
 def on_measured_links(
-    subject: Subject, stated: Stated, device: Device, path: Path, gpus_per_node: int
+    at: Callable[[int], Subject],
+    last: int,
+    stated: Stated,
+    device: Device,
+    path: Path,
+    gpus_per_node: int,
 ) -> OnLinks | None:
     """The replay of a strategy's step on any count; None where there is no `links.csv`.
 
-    None, too, of a strategy that does not exchange in every step. Raises ValueError for a file that is
+    `at`: the strategy's cell on so many workers; `last`: the most that were measured. None, too, of a
+    strategy that does not exchange in every step. Raises ValueError for a file that is
     no such table, and Unmeasured (also on a call) for a link that is not in it.
     """
     if not path.exists():
         return None
+    subject = at(last)
     if subject.served:
         return _on_servers(subject, stated, path)
     if subject.exchanging_share < 1:
@@ -134,26 +163,21 @@ def on_measured_links(
     links = read_links(path, "nccl" if subject.request.on_cuda else "gloo")
 
     @cache
-    def scheduled(workers: int, samples: int) -> Schedule:
+    def scheduled(request: Request, samples: int) -> Schedule:
         from stratbench.plan.projection.traced import traced_schedule  # imports PyTorch
 
-        request = subject.request
-        if not strategy_class(subject.settings.strategy).alike_on_any_count:
-            local = min(workers, gpus_per_node)
-            request = replace(request, world_size=workers, local_world=local)
         return traced_schedule(request, samples, device)
 
     def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
-        samples = subject.samples_per_step
-        if stated.scaling == "strong":
-            samples = max(1, samples * subject.cell.gpus // workers)
+        there = at(workers)
+        samples = there.samples_per_step
         layout = Layout(workers, -(-workers // gpus_per_node))
 
         def seconds(call: CollectiveCall) -> float:
             off = max((link.log_sd for link in links.of(call.kind).values()), default=0.0)
             return links.chosen(call, layout, samples)[0] * math.exp(spreads * off)
 
-        return replay(scheduled(workers, samples), compute_s, seconds, links.kappa).step_s
+        return replay(scheduled(there.request, samples), compute_s, seconds, links.kappa).step_s
 
     return OnLinks(
         replayed,

@@ -41,11 +41,13 @@ def project(
     slowed: Replayed | None = None,
     measured_levels: Collection[str] = (),
     queue: Queue | None = None,
+    unsuited: Callable[[int], str | None] = lambda workers: None,
 ) -> list[Projection]:
     """A projection for each of `targets` (workers, nodes), from at least one measured count.
 
     `replayed`: the traced step on measured links (`replay`), where there are any; `slowed`: the same with
-    each link as much slower as its times were off their fit, which widens the interval. Where a model does
+    each link as much slower as its times were off their fit, which widens the interval. `unsuited`: why a
+    count cannot be trained at all. Where a model does
     worse than the best naive rule on the study's own counts, the naive one is given, with an interval from
     its own errors there.
     """
@@ -69,7 +71,7 @@ def project(
         ]
     found = []
     for (workers, nodes), interval in zip(targets, intervals, strict=True):
-        why = refusal(points, workers, nodes, measured_levels, queue)
+        why = unsuited(workers) or refusal(points, workers, nodes, measured_levels, queue)
         beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
         found.append(
             Projection(workers, nodes, why, None if why else interval, name, beside, skill)
@@ -162,6 +164,18 @@ def _about(
     sd = math.sqrt((mean_square + LEAST_SD**2) * doublings + more_sd**2)
     reach = float(stdtrit(len(errors), 0.9)) * sd
     return Interval(middle_s * math.exp(-reach), middle_s, middle_s * math.exp(reach))
+
+
+def basis_of(found: Projection, points: Sequence[Measured]) -> str:
+    """From what it was projected, in words: the measured counts, and by what."""
+    *some, last = [str(p.workers) for p in points]
+    counts = f"{', '.join(some)} and {last}" if some else last
+    told = f"steps measured on {counts} workers, by {found.rule}"
+    if found.rule in naive.RULES:
+        told += ", since the model did worse on the measured counts"
+    elif found.skill.value is None:
+        told += "; fewer than three measured counts cannot show its skill"
+    return told
 
 
 def sentence(found: Projection, unit: str = "GPUs") -> str:

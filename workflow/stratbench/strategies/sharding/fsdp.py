@@ -41,6 +41,7 @@ class FSDP(Sharded):
         "offload: cpu the copies are there, too, and the host waits for the gradients in every step"
     )
     uses_wrap_groups = True
+    collectives = ("all_gather", "reduce_scatter", "all_reduce")
     first_choice = "states too large"
     buffers_note = "each worker keeps its own, and their mean is evaluated"
 

@@ -64,6 +64,7 @@ class ZeRO1(base.Collective):
     summary: ClassVar[str] = "replicas, optimizer state sharded element by element"
     buffers_note = DDP.buffers_note
     updates_by_zeros = True
+    collectives = ("reduce_scatter", "all_gather", "broadcast", "all_reduce")
     rule: ClassVar[str] = (
         "As ddp, but each worker holds the velocity of its share of W and updates that alone; g is "
         "averaged to its share while backward runs, W is gathered after the update"
@@ -247,6 +248,7 @@ class TorchZeRO1(DDP):
     breakdown_note: ClassVar[str] = (
         DDP.breakdown_note + "; the broadcast of parameters is inside the optimizer's phase"
     )
+    collectives = DDP.collectives
 
     compress = "none"
 

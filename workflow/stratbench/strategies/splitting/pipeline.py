@@ -56,6 +56,7 @@ class Pipeline(Split):
         "of replicas and for those of weights that two stages share; forward and backward are the sums over "
         "a step's micro-batches, of the workers' stages alone"
     )
+    collectives = ("send", "all_reduce", "broadcast")
 
     @dataclass(frozen=True)
     class Options(base.Options):

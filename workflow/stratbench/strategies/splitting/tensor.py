@@ -55,6 +55,7 @@ class TensorParallel(Split, Sharded):
         "exchange is; how much of it computation does not hide cannot be separated (`profile: true` "
         "shows it)"
     )
+    collectives = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
     @dataclass(frozen=True)
     class Options(base.Options):

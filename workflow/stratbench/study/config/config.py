@@ -14,7 +14,9 @@ from typing import Any
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import REGISTRY, mesh_of, resolved_options, strategy_class
+from stratbench.study.config.consistency import check_experiment
 from stratbench.study.config.data_sets import DataSets
+from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.validation import validate
 from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
@@ -89,6 +91,17 @@ class Study:
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
             **{key: values[key] for key in GIVEN},
         )
+
+    def why_refused(self, config: Mapping[str, Any], cell: Cell) -> str | None:
+        """Why a cell that the study need not have could not be in it; None if it could. `config`: its own."""
+        values = config["studies"][self.name]
+        asked = {"gpus": [cell.gpus], "strategies": [cell.strategy], "models": [cell.model]}
+        block = {**self.experiments[cell.experiment].values, **asked}
+        try:
+            check_experiment("cell", block, values, config, self.dataset)
+        except ConfigError as error:
+            return str(error).removeprefix("config: cell.")
+        return None
 
     def own_model(self, name: str) -> dict[str, Any] | None:
         """The spec of a model that is not built in: its call, its sharding and its code; else None."""

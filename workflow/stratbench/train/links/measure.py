@@ -15,6 +15,7 @@ import argparse
 import csv
 import io
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -23,9 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,10 @@ from stratbench.ps.flat import FlatSpace
 from stratbench.ps.server import serve
 from stratbench.ps.server_config import ServerConfig
 from stratbench.telemetry.collective_cost import FittedLink, Time, fitted_links
-from stratbench.train.links.timing import Sweep, measure
+from stratbench.train.links.timing import KINDS, Sweep, measure
 
-#: Pushes of a worker that are not timed, and that are.
-WARM_PUSHES, PUSHES = 3, 10
+#: Pushes of a worker that are not timed, and that are: fewer where they are so many bytes in all.
+WARM_PUSHES, FEWEST_PUSHES, MOST_PUSHES, PUSHED_BYTES = 2, 4, 10, 40 << 20
 #: Weights of fewer bytes all take the same time.
 SMALLEST_SERVED_BYTES = 1 << 16
 TIMEOUT_S = 1800.0
@@ -51,16 +53,18 @@ TRANSPORTS = ("shm", "tcp")
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    sweep = Sweep(tuple(sorted(set(args.workers))), args.largest_mib << 20, args.repeats)
+    sweep = Sweep(
+        tuple(sorted(set(args.workers))), args.largest_mib << 20, args.repeats, tuple(args.kinds)
+    )
     if "RANK" in os.environ:
         found = _as_one_of_many(sweep, args.gpus)
         if found is None:
             return 0
         times, kappa = found
     else:
-        times, kappa = measure_here(sweep, args.gpus)
-        for transport in args.servers:
-            times += measure_servers(sweep, transport)
+        times, kappa = measure_here(sweep, args.gpus) if args.kinds else ([], math.nan)
+        if args.servers:
+            times += measure_servers(sweep, args.servers)
     write_links(args.out, times, kappa)
     print(f"Written: {args.out / 'links.csv'}, {args.out / 'times.csv'}")
     return 0
@@ -75,6 +79,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[2], help="counts (2)")
     parser.add_argument("--largest-mib", type=int, default=64, help="the largest tensor (64)")
     parser.add_argument("--repeats", type=int, default=7, help="rounds (7)")
+    parser.add_argument(
+        "--kinds", nargs="*", choices=KINDS, default=KINDS, help="of collectives (all)"
+    )
     parser.add_argument("--gpus", action="store_true", help="on GPUs with NCCL; else CPUs and gloo")
     parser.add_argument(
         "--servers",
@@ -87,6 +94,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.workers) < 2:
         parser.error(f"--workers {min(args.workers)}: a link has two ends")
+    if not args.kinds and not args.servers:
+        parser.error("--kinds without any, and no --servers: nothing to measure")
     if args.largest_mib < 1 or args.repeats < 1:
         parser.error("--largest-mib and --repeats: expected 1 or more")
     if args.gpus and "RANK" not in os.environ and max(args.workers) > torch.cuda.device_count():
@@ -167,56 +176,99 @@ def _in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) -> tuple[l
 # --- servers --------------------------------------------------------------------------------------
 
 
-def measure_servers(sweep: Sweep, transport: str) -> list[Time]:
-    """Seconds between two pushes of a worker that computes nothing, by workers and bytes of the weights.
+@dataclass(frozen=True)
+class Pushed:
+    """One measurement of servers: `workers` push weights of `n_bytes` by `transport`, in a round."""
 
-    One server and the workers, on this machine, in fresh processes each time. `transport`: `tcp` or `shm`.
-    """
-    sizes = [s for s in sweep.sizes() if s >= SMALLEST_SERVED_BYTES]
-    cells = [(n, size) for n in sorted({1, *sweep.workers}) for size in sizes]
-    return [
-        Time(f"servers-{transport}", "push_pull", n, 1, size, number, _push_s(n, size, transport))
-        for number in range(sweep.repeats)
-        for n, size in random.Random(number).sample(cells, len(cells))
-    ]
+    transport: str
+    workers: int
+    n_bytes: int
+    repeat: int
 
+    @property
+    def pushes(self) -> int:
+        """Of each worker, timed."""
+        return max(FEWEST_PUSHES, min(MOST_PUSHES, PUSHED_BYTES // self.n_bytes))
 
-def _push_s(n: int, n_bytes: int, transport: str) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        secret = os.urandom(32)
-        config = ServerConfig(
-            rendezvous=str(Path(folder) / "rendezvous"),
-            workers=n,
+    def config(self, rendezvous: str) -> ServerConfig:
+        return ServerConfig(
+            rendezvous=rendezvous,
+            workers=self.workers,
             epochs=1,
-            steps_per_epoch=n * (WARM_PUSHES + PUSHES),
+            steps_per_epoch=self.workers * (WARM_PUSHES + self.pushes),
             slices=1,
             policy="ps-async",
             hyper={"lr": 1e-3},
         )
-        numel = n_bytes // 4
-        workers = [(_pusher, (config, secret, w, numel, transport, folder)) for w in range(n)]
-        run_all([(serve, (config, secret)), *workers])
-        ends = [json.loads(Path(folder, f"{w}.json").read_text(encoding="utf-8")) for w in range(n)]
-    # While all of them push; one may have pushed more often than another.
+
+
+def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[Time]:
+    """Seconds between two pushes of a worker that computes nothing, by workers and bytes of the weights.
+
+    One server and the workers, on this machine. All sizes, counts and transports (`tcp`, `shm`) are
+    measured by the same processes, one after the other.
+    """
+    sizes = [s for s in sweep.sizes() if s >= SMALLEST_SERVED_BYTES] or [SMALLEST_SERVED_BYTES]
+    counts = sorted({1, *sweep.workers})
+    cells = [(t, n, size) for t in transports for n in counts for size in sizes]
+    measurements = [
+        Pushed(*cell, number)
+        for number in range(sweep.repeats)
+        for cell in random.Random(number).sample(cells, len(cells))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        secret, most = os.urandom(32), max(counts)
+        together = forking().Barrier(most + 1)
+        work: list[tuple[Any, tuple[Any, ...]]] = [
+            (_pusher, (measurements, w, secret, folder, together)) for w in range(most)
+        ]
+        run_all([(_server, (measurements, secret, folder, together)), *work])
+        ends = [
+            json.loads(Path(folder, f"{w}.json").read_text(encoding="utf-8")) for w in range(most)
+        ]
+    return [
+        Time(f"servers-{m.transport}", "push_pull", m.workers, 1, m.n_bytes, m.repeat,
+             _push_s(m, [times[i] for times in ends[: m.workers]]))
+        for i, m in enumerate(measurements)
+    ]  # fmt: skip
+
+
+def _push_s(m: Pushed, ends: Sequence[Sequence[float]]) -> float:
+    """Seconds of a push while all workers push; one may have pushed more often than another."""
     start = max(times[WARM_PUSHES - 1] for times in ends if len(times) > WARM_PUSHES)
     stop = min(times[-1] for times in ends if times)
     done = sum(start < t <= stop for times in ends for t in times)
     if not done:
-        raise RuntimeError(f"{n} workers, {n_bytes} bytes by {transport}: not all pushed at once")
-    return n * (stop - start) / done
+        raise RuntimeError(
+            f"{m.workers} workers, {m.n_bytes} bytes by {m.transport}: not all pushed at once"
+        )
+    return m.workers * (stop - start) / done
+
+
+def _server(measurements: Sequence[Pushed], secret: bytes, folder: str, together: Barrier) -> None:
+    for i, m in enumerate(measurements):
+        together.wait(TIMEOUT_S)
+        serve(m.config(f"{folder}/{i}"), secret)
 
 
 def _pusher(
-    config: ServerConfig, secret: bytes, worker: int, numel: int, transport: str, folder: str
+    measurements: Sequence[Pushed], worker: int, secret: bytes, folder: str, together: Barrier
 ) -> None:
     torch.set_num_threads(1)
-    flat = FlatSpace(nn.ParameterList([torch.zeros(numel)]))
-    channel = Channel.connect(config.rendezvous, worker, flat, secret, transport)
-    ticket, ends = channel.first(), []
-    while ticket is not None:
-        ticket = channel.push_pull()
-        ends.append(time.monotonic())
-    channel.close()
+    ends: list[list[float]] = []
+    for i, m in enumerate(measurements):
+        ends.append([])
+        # None begins the next before all have ended: what they measure would not be by itself.
+        together.wait(TIMEOUT_S)
+        if worker >= m.workers:
+            continue
+        flat = FlatSpace(nn.ParameterList([torch.zeros(m.n_bytes // 4)]))
+        channel = Channel.connect(f"{folder}/{i}", worker, flat, secret, m.transport)
+        ticket = channel.first()
+        while ticket is not None:
+            ticket = channel.push_pull()
+            ends[-1].append(time.monotonic())
+        channel.close()
     Path(folder, f"{worker}.json").write_text(json.dumps(ends), encoding="utf-8")
 
 

@@ -26,11 +26,12 @@ MATRIX = 256
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured: counts of workers, bytes of the largest tensor, rounds."""
+    """What is measured: counts of workers, bytes of the largest tensor, rounds, kinds of collectives."""
 
     workers: tuple[int, ...]
     largest_bytes: int
     repeats: int
+    kinds: tuple[str, ...] = KINDS
 
     def sizes(self) -> list[int]:
         """Bytes from 1 KiB on, each four times the last, and the largest."""
@@ -44,7 +45,7 @@ def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     groups = {n: dist.new_group(list(range(n))) for n in sweep.workers}
-    cells = [(k, n, size) for k in KINDS for n in sweep.workers for size in sweep.sizes()]
+    cells = [(k, n, size) for k in sweep.kinds for n in sweep.workers for size in sweep.sizes()]
     found: list[Time] = []
     for number in range(-1, sweep.repeats):  # the first round connects and warms up
         order = random.Random(number).sample(cells, len(cells))
