@@ -163,9 +163,9 @@ def _on_links(
         for p in points:
             if computing_of(on.replayed, p.workers, p.step_s) == 0:
                 print(
-                    f"{evidence.strategy}: on the measured links its collectives alone would take longer "
-                    f"than its whole step on {p.workers} workers did: measure links again on a quiet machine; "
-                    "the counts alone are used"
+                    f"{evidence.strategy}: on the measured links its collectives alone would take "
+                    f"longer than its whole step on {p.workers} workers did: measure links again on a quiet "
+                    "machine; the counts alone are used"
                 )
                 return None, None, able
     except Unmeasured as error:
