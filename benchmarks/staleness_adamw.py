@@ -76,7 +76,7 @@ class Condition(NamedTuple):
     straggler: float
 
 
-#: In order of importance.
+#: In order of importance. A text's global batch of 32 cannot be divided among 64 workers.
 CONDITIONS = [
     Condition("digits", 16, 3.0),
     Condition("shakespeare", 16, 3.0),
