@@ -181,3 +181,16 @@ def test_marks_that_would_overlap_are_put_on_lines_of_their_own():
 def test_an_answer_without_a_rival_has_no_scale():
     assert row_of([cell("ddp", 100.0)])["scale"] is None
     assert row_of([failed("ddp", "oom")])["scale"] is None
+
+
+def test_where_a_constraint_keeps_faster_ones_out_the_claim_says_of_whom_it_is_the_fastest():
+    rows = [*runs("ddp", 200.0), *runs("zero1", 218.0)]
+    worse = [r | {"score_final": r["score_final"] - 0.05} for r in runs("ps-async", 100.0)]
+    assert decided([*rows, *worse]).short.claim == (
+        "Fastest of those with enough accuracy: the next takes 9 % longer."
+    )
+    large = runs("single", 150.0, peak_memory_bytes=90 * 2**30)
+    kept = decided([*rows, *large], gpu_memory_gib=80).short
+    assert kept.claim == "Fastest of those that fit: the next takes 9 % longer."
+    slower = [r | {"train_time_s": 400.0} for r in worse]
+    assert decided([*rows, *slower]).short.claim == "Fastest: the next takes 9 % longer."

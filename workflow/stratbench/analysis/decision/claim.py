@@ -5,7 +5,7 @@ One number and its unit a sentence, the rival last; `ddp × 2` is ddp on 2 worke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stratbench.analysis.decision.candidate import Candidate
@@ -38,10 +38,31 @@ class Claim:
     text: str
 
 
-def claim_of(ranking: Ranking, given: Constraints, score_open: bool) -> Claim:
-    """What the records allow to claim of the choice, and no more."""
+#: Of what others are that a constraint keeps out although they are better; `score` is its name.
+LEFT = {"worse score": "of those with enough {score}", "does not fit": "of those that fit"}
+
+
+def kept_out(
+    found: Iterable[Candidate], first: Candidate | None, kinds: Iterable[str]
+) -> dict[str, Candidate]:
+    """By kind of exclusion the best candidate that is excluded by it, where that is better than the first."""
+    best = {}
+    for kind in kinds:
+        timed = [c for c in found if c.kind == kind and c.time_s is not None]
+        one = min(timed, key=lambda c: (c.objective, c.gpus), default=None)
+        if one and (first is None or one.objective < first.objective):
+            best[kind] = one
+    return best
+
+
+def claim_of(
+    found: Sequence[Candidate], ranking: Ranking, given: Constraints, score_open: bool
+) -> Claim:
+    """What the records of the candidates `found` allow to claim of the choice, and no more."""
     first = ranking.first
-    best = "Fastest" if first.price_per_gpu_hour is None else "Cheapest"
+    quick = "fast" if first.price_per_gpu_hour is None else "cheap"
+    of = [LEFT[kind].format(score=first.score.name) for kind in kept_out(found, first, LEFT)]
+    best = " ".join([f"{quick.capitalize()}est", " and ".join(of)]).strip()
     but = f", but {first.score.name} may be lost" if score_open else ""
     margin = f"{100 * given.equivalence_margin:g} %"
     if first.projected:
@@ -68,7 +89,7 @@ def claim_of(ranking: Ranking, given: Constraints, score_open: bool) -> Claim:
     if known_equal and all(c.ratio <= 1 + most for c in ties):
         return Claim(
             "tie",
-            f"As {best.lower().removesuffix('est')} as {names} within {margin}"
+            f"As {quick} as {names} within {margin}"
             f"{advantage(first, [c.rival for c in ties])}{but}.",
         )
     return Claim("apart", f"Not told apart from {names}{but}.")

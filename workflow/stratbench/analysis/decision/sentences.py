@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.claim import kept_out
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.projected import Projected
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
@@ -212,15 +213,10 @@ def sentences_on_constraints(found: Sequence[Candidate], first: Candidate | None
         "needs all workers": "Workers that stay until the end",
         "needs more workers": "More workers",
     }
-    for kind, words in lift.items():
-        kept_out = [c for c in found if c.kind == kind and c.time_s is not None]
-        best = min(kept_out, key=lambda c: (c.objective, c.gpus), default=None)
-        if best and (first is None or best.objective < first.objective):
-            # Why a candidate is too slow says its time.
-            amount = (
-                "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
-            )
-            yield f"{words}: then {best.strategy} on {best.gpus} ({amount}{best.why})."
+    for kind, best in kept_out(found, first, lift).items():
+        # Why a candidate is too slow says its time.
+        amount = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
+        yield f"{lift[kind]}: then {best.strategy} on {best.gpus} ({amount}{best.why})."
     stopped = dict.fromkeys(c.strategy for c in found if c.kind == "too slow" and c.time_s is None)
     if first is None and stopped:
         yield (

@@ -105,7 +105,7 @@ def short_answer(
     """The answer on the candidates `found` of one model; `unknown`: what was asked and is not known."""
     first = ranking.first
     score_open = is_score_open(first, given)
-    claim = claim_of(ranking, given, score_open)
+    claim = claim_of(found, ranking, given, score_open)
     score, score_note = score_texts(found, first, given)
     memory, memory_note, share = memory_texts(first)
     return Short(
