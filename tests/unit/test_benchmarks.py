@@ -127,3 +127,26 @@ def test_the_queue_simulators_table_of_theory_comes_out(tmp_path, monkeypatch):
     assert all(
         row["half_width"] < row["plain_half_width"] for row in few if "M/M/16" in row["case"]
     )
+
+
+def test_the_tables_of_elastic_workers_are_those_of_the_map(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import elastic_map as benchmark
+
+    rows = list(benchmark.kept_rows(benchmark.OUT / "map.csv").values())
+    page = (FOLDER.parent / "docs/elastic.md").read_text().splitlines()
+    lines = list(benchmark.lines_of_docs(rows, benchmark.OUT / "others.csv"))
+    assert len(lines) == 12 + 7 + 9 + 2
+    assert [line for line in lines if line not in page] == []
+
+
+@pytest.mark.slow
+def test_a_row_of_the_map_comes_out_again(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import elastic_map as benchmark
+
+    key = next(k for k in benchmark.map_keys() if (k.load, k.width) == (0.7, 8))
+    committed = benchmark.kept_rows(benchmark.OUT / "map.csv")
+    row = benchmark.row_of(key)
+    texts = {name: benchmark.told(row[name]) for name in benchmark.COLUMNS}
+    assert texts == committed[tuple(texts[name] for name in benchmark.KEYS)]
