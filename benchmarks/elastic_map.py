@@ -5,10 +5,11 @@
     PYTHONPATH=workflow nice python benchmarks/elastic_map.py others
     PYTHONPATH=workflow python benchmarks/elastic_map.py docs
 
-Writes results/elastic/NAME.csv (15 minutes, half a minute and two of one core) and docs/elastic.svg; a cell
-that is there already is not simulated again. 8 nodes of 8 GPUs, EASY, others' jobs as made by
-plan/queue/background.py. All arms of a moment start from one copied state of the queue; intervals (95 %) are
-by jackknife over the blocks, each with a queue of its own.
+The map is workflow/reference/elastic_map.csv, from which reports quote; the others are
+results/elastic/NAME.csv, and the last draws docs/elastic.svg: 15 minutes, half a minute and two of one
+core. A cell that is there is not simulated again. 8 nodes of 8 GPUs, EASY, others' jobs as made by
+plan/queue/background.py. All arms of a moment start from one copied state of the queue; intervals (95 %)
+are by jackknife over the blocks, each with a queue of its own.
 
 `map`: every combination; preemption without the longest trainings and with two of the slow nodes.
 `factors`: one thing changed at a time. `others`: what a training costs everybody else.
@@ -43,6 +44,7 @@ from stratbench.plan.queue.break_even import (
     paired_times,
     poisson_queue,
 )
+from stratbench.plan.queue.known_map import MAP
 from stratbench.plan.queue.simulator import ALL, Rules
 
 OUT = Path(__file__).parent / "results" / "elastic"
@@ -295,9 +297,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / f"{given.what}.csv"
+    path = MAP if given.what == "map" else given.out / f"{given.what}.csv"
     if given.what == "docs":
-        rows = list(kept_rows(given.out / "map.csv").values())
+        rows = list(kept_rows(MAP).values())
         draw(rows, Path(__file__).parents[1] / "docs" / "elastic.svg")
         print("\n".join(lines_of_docs(rows, given.out / "others.csv")))
         return

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 OUT = Path(__file__).parent / "results" / "elastic"
 #: torchrun's default is 30: how long a rendezvous that has the least number of nodes waits for more.
 LAST_CALLS_S = (30, 1)
@@ -93,13 +95,18 @@ def pause(log: Path, world: int) -> float:
 
 
 def end(process: subprocess.Popen, how: int) -> None:
-    """Ends an agent and what it has started, by the group that it leads."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, how)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(30)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Ends an agent; with SIGKILL its workers too, which lead sessions of their own, as SLURM does."""
+    with suppress(psutil.NoSuchProcess):
+        started = [
+            psutil.Process(process.pid),
+            *psutil.Process(process.pid).children(recursive=True),
+        ]
+        for each in started if how == signal.SIGKILL else started[:1]:
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(how)
+        for each in psutil.wait_procs(started, 30)[1]:
+            each.kill()
+    process.wait()
 
 
 def rounds(last_call_s: int, number: int, folder: Path) -> Iterator[tuple[str, float]]:
