@@ -3,10 +3,13 @@
     PYTHONPATH=workflow nice python benchmarks/elastic_map.py map
     PYTHONPATH=workflow nice python benchmarks/elastic_map.py factors
     PYTHONPATH=workflow nice python benchmarks/elastic_map.py others
+    PYTHONPATH=workflow python benchmarks/elastic_map.py docs
 
-Writes results/elastic/NAME.csv; a cell that is there already is not simulated again. 8 nodes of 8 GPUs, EASY,
-others' jobs as plan/queue/background.py makes them. All arms of a moment start from one copied state of the
-queue; intervals (95 %) are by jackknife over the blocks, each with a queue of its own.
+The map is workflow/reference/elastic_map.csv, from which reports quote; the others are
+results/elastic/NAME.csv, and the last draws docs/elastic.svg: 15 minutes, half a minute and two of one
+core. A cell that is there is not simulated again. 8 nodes of 8 GPUs, EASY, others' jobs as made by
+plan/queue/background.py. All arms of a moment start from one copied state of the queue; intervals (95 %)
+are by jackknife over the blocks, each with a queue of its own.
 
 `map`: every combination; preemption without the longest trainings and with two of the slow nodes.
 `factors`: one thing changed at a time. `others`: what a training costs everybody else.
@@ -41,6 +44,7 @@ from stratbench.plan.queue.break_even import (
     paired_times,
     poisson_queue,
 )
+from stratbench.plan.queue.known_map import MAP
 from stratbench.plan.queue.simulator import ALL, Rules
 
 OUT = Path(__file__).parent / "results" / "elastic"
@@ -50,6 +54,12 @@ LOADS, WIDTHS, HOURS = (0.5, 0.7, 0.85), (4, 8, 16, 32), (0.5, 2.0, 8.0, 24.0)
 SLOW = ((0.0, 1.0), (0.1, 1.5), (0.1, 3.0), (0.3, 1.5))
 #: Blocks and moments of each: of the main table, and of all other rows.
 MAIN, OTHER = (10, 6), (6, 4)
+#: Of the figure's arms: a colour that is told apart with any kind of sight, and where the mark stands.
+COLOURS = {
+    SCATTERED: ("#E69F00", 0.95),
+    SYNCHRONOUS: ("#0072B2", 1.0),
+    ASYNCHRONOUS: ("#D55E00", 1.05),
+}
 
 
 @dataclass(frozen=True)
@@ -185,14 +195,114 @@ def kept_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
         return {tuple(r[name] for name in KEYS): r for r in csv.DictReader(file)}
 
 
+def main_rows(rows: list[dict[str, str]], preemptible: bool = False) -> list[dict[str, str]]:
+    """The rows of trainings of 2 hours on equally fast nodes, at steady loads."""
+    main = {"hours": "2", "slow_nodes": "0", "preemptible": str(preemptible)}
+    steady = [r for r in rows if float(r["load"]) <= max(LOADS)]
+    return [r for r in steady if all(r[k] == v for k, v in main.items())]
+
+
+def lines_of_docs(rows: list[dict[str, str]], others: Path) -> Iterator[str]:
+    """The rows of the tables of docs/elastic.md."""
+    for r in main_rows(rows):
+        yield joined(
+            f"{r['load']} ({r['busy']} in use)", r["width"], r["gang h"],
+            *(ratio_text(r, arm) for arm in (SCATTERED, SYNCHRONOUS, ASYNCHRONOUS)),
+            worth_text(r[f"even with {GANG}"]), worth_text(r[f"even with {SYNCHRONOUS}"]),
+        )  # fmt: skip
+    for r in rows:
+        if (r["load"], r["width"], r["preemptible"]) != ("0.7", "16", "False"):
+            continue
+        change = f"{r['hours']} h of work" if r["slow_nodes"] == "0" else ""
+        if r["hours"] == "2" and r["slow_nodes"] != "0":
+            change = f"{float(r['slow_nodes']):.0%} of nodes {r['slow_factor']} times slower"
+        if change:
+            ratios = (r[f"{arm} / gang"] for arm in (SYNCHRONOUS, ASYNCHRONOUS))
+            texts = (f"{float(value):.2f}" for value in ratios)
+            yield joined(change, r["gang h"], *texts, worth_text(r[f"even with {SYNCHRONOUS}"]))
+    for r in main_rows(rows, preemptible=True):
+        if r["width"] != "4":
+            arms = (r[f"{arm} h"] for arm in (GANG, SYNCHRONOUS, ASYNCHRONOUS))
+            yield joined(r["load"], r["width"], *arms, ratio_text(r, ASYNCHRONOUS))
+    with open(others, newline="", encoding="utf-8") as file:
+        cost = {(r["load"], r["arm"], r["preemptible"]): r for r in csv.DictReader(file)}
+    for load in dict.fromkeys(key[0] for key in cost):
+        asked = [(arm, "False") for arm in (GANG, SCATTERED, SYNCHRONOUS, at_worth(1.0))]
+        found = [cost[load, *key] for key in (*asked, (at_worth(1.0), "True"))]
+        yield joined(load, *(f"{r['others_wait_h']} ({r['standard_error_h']})" for r in found))
+
+
+def joined(*cells: str) -> str:
+    """A row of a table of Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def ratio_text(row: dict[str, str], arm: str) -> str:
+    """The arm's ratio to the gang, with its interval."""
+    value, low, high = (float(row[f"{arm} / gang{end}"]) for end in ("", " low", " high"))
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def worth_text(text: str) -> str:
+    """A worth that breaks even: two digits, or beyond what was simulated."""
+    return (
+        text.replace("<", "below ").replace(">", "above ")
+        if text[0] in "<>"
+        else f"{float(text):.2f}"
+    )
+
+
+def draw(rows: list[dict[str, str]], path: Path) -> None:
+    """The main table: each arm's time over the gang's, by width and load, with intervals."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    rows = main_rows(rows)
+    with mpl.rc_context({"svg.hashsalt": "stratbench", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        panels = figure.subplots(1, len(LOADS), sharey=True)
+        for axes, load in zip(panels, LOADS, strict=True):
+            mine = [r for r in rows if r["load"] == told(load)]
+            for arm, (colour, shift) in COLOURS.items():
+                values, lows, highs = (
+                    [float(r[f"{arm} / gang{end}"]) for r in mine] for end in ("", " low", " high")
+                )
+                axes.errorbar(
+                    [int(r["width"]) * shift for r in mine],
+                    values,
+                    [
+                        [v - low for v, low in zip(values, lows, strict=True)],
+                        [high - v for v, high in zip(values, highs, strict=True)],
+                    ],
+                    fmt="o-",
+                    markersize=4,
+                    capsize=2,
+                    color=colour,
+                    label=arm,
+                )
+            axes.axhline(1.0, color="#999999", linewidth=1)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(WIDTHS, map(str, WIDTHS))
+            axes.set_title(f"load {load:g}", fontsize="medium")
+            axes.set_xlabel("GPUs of the training, of 64")
+        panels[0].set_ylabel("time to result / a gang's")
+        panels[0].legend(fontsize="small", loc="lower left")
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("map", "factors", "others"))
+    parser.add_argument("what", choices=("map", "factors", "others", "docs"))
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / f"{given.what}.csv"
+    path = MAP if given.what == "map" else given.out / f"{given.what}.csv"
+    if given.what == "docs":
+        rows = list(kept_rows(MAP).values())
+        draw(rows, Path(__file__).parents[1] / "docs" / "elastic.svg")
+        print("\n".join(lines_of_docs(rows, given.out / "others.csv")))
+        return
     with ProcessPoolExecutor(given.processes) as pool:
         if given.what == "others":
             asked = [Key(load, 16, blocks=12) for load in (0.7, 0.85)]

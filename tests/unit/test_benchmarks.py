@@ -127,3 +127,41 @@ def test_the_queue_simulators_table_of_theory_comes_out(tmp_path, monkeypatch):
     assert all(
         row["half_width"] < row["plain_half_width"] for row in few if "M/M/16" in row["case"]
     )
+
+
+def test_the_tables_of_elastic_workers_are_those_of_the_map(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import elastic_map as benchmark
+
+    rows = list(benchmark.kept_rows(benchmark.MAP).values())
+    page = (FOLDER.parent / "docs/elastic.md").read_text().splitlines()
+    lines = list(benchmark.lines_of_docs(rows, benchmark.OUT / "others.csv"))
+    assert len(lines) == 12 + 7 + 9 + 2
+    assert [line for line in lines if line not in page] == []
+
+
+@pytest.mark.slow
+def test_a_row_of_the_map_comes_out_again(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import elastic_map as benchmark
+
+    key = next(k for k in benchmark.map_keys() if (k.load, k.width) == (0.7, 8))
+    committed = benchmark.kept_rows(benchmark.MAP)
+    row = benchmark.row_of(key)
+    texts = {name: benchmark.told(row[name]) for name in benchmark.COLUMNS}
+    assert texts == committed[tuple(texts[name] for name in benchmark.KEYS)]
+
+
+@pytest.mark.slow
+def test_the_simulator_stays_as_near_to_slurm_as_it_was(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import queue_slurm as benchmark
+
+    runs = [benchmark.read_run(p) for p in sorted((benchmark.OUT / "slurm").glob("load-0.6-*"))]
+    assert len(runs) == 4
+    for i, bound in enumerate(benchmark.BOUNDS):
+        assert abs(benchmark.pooled(runs, i)) <= bound
+        assert all(abs(run.deviation(i)) <= 3 for run in runs)
+    for gang, split in (runs[:2], runs[2:]):
+        ours = split.simulated(2)[0] / gang.simulated(2)[0]
+        assert ours == pytest.approx(split.real[2] / gang.real[2], abs=0.05)

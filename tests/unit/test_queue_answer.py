@@ -29,6 +29,7 @@ from stratbench.plan.queue.break_even import (
     recorded_queue,
 )
 from stratbench.plan.queue.history import FIELDS
+from stratbench.plan.queue.known_map import near
 from stratbench.plan.queue.simulator import Cluster, Rules
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.queue_request import QueueRequest, check_queue
@@ -164,6 +165,25 @@ def test_a_queue_that_is_not_steady_has_no_answer(load):
     assert f"At a load of {load:.2f} the queue is not steady" in found["refused"]
     assert found["headline"].startswith("With the queue: no answer.")
     assert "Not modelled: fair-share" in found["lines"][-1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "about", "rows"),
+    [
+        ({"hours": 1.9}, "a training of 2 h of work", 12),
+        ({"hours": 100.0}, "a training of 24 h of work", 12),
+        (
+            {"hours": 0.1, "slow_nodes": 0.15, "slow_factor": 2.8, "preemptible": True},
+            "a training of 0.5 h of work, 10% of nodes 3 times slower, split workers preempted by all others",
+            12,
+        ),
+    ],
+)
+def test_the_nearest_part_of_the_map_goes_with_the_answer(asked, about, rows):
+    found = near(QueueRequest(width=16, load=0.7, **asked))
+    assert found["about"] == about
+    assert len(found["rows"]) == rows
+    assert all(r["load"] <= 0.9 and float(r["synchronous"]) > 0 for r in found["rows"])
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from stratbench.plan.queue.break_even import (
     recorded_queue,
 )
 from stratbench.plan.queue.history import History, WidthRow, read_history
+from stratbench.plan.queue.known_map import near
 from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules
 from stratbench.statistics.intervals import Estimate
 from stratbench.study.config.queue_request import NODES, QueueRequest
@@ -46,7 +47,7 @@ def answer(
     margin: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """What queue.json holds: `headline`, `lines` and `refused` in words, `arms` and `even` as numbers.
+    """What queue.json holds: `headline`, `lines` and `refused` in words, `arms`, `even` and `map` as numbers.
 
     `margin`: the share by which arms may differ and still count as equal; of equals the one that is
     simplest to run is named. `progress(done, of)` is called at each moment. ValueError, with a
@@ -72,6 +73,7 @@ def answer(
             "arm": None,
             "arms": [],
             "even": {},
+            "map": near(request),
         }
     mtbf_days = request.node_mtbf_days
     if mtbf_days is None and history is not None:
@@ -114,6 +116,7 @@ def answer(
         "arm": told.choice,
         "arms": told.rows(),
         "even": {rival: _worth(told.even(rival)) for rival in ARMS[:-1]},
+        "map": near(request),
     }
 
 

@@ -1,0 +1,179 @@
+"""How long synchronous elastic workers stop when one joins or leaves: torchrun's own restart, measured.
+
+    python benchmarks/elastic_pause.py
+
+Writes results/elastic/pause.csv and pause.md; some six minutes. Two agents of `torchrun --nnodes=1:3` on this
+host, one CPU process each, all-reduce by gloo, a model of nothing. The second joins, and leaves by SIGTERM or
+SIGKILL, again and again. The pause is the time without a step: from the last step before the change to the
+first one after it. So it holds the launcher, the rendezvous and the imports; a cluster adds its data, its
+weights and its GPUs' start. A third place stays free, as for workers that still wait in the queue: then a
+rendezvous waits for `last_call_timeout`, 30 s by default.
+
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is needed: without it PyTorch 2.13 never tells one that joins late the
+address of the store (`next_rendezvous` keeps the first round's), and after 60 s all fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+OUT = Path(__file__).parent / "results" / "elastic"
+#: torchrun's default is 30: how long a rendezvous that has the least number of nodes waits for more.
+LAST_CALLS_S = (30, 1)
+#: How long a state lasts before it is changed, in steps of `STEP_S`.
+STEPS, STEP_S = 20, 0.05
+
+
+def worker(log: str) -> None:
+    """Steps for ever; each is written with its time and the number of workers."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    with open(log, "a", encoding="utf-8", buffering=1) as file:
+        while True:
+            dist.all_reduce(torch.ones(1))
+            file.write(f"{time.time():.3f} {dist.get_world_size()}\n")
+            time.sleep(STEP_S)
+
+
+def agent(port: int, last_call_s: int, is_host: bool, log: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=pause"]
+    conf = f"is_host={int(is_host)},last_call_timeout={last_call_s}"
+    command += [f"--rdzv-conf={conf}", "--max-restarts=100", __file__, "--worker", str(log)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with open(log.with_suffix(".log"), "ab") as said:
+        return subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=said, stderr=said
+        )
+
+
+def steps(log: Path) -> list[tuple[float, int]]:
+    """The time and the number of workers of each step."""
+    if not log.exists():
+        return []
+    lines = log.read_text(encoding="utf-8").splitlines()
+    return [
+        (float(at), int(world)) for at, world in (line.split() for line in lines if " " in line)
+    ]
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing happened for {seconds:g} s")
+        time.sleep(0.05)
+
+
+def pause(log: Path, world: int) -> float:
+    """Seconds without a step before the first ones of `world` workers, which are waited for."""
+    before = len(steps(log))
+
+    def settled() -> bool:
+        return sum(w == world for _, w in steps(log)[before:]) > STEPS
+
+    wait_for(settled)
+    found = steps(log)
+    first = next(i for i, (_, w) in enumerate(found) if i >= before and w == world)
+    return found[first][0] - found[first - 1][0]
+
+
+def end(process: subprocess.Popen, how: int) -> None:
+    """Ends an agent; with SIGKILL its workers too, which lead sessions of their own, as SLURM does."""
+    with suppress(psutil.NoSuchProcess):
+        started = [
+            psutil.Process(process.pid),
+            *psutil.Process(process.pid).children(recursive=True),
+        ]
+        for each in started if how == signal.SIGKILL else started[:1]:
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(how)
+        for each in psutil.wait_procs(started, 30)[1]:
+            each.kill()
+    process.wait()
+
+
+def rounds(last_call_s: int, number: int, folder: Path) -> Iterator[tuple[str, float]]:
+    """The pause of each change."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    log = folder / f"steps-{last_call_s}.txt"  # of the first agent's worker
+    first = agent(port, last_call_s, True, log)
+    second = None
+    try:
+        wait_for(lambda: len(steps(log)) > STEPS)
+        for i in range(number):
+            second = agent(port, last_call_s, False, folder / "other.txt")
+            yield "join", pause(log, 2)
+            how = (signal.SIGTERM, signal.SIGKILL)[i % 2]
+            end(second, how)
+            yield f"leave by {how.name}", pause(log, 1)
+    finally:
+        for process in (second, first):
+            if process is not None:
+                end(process, signal.SIGTERM)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    if given.worker:
+        worker(given.worker)
+        return
+    import torch
+
+    rows = []
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        for last_call_s in LAST_CALLS_S:
+            for change, pause_s in rounds(last_call_s, given.rounds, Path(folder)):
+                rows.append(
+                    {"last_call_s": last_call_s, "change": change, "pause_s": round(pause_s, 2)}
+                )
+                print(rows[-1], flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    with open(given.out / "pause.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = [
+        "# torchrun's restart when a worker joins or leaves",
+        "",
+        f"Made by `benchmarks/elastic_pause.py`: PyTorch {torch.__version__}, gloo, {os.cpu_count()} CPU",
+        f"cores, load average {load:.1f} at the start. Seconds without a step: launcher, rendezvous and",
+        "imports, no GPU.",
+        "",
+        "| last_call_timeout | change | n | median, s | range, s |",
+        "|--:|---|--:|--:|---|",
+    ]
+    for key in dict.fromkeys((r["last_call_s"], r["change"]) for r in rows):
+        found = [r["pause_s"] for r in rows if (r["last_call_s"], r["change"]) == key]
+        lines.append(
+            f"| {key[0]} | {key[1]} | {len(found)} | {statistics.median(found):.1f} | {min(found):.1f} to "
+            f"{max(found):.1f} |"
+        )
+    (given.out / "pause.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

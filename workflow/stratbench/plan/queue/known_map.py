@@ -1,0 +1,55 @@
+"""The map of a made cluster, simulated by benchmarks/elastic_map.py: what other loads and widths would do."""
+
+from __future__ import annotations
+
+import csv
+import math
+from typing import Any
+
+from stratbench.cell.installation import REFERENCE
+from stratbench.study.config.queue_request import QueueRequest
+
+MAP = REFERENCE / "elastic_map.csv"
+#: The loads of the map at which the queue is steady.
+MOST_LOAD = 0.9
+
+
+def near(request: QueueRequest) -> dict[str, Any]:
+    """The part of the map whose length, slow nodes and preemption are nearest to those asked for.
+
+    `about`: which part, in words. `rows`: for each width and load the time of split synchronous and of
+    asynchronous workers over a gang's, and the worth at which the second break even with the first.
+    """
+    with open(MAP, newline="", encoding="utf-8") as file:
+        rows = [r for r in csv.DictReader(file) if float(r["load"]) <= MOST_LOAD]
+    rows = [r for r in rows if r["preemptible"] == str(request.preemptible)]
+
+    def slowness(share: float, factor: float) -> float:
+        return share * (factor - 1)
+
+    def distance(row: dict[str, str]) -> tuple[float, float]:
+        asked = slowness(request.slow_nodes, request.slow_factor)
+        mine = slowness(float(row["slow_nodes"]), float(row["slow_factor"]))
+        return abs(math.log(float(row["hours"]) / request.hours)), abs(mine - asked)
+
+    nearest = min(map(distance, rows))
+    found = [r for r in rows if distance(r) == nearest]
+    hours, slow = float(found[0]["hours"]), float(found[0]["slow_nodes"])
+    about = f"a training of {hours:g} h of work"
+    if slow:
+        about += f", {slow:.0%} of nodes {found[0]['slow_factor']} times slower"
+    if request.preemptible:
+        about += ", split workers preempted by all others"
+    names = {
+        "synchronous": "split synchronous / gang",
+        "asynchronous": "split asynchronous / gang",
+        "even": "even with split synchronous",
+    }
+    return {
+        "about": about,
+        "rows": [
+            {"load": float(r["load"]), "width": int(r["width"])}
+            | {key: r[column] for key, column in names.items()}
+            for r in found
+        ],
+    }
