@@ -183,14 +183,11 @@ def test_every_later_stage_goes_through(odd: Odd) -> None:
     both = ["--cells", cells, "--audit", findings]
     assert audit.main(["--cells", cells, "--out", findings]) == 0
     assert tables.main([*both, "--summary-out", summary, "--out-dir", str(here / "tables")]) == 0
-    for name, experiment in plots.read_figure_data(
-        Path(cells), here / "epochs.csv", Path(summary), here
-    ).items():
-        for plot in plots.PLOTS:
-            with plots.plt.rc_context(plots.RC):
-                plots.save_figure(plots.draw_figure(plot, experiment), here / "plots" / name / plot)
     outs = ["--out", str(here / "decision.csv"), "--answers-out", str(here / "answers.json")]
     assert decide.main([*both, *outs]) == 0
+    drawn = ["--cells", cells, "--epochs", str(here / "epochs.csv"), "--summary", summary]
+    drawn += ["--answers", str(here / "answers.json"), "--study-dir", str(here)]
+    assert plots.main([*drawn, "--out-dir", str(here / "plots")]) == 0
     outs = ["--cells-out", str(here / "against_cells.csv")]
     outs += ["--claims-out", str(here / "against_claims.csv")]
     outs += ["--paper-audit-out", str(here / "paper_audit.csv")]
