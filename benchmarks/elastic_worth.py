@@ -225,7 +225,7 @@ def page(rows: list[dict], epochs: int) -> str:
         f"DDP's samples to {TARGET:g} % test accuracy over a policy's: 1 is as good as DDP, 0.8 needs a "
         f"quarter more samples. Compact CNN (38,282 parameters) on scikit-learn's digits, global batch "
         f"{GLOBAL_BATCH}, at most {epochs} epochs. Of W places each is empty for about half of the time: a "
-        f"worker stays for {STAYS:g} of its batches on average and is lost, the next one comes after {AWAY:g} "
+        f"worker stays for {STAYS:g} of its batches on average and is lost, the next comes after {AWAY:g} "
         f"(both exponential). Geometric mean of {schedules * SEEDS} seeds under {schedules} schedules; 95 % "
         "interval over schedules. Samples are those that were pushed, dropped ones included. torch "
         f"{torch.__version__} on CPU, virtual time. Made by `nice python benchmarks/elastic_worth.py`.",
