@@ -128,7 +128,8 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
         checkpoint_blocks(groups)
     worker = Worker(
         s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
-        task=tasks.Classification() if kind in models.MODELS else tasks.NextToken(), mesh=mesh, total_steps=STEPS,
+        task=tasks.Classification() if kind in models.MODELS else tasks.NextToken(),
+        mesh=mesh, total_steps=STEPS,
     )  # fmt: skip
     strategy.setup(model, worker)
     return strategy, model

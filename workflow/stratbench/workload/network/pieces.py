@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from operator import attrgetter
 
-import torch
 from torch import Tensor, nn
 
 from stratbench.workload import users_code
