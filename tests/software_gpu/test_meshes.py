@@ -1,5 +1,4 @@
-"""Divided layers and stages on 4 and 8 GPUs: every schedule, alone and as replicas, as the plan says each rank
-holds and sends."""
+"""Divided layers and stages on 4 and 8 GPUs: each rank holds and sends what the plan says."""
 
 from __future__ import annotations
 
