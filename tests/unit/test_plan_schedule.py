@@ -573,6 +573,43 @@ def test_of_what_fits_the_quickest_at_both_ends_of_its_range_is_named(plan_of):
     assert "none fits; " in told(ddp=None, zero1=None, fsdp=None)
 
 
+def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_does_not_fit(plan_of):
+    question = "How is the network best divided among workers?"
+    assert question not in dict(answered_questions(plan_of(strategies=["ddp"], gpus=[4])))
+    gpts = {
+        "models": ["gpt-compact"],
+        "dataset": "tinyshakespeare",
+        "strategies": ["ddp", "tensor", "pipeline"],
+    }
+    plan = plan_of(**gpts, gpus=[4], precision="fp32")
+    told = {  # seconds at best and at worst, GiB, whether it fits
+        "ddp": (1, 2, 9, True), "tensor": (5, 6, 4, True), "pipeline": (3, 4, 3, True),
+    }  # fmt: skip
+
+    def answer(**changes: tuple[float, float, int, bool]) -> str:
+        cells = []
+        for c in plan.cells:
+            low_s, high_s, gib, fits = (told | changes)[c.cell.strategy]
+            fit = replace(
+                c.fit, by_device=Span(low_s, high_s, ""), needed_bytes=gib * GIB, fits=fits
+            )
+            cells.append(replace(c, fits_on={"A": fit}))
+        (said,) = dict(answered_questions(replace(plan, cells=cells)))[question]
+        return said.partition(": ")[2]
+
+    assert (
+        answer()
+        == "quickest of those that fit: pipeline (S = 4); pipeline (S = 4) needs least, 3.00 GiB."
+    )
+    assert answer(pipeline=(3, 4, 30, False)) == (
+        "quickest of those that fit: tensor (T = 4); tensor (T = 4) needs least, 4.00 GiB; pipeline (S = 4) "
+        "does not fit: it needs 30.00 GiB."
+    )
+    assert answer(pipeline=(3, 4, 30, False), tensor=(5, 6, 40, False)).startswith(
+        "pipeline (S = 4) needs"
+    )
+
+
 def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     """At best, too: 3 s of computation beside 4 s of sending of which 1, 3 or 4 s are waited for."""
     plan = plan_of(strategies=["ddp"], gpus=[4])
