@@ -126,14 +126,13 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
     """Bytes that a worker sends in a step, counted as records count them.
 
     Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is
-    one push. The loss scaler's flag is left out.
+    one push. The loss scaler's flag is left out, but where a step's collectives were counted one by one.
     """
     if s.served:
         return sent_bytes(s, footprint) / s.steps_per_batch
+    least = 0 if s.strategy.divides_network else _FLAG_BYTES
     return fmean(
-        mean_wire_bytes(
-            s, f, [c for c in f.collectives if c[1] > _FLAG_BYTES or c[3:]], on_gloo=False
-        )
+        mean_wire_bytes(s, f, [c for c in f.collectives if c[1] > least or c[3:]], on_gloo=False)
         for f in footprint.each
     )
 
