@@ -42,8 +42,12 @@ def read_turns(path: str) -> list[Turn]:
 def sentences_on_links(
     ranking: Ranking, turns: Sequence[Turn], experiment: str, model: str
 ) -> Iterator[str]:
-    """The nearest speed of slower links, and of faster ones, at which a rival would be as fast."""
-    first, rivals = ranking.first, {(c.rival.strategy, c.rival.gpus) for c in ranking.compared}
+    """The nearest speed of slower links, and of faster ones, at which a rival would be as fast.
+
+    Rivals that count as equal are as fast already.
+    """
+    first, behind = ranking.first, [c for c in ranking.compared if c.stand != "tied"]
+    rivals = {(c.rival.strategy, c.rival.gpus) for c in behind}
     here = [
         t
         for t in turns
