@@ -14,6 +14,7 @@ from stratbench.analysis import audit
 from stratbench.analysis.decision import decide, theory
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.projected import read_projection
+from stratbench.analysis.decision.turns import read_turns
 from stratbench.analysis.paper import published
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
@@ -740,3 +741,36 @@ def test_broken_lines_go_on_further_in_and_no_name_is_broken():
     assert second.startswith("    word")
     assert name in text
     assert text.endswith("\n")
+
+
+TURNS = """experiment,model,gpus,faster,slower,link_gb_per_s,turns_at_gb_per_s_low,turns_at_gb_per_s_high
+e,vgg16,4,ddp,fsdp,20,4,9
+e,vgg16,4,ddp,zero1,20,1,2
+e,vgg16,4,ddp,single,20,19,19
+e,vgg16,4,ddp,zero1-torch,20,19,19
+e,vgg16,2,ddp,fsdp,20,18,18
+other,vgg16,4,ddp,fsdp,20,18,18
+e,vgg16,4,ddp,gossip,20,40,70.5
+e,vgg16,4,fsdp,ddp,20,18,18
+"""
+
+
+TIMES = ("ddp", 10.0), ("zero1-torch", 10.01), ("fsdp", 12.0), ("zero1", 13.0), ("gossip", 14.0)
+
+
+def test_the_nearest_speed_of_links_that_would_turn_the_order_is_named(tmp_path):
+    """Of strategies that are ranked behind, on as many workers; slower and faster links each have one."""
+    (tmp_path / "turns.csv").write_text(TURNS)
+    rows = [cell(s, t) for s, t in TIMES]
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
+    turns = read_turns(str(tmp_path / "turns.csv"))
+    (found,) = decide.decisions(frame, none, Constraints(), turns=turns)
+    said = [c for c in found.changes if "links" in c]
+    assert said == [
+        "Slower links: of 4 to 9 GB/s in place of 20, with fsdp on 4 the first to be as fast (measured "
+        "times, and what links add by the plan).",
+        "Faster links: of 40 to 70 GB/s in place of 20, with gossip on 4 the first to be as fast (measured "
+        "times, and what links add by the plan).",
+    ]
+    assert read_turns("") == read_turns(str(tmp_path / "none.csv")) == []

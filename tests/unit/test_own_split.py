@@ -61,6 +61,23 @@ class Texts(nn.Module):
         return self.head(self.last(self.layers(self.embed(tokens))))
 
 
+class Encoder(nn.Module):
+    def __init__(self, vocab_size, width=16, heads=4, depth=2):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 32, dropout=0.0, batch_first=True) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, mask.to(x.device), is_causal=True)
+        return self.head(x)
+
+
 def begun(model, tokens):
     return model.embed(tokens)
 
@@ -159,6 +176,21 @@ def test_divided_as_its_user_states_it_trains_as_one_process_does(cell, trained)
         assert fitted.model_states_bytes["parameters_bytes"] > 0
 
 
+TORCHS = {
+    "call": "own_texts.Encoder", "shard": ["TransformerEncoderLayer"],
+    "tensor_plan": {
+        "layers.*.self_attn": "heads", "layers.*.linear1": "columns", "layers.*.linear2": "rows",
+    },
+}  # fmt: skip
+
+
+def test_torchs_own_layers_are_divided_by_heads(cell, trained):
+    expected = losses(trained(cell("single", 1, TORCHS)))
+    found = trained(cell("tensor", 2, TORCHS))
+    assert losses(found) == pytest.approx(expected, abs=1e-10)
+    assert faults(found) == []
+
+
 WRONG = {
     "rows that are columns": ("tensor", {"tensor_plan": PLAN | {"layers.*.down": "columns"}},
                               "tensor cannot train it: its step raised"),
@@ -172,9 +204,8 @@ WRONG = {
                             "its tensor_plan says 'last' of 'head'; the words are embedding"),
     "a path that is none": ("tensor", {"tensor_plan": PLAN | {"layers.*.gate": "columns"}},
                             "its tensor_plan names 'layers.*.gate', and the network has no module"),
-    "scores that nobody makes": ("tensor", {"tensor_plan": {"layers.*.up": "columns",
-                                                            "layers.*.down": "rows"}},
-                                 "says of no module that it makes the `scores`"),
+    "heads of what has none": ("tensor", {"tensor_plan": PLAN | {"layers.*": "heads"}},
+                               "says 'heads' of 'layers.0', which is no nn.MultiheadAttention"),
     "positions": ("tensor", {"sequence": True}, "is tried with the built-in networks alone"),
 }  # fmt: skip
 

@@ -139,8 +139,8 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
 
 
 def steps_of(way: str) -> int:
-    """The plain way shows that nothing adds up over many steps; of the others a few tell."""
-    return STEPS if way == "plain" else FEW_STEPS
+    """The plain way and AdamW show that nothing adds up over many steps; of the others a few tell."""
+    return STEPS if way in ("plain", "adamw") else FEW_STEPS
 
 
 def samples(way: str) -> tuple[torch.Tensor, torch.Tensor]:

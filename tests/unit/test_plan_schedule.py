@@ -14,7 +14,7 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import bytes_text, hours_text
 from stratbench.plan import __main__ as command
-from stratbench.plan import check, device_rates, duration, quantities, schedule, servers
+from stratbench.plan import check, device_rates, duration, quantities, schedule, servers, turns
 from stratbench.plan.check import Rehearsal
 from stratbench.plan.duration import Span
 from stratbench.plan.footprint import cache, traffic
@@ -573,6 +573,43 @@ def test_of_what_fits_the_quickest_at_both_ends_of_its_range_is_named(plan_of):
     assert "none fits; " in told(ddp=None, zero1=None, fsdp=None)
 
 
+def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_does_not_fit(plan_of):
+    question = "How is the network best divided among workers?"
+    assert question not in dict(answered_questions(plan_of(strategies=["ddp"], gpus=[4])))
+    gpts = {
+        "models": ["gpt-compact"],
+        "dataset": "tinyshakespeare",
+        "strategies": ["ddp", "tensor", "pipeline"],
+    }
+    plan = plan_of(**gpts, gpus=[4], precision="fp32")
+    told = {  # seconds at best and at worst, GiB, whether it fits
+        "ddp": (1, 2, 9, True), "tensor": (5, 6, 4, True), "pipeline": (3, 4, 3, True),
+    }  # fmt: skip
+
+    def answer(**changes: tuple[float, float, int, bool]) -> str:
+        cells = []
+        for c in plan.cells:
+            low_s, high_s, gib, fits = (told | changes)[c.cell.strategy]
+            fit = replace(
+                c.fit, by_device=Span(low_s, high_s, ""), needed_bytes=gib * GIB, fits=fits
+            )
+            cells.append(replace(c, fits_on={"A": fit}))
+        (said,) = dict(answered_questions(replace(plan, cells=cells)))[question]
+        return said.partition(": ")[2]
+
+    assert (
+        answer()
+        == "quickest of those that fit: pipeline (S = 4); pipeline (S = 4) needs least, 3.00 GiB."
+    )
+    assert answer(pipeline=(3, 4, 30, False)) == (
+        "quickest of those that fit: tensor (T = 4); tensor (T = 4) needs least, 4.00 GiB; pipeline (S = 4) "
+        "does not fit: it needs 30.00 GiB."
+    )
+    assert answer(pipeline=(3, 4, 30, False), tensor=(5, 6, 40, False)).startswith(
+        "pipeline (S = 4) needs"
+    )
+
+
 def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     """At best, too: 3 s of computation beside 4 s of sending of which 1, 3 or 4 s are waited for."""
     plan = plan_of(strategies=["ddp"], gpus=[4])
@@ -580,11 +617,59 @@ def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     device = device_rates.gpu_device(device_rates.find_gpu("A10G"), "fp16", plan.cluster)
     rate = device.link(1) * duration.LINK_UTILISATION[0]
     footprint = replace(work.footprint, training_flops_per_sample=0, operations_per_step=1)
-    computes_s = duration._step_s(replace(work, footprint=footprint, wire_bytes=0), device, 0)
+    alone = replace(work, footprint=footprint, wire_bytes=0)
+    computes_s = duration.step_on(device, alone, 0).seconds()
     sent = {"wire_bytes": 4 * computes_s * rate}
     for share in (0, 1, 3, 4):
         awaited = replace(
             work, footprint=footprint, awaited_bytes=share * computes_s * rate, **sent
         )
         expected = max(1, 4 - share) + share
-        assert duration._step_s(awaited, device, 0) == pytest.approx(expected * computes_s)
+        assert duration.step_on(device, awaited, 0).seconds() == pytest.approx(
+            expected * computes_s
+        )
+
+
+# The faster one sends more: 2 s with nothing hidden, the other 1 s and nothing. Or it computes less beside.
+SENDS, COMPUTES = duration.Step(1, 2, 0, 0, False), duration.Step(1, 0, 0, 0, False)
+HIDES, ITS_OTHER = duration.Step(8, 2, 0, 0, True), duration.Step(2, 4, 1, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "fast", "slow", "slower"),
+    [
+        (3.0, SENDS, COMPUTES, 1 + 3 / 2),  # two more seconds for each time that links are slower
+        (3.0, HIDES, COMPUTES, 4 + 3 / 2),  # from four times slower links on nothing hides them
+        (1.0, COMPUTES, SENDS, 1 / 2),  # faster links gain the slower one its second of two
+        (3.0, COMPUTES, SENDS, None),  # it has but two to gain
+        (1e9, SENDS, COMPUTES, None),
+        (1.0, HIDES, ITS_OTHER, 1 - 1 / 4),
+    ],
+)
+def test_links_turn_an_order_where_what_they_add_is_what_one_led_by(gap_s, fast, slow, slower):
+    found = turns._factors(gap_s, (fast, fast), (slow, slow))
+    assert found == ([] if slower is None else pytest.approx([slower] * 2))
+
+
+def test_a_row_says_at_which_links_measured_orders_turn(plan_of):
+    """ps-async sends through a server, ddp by a ring: its row is of both ends of what the plan knows."""
+    plan = plan_of(strategies=["ddp", "fsdp"], gpus=[1, 4])
+    times = {("ddp", 4): 10.0, ("fsdp", 4): 12.0, ("ddp", 1): 30.0, ("fsdp", 1): 31.0}
+    records = {
+        c.cell: {"status": "ok", "time": {"train_time_s": times[c.cell.strategy, c.cell.gpus]}}
+        for c in plan.cells
+    }
+    assert list(turns.turn_rows(plan, records)) == []  # both send alike
+
+    def sending(c: schedule.Planned, link_s: float) -> schedule.Planned:
+        steps = tuple(duration.Step(0.0, link_s * n, 0.0, 0.0, False) for n in (1, 2))
+        return replace(c, fits_on={"A": replace(c.fit, steps=steps, link_bytes_per_s=10e9)})
+
+    each_s = 1.0 / plan.cells[0].subject.steps  # a second of training at best, two at worst
+    cells = [sending(c, each_s * (c.cell.strategy == "ddp")) for c in plan.cells]
+    (row,) = turns.turn_rows(replace(plan, cells=cells), records)
+    assert (row["gpus"], row["faster"], row["slower"]) == (4, "ddp", "fsdp")
+    assert row["link_gb_per_s"] == 10
+    # Two seconds behind: links three times slower at best, twice at worst.
+    assert row["turns_at_gb_per_s_low"] == pytest.approx(10 / 3)
+    assert row["turns_at_gb_per_s_high"] == pytest.approx(5)

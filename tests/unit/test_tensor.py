@@ -22,6 +22,7 @@ from stratbench.strategies import mesh_of, option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
+from stratbench.strategies.splitting.heads import SelfAttention
 from stratbench.strategies.splitting.tensor import TensorParallel
 from stratbench.telemetry import collective_count
 from stratbench.telemetry.collective_count import CollectiveCount
@@ -29,8 +30,9 @@ from stratbench.telemetry.shards import whole_tensor
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
 from stratbench.workload.data.prepare import prepare
+from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
-from stratbench.workload.network.gpt import GPT, Block
+from stratbench.workload.network.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH = 2, 12, 8, 7, 8
@@ -38,16 +40,17 @@ STEPS, FEW_STEPS = 20, 5
 #: How far losses, and weights under SGD, may be from one process's; AdamW's weights: near a gradient
 #: of zero its update hangs on rounding.
 LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
-#: Ways to train: settings, and whether the head is the embedding.
-WAYS: dict[str, tuple[dict[str, Any], bool]] = {
-    "plain": ({}, True),
-    "own head": ({}, False),
-    "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, True),
-    "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, True),
-    "recomputed": ({"activation_checkpointing": True}, True),
+#: Ways to train: settings, and the network.
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "tied"),
+    "own head": ({}, "own head"),
+    "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, "tied"),
+    "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, "tied"),
+    "recomputed": ({"activation_checkpointing": True}, "tied"),
+    "vit": ({"lr": 0.02, "clip_norm": 0.2}, "vit-compact"),
 }
 #: Those that are tried with all ways to divide.
-ALL_WAYS = ("plain", "parts and clip", "adamw")
+ALL_WAYS = ("plain", "parts and clip", "adamw", "vit")
 #: Ways to divide, on two and on four workers.
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -88,39 +91,61 @@ class OwnPositions(TensorParallel):
         super(TensorParallel, self).link_gradients()
 
 
-def network(tied: bool) -> GPT:
+class DeafAttention(TensorParallel):
+    """A mutant: what an attention reads learns nothing from it."""
+
+    def wrap(self, model, worker):
+        wrapped = super().wrap(model, worker)
+        for module in model.modules():
+            if isinstance(module, SelfAttention):
+                module.register_forward_pre_hook(
+                    lambda _, inputs: (inputs[0].detach(), *inputs[1:])
+                )
+        return wrapped
+
+
+def network(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
+    if kind in models.MODELS:
+        return models.build(kind, VOCABULARY, (1, 16, 16)).double()
+    tied = kind == "tied"
     return GPT(VOCABULARY, POSITIONS, layers=LAYERS, heads=4, width=WIDTH, tied=tied).double()
 
 
 def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, world: int):
-    changed, tied = WAYS[way]
+    changed, kind = WAYS[way]
+    name = kind if kind in models.MODELS else "gpt-compact"
     strategy = cls(cls.Options(**options))
     mesh = strategy.mesh(world)
     s = replace(
-        settings(gpus=world, model="gpt-compact"), precision="fp64", lr=0.1, momentum=0.9,
+        settings(gpus=world, model=name), precision="fp64", lr=0.1, momentum=0.9,
         weight_decay=1e-3, nesterov=True, global_batch=BATCH, per_worker_batch=BATCH // mesh.replicas,
     )  # fmt: skip
     s = replace(s, **changed)
-    model = network(tied)
-    groups = [(name, [m]) for name, m in model.named_modules() if isinstance(m, Block)]
+    model = network(kind)
+    groups = models.wrap_groups(name, model)
     if s.activation_checkpointing:
         checkpoint_blocks(groups)
     worker = Worker(
         s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
-        task=tasks.NextToken(), mesh=mesh, total_steps=STEPS,
+        task=tasks.Classification() if kind in models.MODELS else tasks.NextToken(),
+        mesh=mesh, total_steps=STEPS,
     )  # fmt: skip
     strategy.setup(model, worker)
     return strategy, model
 
 
 def steps_of(way: str) -> int:
-    """The plain way shows that nothing adds up over many steps; of the others a few tell."""
-    return STEPS if way == "plain" else FEW_STEPS
+    """The plain way and AdamW show that nothing adds up over many steps; of the others a few tell."""
+    return STEPS if way in ("plain", "adamw") else FEW_STEPS
 
 
-def texts() -> tuple[torch.Tensor, torch.Tensor]:
+def samples(way: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of all steps, of the kind that the network reads."""
     generator = torch.Generator().manual_seed(1)
+    if WAYS[way][1] in models.MODELS:
+        images = torch.randn(STEPS * BATCH, 1, 16, 16, generator=generator, dtype=torch.float64)
+        return images, torch.randint(VOCABULARY, (STEPS * BATCH,), generator=generator)
     text = torch.randint(VOCABULARY, (STEPS * BATCH, POSITIONS + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
 
@@ -130,7 +155,7 @@ def trajectory(
 ) -> dict[str, Any]:
     """Losses over all samples [STEPS], final weights, and scores of an evaluation; after a warm-up."""
     strategy, model = set_up(cls, options, way, rank, world)
-    x, y = texts()
+    x, y = samples(way)
     saved = strategy.save()
     for _ in range(2):
         strategy.step(
@@ -145,7 +170,7 @@ def trajectory(
     together = torch.stack(losses)
     if world > 1:
         dist.all_reduce(together)
-    weights = [whole_tensor(p.detach()).clone() for p in model.parameters()]
+    weights = whole_weights(model)
     with strategy.evaluating() as evaluated, torch.no_grad():
         scores = evaluated(x[:4])
     return {
@@ -156,10 +181,19 @@ def trajectory(
     }  # fmt: skip
 
 
+def whole_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """All weights in the order of their names; of an attention's projections as torch's has them."""
+    found = {name: whole_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+    for name in [n for n in found if "self_attention.query." in n]:
+        parts = [found.pop(name.replace("query", part)) for part in ("query", "key", "value")]
+        found[name.replace("query.", "in_proj_")] = torch.cat(parts)
+    return [w for _, w in sorted((n.replace("out_proj", "out"), w) for n, w in found.items())]
+
+
 def traffic(rank: int, world: int, batch: int) -> dict[str, int]:
     """How often the activations of a batch were added up over a group, in a step of it."""
     strategy, _ = set_up(TensorParallel, {}, "plain", rank, world)
-    x, y = texts()
+    x, y = samples("plain")
     strategy._sent_bytes = 0.0  # its own count is looked at elsewhere
     with CollectiveCount() as count:
         strategy.step(x[:batch], y[:batch])
@@ -172,6 +206,8 @@ def work(world: int, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for way in WAYS:
         for name, options in OPTIONS.items():
+            if way == "vit" and "sequence" in options:
+                continue
             few = name == "all" or (name, world) == ("sequence", 2)
             if few or (world == 4 and (way in ALL_WAYS or name == "pairs")):
                 found[f"{way}: {name}"] = trajectory(TensorParallel, options, way, rank, world)
@@ -182,6 +218,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
             (CountedTwice, {}, "parts and clip"),
             (OwnReplicas, OPTIONS["pairs, ddp"], "plain"),
             (OwnPositions, OPTIONS["sequence"], "plain"),
+            (DeafAttention, {}, "vit"),
         ):
             found[cls.__name__] = trajectory(cls, options, way, rank, world)
     if world > 1:
@@ -214,7 +251,12 @@ def test_divided_layers_train_as_one_process_does(found, world, way):
 
 @pytest.mark.parametrize(
     ("mutant", "way"),
-    [("CountedTwice", "parts and clip"), ("OwnReplicas", "plain"), ("OwnPositions", "plain")],
+    [
+        ("CountedTwice", "parts and clip"),
+        ("OwnReplicas", "plain"),
+        ("OwnPositions", "plain"),
+        ("DeafAttention", "vit"),
+    ],
 )
 def test_mutants_are_seen(found, mutant, way):
     one = found[1][f"{way}: single"]
@@ -285,6 +327,11 @@ def test_what_cannot_be_divided_is_refused_before_any_job():
     (said,) = refused(models=["vgg-compact", "gpt-compact"])
     assert "'vgg-compact': it states no plan" in said
     assert "gpt-compact" in said
+    assert refused(models=["vit-compact", "vit_b_16"], gpus=[1, 2, 4]) == []
+    (said,) = refused(models=["vit-compact"], options={"sequence": True})
+    assert "'vit-compact': sequence: true divides the positions of texts" in said
+    (said,) = refused(models=["vit_b_16"], gpus=[8])
+    assert "vit_b_16: 8 workers cannot divide its 12 heads" in said
     (said,) = refused(gpus=[8])
     assert "gpt-compact: 8 workers cannot divide its 4 heads" in said
     assert refused(gpus=[8], options={"tensor_workers": 4}) == []

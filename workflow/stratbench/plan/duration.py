@@ -71,40 +71,67 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Step:
+    """What a step takes on a device at one end of its range, in seconds.
+
+    `link_s`: of what is sent at the link's rate; `awaited_s`: of that, what the next layer waits for;
+    `server_s`: of a server that takes longer than the link. `hides`: whether computing goes on beside it.
+    """
+
+    compute_s: float
+    link_s: float
+    awaited_s: float
+    server_s: float
+    hides: bool
+
+    def seconds(self, slower: float = 1.0) -> float:
+        """The whole of it, with links so many times slower than the device's."""
+        sent_s = max(self.link_s * slower, self.server_s)
+        if not self.hides:
+            return self.compute_s + sent_s
+        awaited_s = self.awaited_s * slower
+        return max(self.compute_s, sent_s - awaited_s) + awaited_s
+
+
+@dataclass(frozen=True)
 class Times:
     """A cell's times on a device, where they are known. `train`: by records, if there are any.
 
-    `link_s`: of a step's communication, at best and at worst.
+    `link_s`: of a step's communication, at best and at worst. `steps`: a step at best and at worst.
     """
 
     by_device: Span | None
     train: Span | None
     total: Span | None
     link_s: tuple[float, float]
+    steps: tuple[Step, Step] | None
 
 
 def times_on(device: Device, work: Work, measured: Span | None) -> Times:
     """The times of a cell on `device`; `measured`: of its training, by records."""
-    by_device = span_by_device(work, device)
+    steps = (
+        None if device.flops_per_s is None else (step_on(device, work, 0), step_on(device, work, 1))
+    )
+    by_device = steps and span_by_device(work, device, steps)
     train = measured or by_device
     return Times(
         by_device=by_device,
         train=train,
         total=None if train is None else train + overhead_span(work, device),
         link_s=(communication_s(work, device, 0), communication_s(work, device, 1)),
+        steps=steps,
     )
 
 
-def span_by_device(work: Work, device: Device) -> Span | None:
-    """The time of training, from the rates of the device; None if they are not known."""
-    if device.flops_per_s is None:
-        return None
-    low_s, high_s = (_step_s(work, device, i) for i in (0, 1))
+def span_by_device(work: Work, device: Device, steps: tuple[Step, Step]) -> Span:
+    """The time of training, from what a step takes at best and at worst by the rates of the device."""
+    low_s, high_s = (step.seconds() for step in steps)
     source = f"{device.name}'s peak rates" if device.is_gpu else "this host's CPU, all cells alike"
     return Span(low_s * work.steps, high_s * work.steps, source)
 
 
-def _step_s(work: Work, device: Device, slow: int) -> float:
+def step_on(device: Device, work: Work, slow: int) -> Step:
+    """A step by the best rates of a device (0) or by the worst (1)."""
     f = work.footprint
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
@@ -117,11 +144,14 @@ def _step_s(work: Work, device: Device, slow: int) -> float:
     # All may wait for the slowed worker, or none.
     compute_s = (sum(parts_s) * work.slowdown if slow else max(parts_s)) * work.pushes
     compute_s /= 1 - work.bubble_share
-    sent_s = communication_s(work, device, slow)
-    if slow:
-        return compute_s + sent_s
-    awaited_s = work.awaited_bytes / (device.link(work.nodes) * LINK_UTILISATION[slow])
-    return max(compute_s, sent_s - awaited_s) + awaited_s
+    link_bytes_per_s = device.link(work.nodes) * LINK_UTILISATION[slow]
+    return Step(
+        compute_s,
+        work.wire_bytes / link_bytes_per_s,
+        work.awaited_bytes / link_bytes_per_s,
+        work.server_bytes / SERVER_BYTES_PER_S[slow],
+        hides=not slow,
+    )
 
 
 def communication_s(work: Work, device: Device, slow: int) -> float:

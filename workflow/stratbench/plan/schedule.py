@@ -13,7 +13,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, MIB
 from stratbench.plan.check import Checked, Network, other_resharding, resharded
 from stratbench.plan.device_rates import Device, devices_of, named_gpus
-from stratbench.plan.duration import Span, span_by_records, times_on
+from stratbench.plan.duration import Span, Step, span_by_records, times_on
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.needs import Needs, Subject, data_bytes_of, needs_of
@@ -45,6 +45,8 @@ class DeviceFit:
     cost: tuple[float, float] | None
     cut_off: str
     link_s: tuple[float, float]  # of a step's communication, at best and at worst
+    steps: tuple[Step, Step] | None  # at best and at worst
+    link_bytes_per_s: float  # of the slowest link between its workers
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,8 @@ def _fit(
         cost=cost,
         cut_off=cut_off,
         link_s=times.link_s,
+        steps=times.steps,
+        link_bytes_per_s=device.link(needs.work.nodes),
     )
 
 

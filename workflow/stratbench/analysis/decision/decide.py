@@ -41,6 +41,7 @@ from stratbench.analysis.decision.short import (
     none_left,
     short_answer,
 )
+from stratbench.analysis.decision.turns import Turn, read_turns, sentences_on_links
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Group
@@ -110,10 +111,12 @@ def decisions(
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
     projected: Mapping[Line, Projected] | None = None,
+    turns: Sequence[Turn] = (),
 ) -> list[Decision]:
     """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
 
     `projected`: on the number of workers that the constraints ask for, where it was not measured.
+    `turns`: where other links would turn an order.
     ConfigError if the constraints name a model that nobody knows.
     """
     check_model(constraints.model, cells["model"].astype(str))
@@ -122,7 +125,7 @@ def decisions(
         (rows, candidates_among(rows, listed, constraints, raced, projected))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
-    made = decide_together(studied, constraints)  # even if only one model is wanted
+    made = decide_together(studied, constraints, turns)  # even if only one model is wanted
     if constraints.model is not None:
         made = [decision for decision in made if decision.model == constraints.model]
         if not made:
@@ -132,18 +135,24 @@ def decisions(
 
 
 def decide_together(
-    studied: Sequence[tuple[pd.DataFrame, list[Candidate]]], given: Constraints
+    studied: Sequence[tuple[pd.DataFrame, list[Candidate]]],
+    given: Constraints,
+    turns: Sequence[Turn] = (),
 ) -> list[Decision]:
     """A decision for the rows and candidates of each model; all variances together say more."""
     rankings = rankings_of_bouts([found for _, found in studied], given.equivalence_margin)
     return [
-        decide(rows, found, ranking, given)
+        decide(rows, found, ranking, given, turns)
         for (rows, found), ranking in zip(studied, rankings, strict=True)
     ]
 
 
 def decide(
-    rows: pd.DataFrame, found: list[Candidate], ranking: Ranking | None, given: Constraints
+    rows: pd.DataFrame,
+    found: list[Candidate],
+    ranking: Ranking | None,
+    given: Constraints,
+    turns: Sequence[Turn] = (),
 ) -> Decision:
     """The decision on one experiment and model (rows of cells.csv); `found` are its candidates.
 
@@ -176,7 +185,10 @@ def decide(
         reason=reason_for(found, ranking, noun, given),
         confidence=sure.level,
         sure=sure.sure,
-        changes=tuple(sentences_on_changes(found, ranking, given)),
+        changes=(
+            *sentences_on_changes(found, ranking, given),
+            *sentences_on_links(ranking, turns, experiment, model),
+        ),
         short=short_answer(found, ranking, given, sure, unknown),
     )
 
@@ -336,9 +348,10 @@ def write_decisions(
     raced: Mapping[Group, Raced] | None = None,
     projected: Mapping[Line, Projected] | None = None,
     queue: Mapping[str, Any] | None = None,
+    turns: Sequence[Turn] = (),
 ) -> str:
     """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
-    found = decisions(cells, findings, given, raced, projected)
+    found = decisions(cells, findings, given, raced, projected, turns)
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
@@ -357,6 +370,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
     parser.add_argument("--projection", default="", help="projection.csv, if one was made")
+    parser.add_argument(
+        "--turns", default="", help="turns.csv, if a plan was compared with records"
+    )
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument("--queue", default="", help="the queue.json of `decide.queue`, if any")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
@@ -369,11 +385,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     queue = read_json(args.queue) if args.queue else None
     try:
         projected = read_projection(args.projection, given.gpus)
-        print(
-            write_decisions(
-                cells, findings, given, args.out, args.answers_out, raced, projected, queue
-            )
-        )
+        turns = read_turns(args.turns)
+        files = args.out, args.answers_out
+        print(write_decisions(cells, findings, given, *files, raced, projected, queue, turns))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

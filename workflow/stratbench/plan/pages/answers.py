@@ -9,6 +9,7 @@ from stratbench.cell.text.words import bytes_text, counted
 from stratbench.plan.quantities import span_text
 from stratbench.plan.schedule import DeviceFit, Plan, Planned
 from stratbench.plan.verdict_cost import sentences_on_a_verdict
+from stratbench.strategies.mesh import Mesh
 from stratbench.workload.users_code import listed
 
 #: What a part of the memory is called in a sentence.
@@ -36,6 +37,7 @@ def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
     """Pairs of a question and the sentences that answer it."""
     return [
         ("What fits, and what is quickest?", list(_quickest(plan))),
+        *_if_any("How is the network best divided among workers?", list(_divisions(plan))),
         ("How large a batch fits?", list(_batches(plan))),
         ("How does the number of workers change the peak?", list(_workers(plan))),
         (
@@ -48,6 +50,10 @@ def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
             list(sentences_on_a_verdict(plan)),
         ),
     ]
+
+
+def _if_any(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
+    return [(question, sentences)] if sentences else []
 
 
 def _known(plan: Plan) -> list[Planned]:
@@ -98,8 +104,7 @@ def _quickest(plan: Plan) -> Iterator[str]:
             continue
         count = "all" if len(able) == len(there) else f"{len(able)} of {len(there)}"
         told = f"{where}: {count} fit; {least.cell.strategy} needs least memory"
-        timed = [c for c in able if c.fit.by_device is not None]
-        best = [c for c in timed if not any(_is_quicker(o.fit, c.fit) for o in timed)]
+        best = _best(able)
         if best:
             ranges = {span_text(c.fit.by_device) for c in best}
             told += (
@@ -107,6 +112,43 @@ def _quickest(plan: Plan) -> Iterator[str]:
             )
             told += f" ({' or '.join(sorted(ranges))})" if len(ranges) < 3 else ""
         yield f"{told}."
+
+
+def _best(cells: list[Planned]) -> list[Planned]:
+    """Those that none of the others is quicker than, by what the device can do."""
+    timed = [c for c in cells if c.fit.by_device is not None]
+    return [c for c in timed if not any(_is_quicker(o.fit, c.fit) for o in timed)]
+
+
+def _divisions(plan: Plan) -> Iterator[str]:
+    """Of the ways to divide layers (T) or cut into stages (S): the quickest, the smallest, what fits not."""
+    for where, there in _on_most_workers(plan):
+        divided = [c for c in there if _mesh(c).members > 1]
+        if not divided:
+            continue
+        able = [c for c in divided if c.fit.fits]
+        least = min(divided, key=lambda c: c.fit.needed_bytes)
+        told = [f"{_division(least)} needs least, {bytes_text(least.fit.needed_bytes)}"]
+        if best := _best(able):
+            told.insert(0, f"quickest of those that fit: {listed([_division(c) for c in best])}")
+        told += [
+            f"{_division(c)} does not fit: it needs {bytes_text(c.fit.needed_bytes)}"
+            for c in divided
+            if not c.fit.fits
+        ]
+        yield f"{where}: {'; '.join(told)}."
+
+
+def _mesh(c: Planned) -> Mesh:
+    return c.subject.strategy.mesh(c.cell.gpus)
+
+
+def _division(c: Planned) -> str:
+    """A cell's strategy with its numbers: `fsdp-tensor (T = 2, 4 replicas)`."""
+    mesh = _mesh(c)
+    told = [f"{name} = {n}" for name, n in (("T", mesh.tensor), ("S", mesh.stages)) if n > 1]
+    told += [f"{mesh.replicas} replicas"] if mesh.replicas > 1 else []
+    return f"{c.cell.strategy} ({', '.join(told)})"
 
 
 def _is_quicker(a: DeviceFit, b: DeviceFit) -> bool:

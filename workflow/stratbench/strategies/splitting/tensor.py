@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from stratbench.workload.network.models import Model
 
 #: How a plan says that a module is divided; `styles` says what each word does.
-WORDS = ("embedding", "first", "norm", "input", "columns", "columns of it", "rows", "scores")
+WORDS = (
+    *("embedding", "first", "norm", "input", "columns", "columns of it", "rows", "heads", "scores"),
+)
 
 
 class TensorParallel(Split, Sharded):
@@ -87,6 +89,20 @@ class TensorParallel(Split, Sharded):
             return f"it states no plan by which its layers can be divided; {these_do(models.has_tensor_plan)}"
         return None
 
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().refusals(options, values)
+        for name, network in values["networks"].items():
+            if (
+                options["sequence"]
+                and models.has_tensor_plan(network)
+                and models.reads_images(network)
+            ):
+                yield (
+                    f".models = {name!r}: sequence: true divides the positions of texts; an image's patches "
+                    "and their class token do not come out even; set it to false"
+                )
+
     def too_many(self, network: str | Model, gpus: int) -> str | None:
         workers, heads = self.mesh(gpus).tensor, models.heads_of(network)
         if heads % workers:
@@ -125,7 +141,7 @@ class TensorParallel(Split, Sharded):
         )
         if tensor > 1:
             again = tied(model)
-            plan = models.tensor_plan(models.model_of(worker.settings))
+            plan = separated(model, models.tensor_plan(models.model_of(worker.settings)))
             parallelize_module(model, mesh["tensor"], styles(model, plan, self.options.sequence))
             for (module, name), (first, own) in again:
                 setattr(module, name, getattr(first, own))
@@ -230,7 +246,8 @@ def is_divided(parameter: nn.Parameter) -> bool:
 
 def whole_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     """A hook: the whole scores of a network that is evaluated; in training the loss is of the parts."""
-    return output if module.training else output.full_tensor()
+    is_whole = module.training or not hasattr(output, "full_tensor")
+    return output if is_whole else output.full_tensor()
 
 
 def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -245,17 +262,40 @@ def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]
 
 def faults_of_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with a plan, of paths of modules (`*`: any name) and words, for this network."""
-    names = [name for name, _ in model.named_modules()]
+    from stratbench.strategies.splitting.heads import why_not
+
     for path, word in plan.items():
         if word not in WORDS:
             yield f"its tensor_plan says {word!r} of {path!r}; the words are {', '.join(WORDS)}"
-        if not any(fnmatchcase(name, path) for name in names):
+        named = matching(model, path)
+        if not named:
             yield f"its tensor_plan names {path!r}, and the network has no module of that path"
-    if "scores" not in plan.values():
-        yield (
-            "its tensor_plan says of no module that it makes the `scores`, which stay divided for the loss; "
-            "name the last layer"
-        )
+        if word == "heads":
+            yield from (
+                f"its tensor_plan says 'heads' of {name!r}, which {why}"
+                for name in named
+                if (why := why_not(model.get_submodule(name)))
+            )
+
+
+def matching(model: nn.Module, path: str) -> list[str]:
+    """The paths of a network's modules that a plan's path (`*`: any name) means."""
+    return [name for name, _ in model.named_modules() if fnmatchcase(name, path)]
+
+
+def separated(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The plan, once each attention of the word `heads` has its projections one by one, with theirs."""
+    from stratbench.strategies.splitting.heads import SelfAttention
+
+    found: dict[str, str] = {}
+    for path, word in plan.items():
+        found[path] = word
+        if word == "heads":
+            for name in matching(model, path):
+                model.set_submodule(name, SelfAttention(model.get_submodule(name)))
+            parts = dict.fromkeys(("query", "key", "value"), "columns of it") | {"out": "rows"}
+            found |= {f"{path}.{name}": part for name, part in parts.items()}
+    return found
 
 
 def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[str, ParallelStyle]:
@@ -264,7 +304,8 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
     A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts
     read one input, which is gathered once for all of them. `columns`: the outputs of a linear layer;
     `columns of it`: the same below an `input`. `rows`: the inputs. `norm`: of each position by itself.
-    `scores`: the outputs, which stay divided for the loss.
+    `heads`: an nn.MultiheadAttention of one input (`separated`). `scores`: the outputs, which stay divided
+    for the loss.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -283,6 +324,12 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
             case "input":
                 return PrepareModuleInput(
                     input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=False
+                )
+            case "heads":
+                return PrepareModuleInput(
+                    input_layouts=(stream, None, None),
+                    desired_input_layouts=(Replicate(), None, None),
+                    use_local_output=False,
                 )
             case "columns":
                 return ColwiseParallel(input_layouts=stream)
@@ -304,7 +351,6 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
                 return None
         raise ValueError(f"a plan says {kind!r}, which is no way to divide a module")
 
-    names = [name for name, _ in model.named_modules()]
-    wanted = {n: kind for pattern, kind in plan.items() for n in names if fnmatchcase(n, pattern)}
+    wanted = {name: kind for path, kind in plan.items() for name in matching(model, path)}
     found = {name: made(kind) for name, kind in wanted.items()}
     return {name: style for name, style in found.items() if style is not None}

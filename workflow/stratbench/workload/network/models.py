@@ -92,7 +92,7 @@ class Model:
 
 FAMILIES: dict[str, Family] = {
     "vgg": Family(  # its groups are made in `_vgg_groups`
-        batchnorm=False, pieces="stratbench.workload.network.pieces:VGG"
+        batchnorm=False, pieces="stratbench.workload.network.torchvisions:VGG"
     ),
     "efficientnet": Family(
         batchnorm=True,
@@ -113,7 +113,8 @@ FAMILIES: dict[str, Family] = {
     "vit": Family(
         batchnorm=False,
         blocks=("torchvision.models.vision_transformer:EncoderBlock",),
-        pieces="stratbench.workload.network.pieces:VIT",
+        tensor_plan="stratbench.workload.network.torchvisions:VIT_TENSOR_PLAN",
+        pieces="stratbench.workload.network.torchvisions:VIT",
     ),
     "gpt": Family(
         batchnorm=False,
@@ -132,7 +133,7 @@ MODELS: dict[str, Model] = {
     "convnext_large": Model("convnext", 197_767_336, 32),
     "resnet50": Model("resnet", 25_557_032, 32),
     "densenet121": Model("densenet", 7_978_856, 32),
-    "vit_b_16": Model("vit", 86_567_656, 32, patch=16, most_stages=14),
+    "vit_b_16": Model("vit", 86_567_656, 32, patch=16, heads=12, most_stages=14),
     "gpt-char": Model(
         "gpt", 10_770_816, builder="stratbench.workload.network.gpt:char", heads=6, most_stages=8
     ),
@@ -157,7 +158,13 @@ MODELS: dict[str, Model] = {
         "densenet", 276_384, 16, "stratbench.workload.network.compact:densenet"
     ),
     "vit-compact": Model(
-        "vit", 469_032, 16, "stratbench.workload.network.compact:vit", patch=4, most_stages=6
+        "vit",
+        469_032,
+        16,
+        "stratbench.workload.network.compact:vit",
+        patch=4,
+        heads=4,
+        most_stages=6,
     ),
     "gpt-compact": Model(
         "gpt", 809_856, builder="stratbench.workload.network.gpt:compact", heads=4, most_stages=6
@@ -445,6 +452,11 @@ def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
     from stratbench.workload.network import pieces
 
     return pieces.pieces_of(model, _stated(network, "pieces"))
+
+
+def reads_images(network: str | Model) -> bool:
+    """Whether its input is images; False where that is not known before it is built."""
+    return _known(network).reads_text is False
 
 
 def most_stages(network: str | Model) -> int | None:

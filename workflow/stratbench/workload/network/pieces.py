@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from operator import attrgetter
 
-import torch
 from torch import Tensor, nn
 
 from stratbench.workload import users_code
@@ -97,31 +96,3 @@ def units_of(
         starts.add(after)
     ordered = [*sorted(starts), len(pieces)]
     return [pieces[i:j] for i, j in pairwise(ordered)]
-
-
-# --- torchvision's networks -----------------------------------------------------------------------
-
-
-def flatten(_model: nn.Module, x: Tensor) -> Tensor:
-    """All numbers of a sample in one row."""
-    return torch.flatten(x, 1)
-
-
-def patches(model: nn.Module, images: Tensor) -> Tensor:
-    """A vision transformer's input: a vector for each patch, the class token before them."""
-    x = model._process_input(images)
-    x = torch.cat([model.class_token.expand(len(x), -1, -1), x], dim=1)
-    return model.encoder.dropout(x + model.encoder.pos_embedding)
-
-
-def class_scores(model: nn.Module, x: Tensor) -> Tensor:
-    """Its output: the scores of what has become of the class token."""
-    return model.heads(model.encoder.ln(x)[:, 0])
-
-
-VGG: Plan = ("features.*", "avgpool", (flatten, ()), "classifier.*")
-VIT: Plan = (
-    (patches, ("conv_proj", "class_token", "encoder.pos_embedding", "encoder.dropout")),
-    "encoder.layers.*",
-    (class_scores, ("encoder.ln", "heads")),
-)

@@ -1,0 +1,75 @@
+"""Self-attention that workers can divide by heads, in place of torch's, whose weights lie in one matrix.
+
+Importing this file imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stratbench.workload.users_code import Refused
+
+
+class SelfAttention(nn.Module):
+    """What an nn.MultiheadAttention computes of one input [batch, positions, width], with its weights.
+
+    Queries, keys and values have a projection each. Of a projection that is divided this worker has some
+    heads: they are counted by what it gives. The weights of attention are never returned.
+    """
+
+    #: What nn.TransformerEncoderLayer asks: whether it may compute in a way of its own. It may not.
+    batch_first, in_proj_bias = True, None
+
+    def __init__(self, whole: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.head_size, self.dropout = whole.head_dim, whole.dropout
+        weights = whole.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if whole.in_proj_bias is None else whole.in_proj_bias.chunk(3)
+        self.query, self.key, self.value = map(_linear, weights, biases)
+        self.out = whole.out_proj
+
+    def forward(
+        self,
+        query: Tensor,
+        _key: Tensor,
+        _value: Tensor,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if key_padding_mask is not None:
+            raise Refused("attention that is divided by heads takes no key_padding_mask")
+        if attn_mask is not None and not attn_mask.is_floating_point():
+            attn_mask = (
+                ~attn_mask
+            )  # torch's attention names what is hidden, its function what is seen
+        q, k, v = (
+            project(query).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout)
+        return self.out(mixed.transpose(1, 2).flatten(2)), None
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer of these weights, which lie in a larger tensor."""
+    made = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.detach(), weight.requires_grad)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach(), bias.requires_grad)
+    return made
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why a module's attention cannot be divided by heads; None where it can."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return "is no nn.MultiheadAttention"
+    if not module.batch_first:
+        return "has positions before the batch; set batch_first=True"
+    if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+        return "has keys or values of other widths, or keys and values of its own"
+    return None

@@ -1,0 +1,43 @@
+"""How torchvision's networks are divided: as chains of pieces, and by layers.
+
+Importing this file imports torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stratbench.workload.network.pieces import Plan
+
+
+def flatten(_model: nn.Module, x: Tensor) -> Tensor:
+    """All numbers of a sample in one row."""
+    return torch.flatten(x, 1)
+
+
+def patches(model: nn.Module, images: Tensor) -> Tensor:
+    """A vision transformer's input: a vector for each patch, the class token before them."""
+    x = model._process_input(images)
+    x = torch.cat([model.class_token.expand(len(x), -1, -1), x], dim=1)
+    return model.encoder.dropout(x + model.encoder.pos_embedding)
+
+
+def class_scores(model: nn.Module, x: Tensor) -> Tensor:
+    """Its output: the scores of what has become of the class token."""
+    return model.heads(model.encoder.ln(x)[:, 0])
+
+
+VGG: Plan = ("features.*", "avgpool", (flatten, ()), "classifier.*")
+VIT: Plan = (
+    (patches, ("conv_proj", "class_token", "encoder.pos_embedding", "encoder.dropout")),
+    "encoder.layers.*",
+    (class_scores, ("encoder.ln", "heads")),
+)
+
+#: How workers divide a vision transformer's layers (`strategies/splitting/tensor.py`). Its scores are whole.
+VIT_TENSOR_PLAN = {
+    "encoder.layers.*.self_attention": "heads",
+    "encoder.layers.*.mlp.0": "columns",
+    "encoder.layers.*.mlp.3": "rows",
+}
