@@ -488,7 +488,7 @@ def test_a_peak_needs_a_reserve_before_it_fits():
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 1.86 GiB (a reserve of 15% on top), and 2 GiB are given" in found.excluded[0][1]
+    assert "peak 1.86 GiB (a reserve of 15 % on top), and 2 GiB are given" in found.excluded[0][1]
     assert decided(rows, gpu_memory_gib=2, memory_margin=0.05).choice.strategy == "ddp"
 
 
@@ -634,7 +634,7 @@ def test_what_counts_as_equal_is_told_by_how_much_it_differs():
     ]
     found = decided(rows)
     assert (
-        "zero1 on 8 CPU processes takes 2.0% less (9.92 s), within the 3% that count as equal: of "
+        "zero1 on 8 CPU processes takes 2 % less (9.92 s), within the 3 % that count as equal: of "
         "equals the one on fewer CPU processes comes first, then the one with less memory."
     ) in found.reason
     assert "GPU" not in found.reason
@@ -678,7 +678,7 @@ def test_amounts_that_print_alike_get_a_digit_more():
 def test_more_repeats_are_asked_for_in_numbers():
     noisy = repeats("ddp", [10.0, 10.4, 10.1]) + repeats("fsdp", [10.9, 10.5, 10.8])
     (change,) = [c for c in decided(noisy).changes if c.startswith("More repeats")]
-    found = re.search(r"At your noise of (.*)% a difference of 10% takes (\d+) repeats\.", change)
+    found = re.search(r"At your noise of (.*) % a difference of 10 % takes (\d+) repeats\.", change)
     assert 1.5 < float(found[1]) < 3.5
     assert 4 <= int(found[2]) <= 8
 

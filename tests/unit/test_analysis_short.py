@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
 
+from stratbench.analysis.decision.claim import share
 from stratbench.analysis.decision.short import Short, duration, lead_of
 from stratbench.analysis.report.answer_rows import answer_rows, at
 
@@ -112,9 +113,26 @@ def test_a_time_has_an_interval_from_five_runs_on_and_a_range_below():
 
 def test_memory_stands_against_the_card():
     on_card = decided(runs("ddp", 200.0, device_memory_bytes=80 * 2**30)).short
-    assert (on_card.memory, on_card.memory_share) == ("0.98 of 80 GiB", pytest.approx(1000 / 81920))
+    assert (on_card.memory, on_card.memory_note) == ("0.98 GiB", "of 80 GiB")
+    assert on_card.memory_share == pytest.approx(1000 / 81920)
     on_cpu = decided(runs("ddp", 200.0, device_kind="cpu")).short
     assert (on_cpu.memory_note, on_cpu.memory_share) == ("above its base", None)
+
+
+def test_where_nothing_fits_the_least_need_and_what_to_try_are_said():
+    rows = [*runs("ddp", 200.0), *runs("fsdp", 210.0, peak_memory_bytes=600 * 2**20)]
+    none = decided(rows, gpu_memory_gib=0.5).short
+    assert none.strategy is None
+    assert none.remedy.startswith(
+        "The least that any needs is 600 MiB a worker (fsdp × 8). More workers,"
+    )
+    assert not decided(rows).short.remedy
+
+
+def test_a_share_too_small_for_its_digits_is_not_nothing():
+    assert [share(part) for part in (0.0001, 0.004, 0.02, 0.271)] == [
+        "less than 0.1 %", "0.4 %", "2 %", "27 %",
+    ]  # fmt: skip
 
 
 def test_with_a_price_the_cheapest_is_said():

@@ -104,6 +104,8 @@ def behind(c: AgainstRival) -> str:
 
 def share(part: float) -> str:
     """A share as text: `9 %`, `0.4 %`, and from twice on a factor is told by the caller's words."""
+    if part < 0.0005:
+        return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"
 
 

@@ -173,7 +173,7 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
         told = f"{over} it is told apart from {rivals} (95 %, all of them together)."
         return (2 if repeats >= 3 else 1), told
     ties = counted(len(ranking.tied), "rival")
-    open_to = "much faster" if ranking.at_most > 1 else f"up to {ranking.at_most:.0%} faster"
+    open_to = "much faster" if ranking.at_most > 1 else f"up to {share(ranking.at_most)} faster"
     told = (
         f"{over} it is not told apart from {ties}, and something may be {open_to} "
         "(95 %, all of them together)."

@@ -157,14 +157,15 @@ def decide(
     common["matrix"] = matrix_rows((experiment, dataset, model), found, ranking)
     common["excluded"] = tuple(excluded_strategies(found, {c.strategy for c in ranked}))
     if ranking is None:
+        nothing = none_left(found)
         return Decision(
             **common,
             choice=None,
-            reason=f"Every strategy is excluded: {why_none(found)}.",
+            reason=f"Every strategy is excluded: {why_none(found)}. {nothing.remedy}".rstrip(),
             confidence="none",
             sure=("Nothing is left to rank.",),
             changes=tuple(sentences_on_constraints(found, None)),
-            short=none_left(found),
+            short=nothing,
         )
     noun = worker_noun(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
