@@ -163,7 +163,7 @@ def measured_on(cells: pd.DataFrame) -> str:
 
 
 def matrix_line(rows: pd.DataFrame) -> str:
-    """What an experiment trained: `6 epochs, global batch 128 · 10 strategies on 1, 2, 4 GPUs · 5 repeats`."""
+    """What an experiment trained: `6 epochs, global batch 128 · 10 strategies on 1, 2 GPUs · 5 repeats`."""
     noun = plural(worker_noun(rows["device_kind"]))
     steps = rows["steps"].notna().any()
     length = length_of_training(rows) if steps else f"{distinct_values(rows, 'epochs')} epochs"

@@ -58,7 +58,7 @@ def breakable(name: str) -> Markup:
     """A name in which a line may end after `_`, `.` and `/`, as it may after a hyphen."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"([_./])", r"\1<wbr>", escape(printable(name))))
+    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(printable(name)))))
 
 
 def as_json(data: Any) -> str:
