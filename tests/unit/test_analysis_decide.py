@@ -711,6 +711,15 @@ def test_doubts_that_do_not_touch_the_choice_are_left_to_the_audit():
     assert "Doubts on fsdp on 4: sharding-slow-alone." in decided(rows, [near]).confidence_why
 
 
+def test_a_number_of_workers_that_nothing_is_known_of_has_no_sure_answer():
+    rows = repeats("ddp", [10.0] * 5) + repeats("fsdp", [15.0] * 5)
+    assert decided(rows, gpus=4).confidence == "high"
+    found = decided(rows, gpus=16)
+    assert found.confidence == "low"
+    assert found.short.why == "nothing is known of 16 workers"
+    assert "Nothing is known of 16 GPUs" in found.short.claim
+
+
 def test_what_holds_for_every_decision_is_said_once():
     rows = [
         row | {"device_kind": "cpu", "model": model}
@@ -729,6 +738,10 @@ def test_what_holds_for_every_decision_is_said_once():
         "Two questions, no sure answer yet. Two hold with a condition.\nvgg16 (e): ddp × 4"
     )
     assert "\nresnet50 (e): ddp × 4, 10.0 s." in last
+    alone = decide.describe_decisions(found[:1], [], Constraints()).rpartition("\n\n")[2]
+    assert alone.startswith(
+        "One question, no sure answer yet. One holds with a condition.\nvgg16 (e): "
+    )
     assert max(map(len, said.split("\n"))) <= 100
 
 

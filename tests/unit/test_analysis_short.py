@@ -173,6 +173,20 @@ def row_of(rows, margin=0.03):
     return row
 
 
+def test_the_nearest_rival_is_drawn_also_where_it_is_far():
+    scale = row_of([*runs("ddp", 100.0), *runs("fsdp", 500.0), *runs("zero1", 700.0)])["scale"]
+    assert len(scale["marks"]) == 2  # the choice and the nearest, at the end of the scale
+    assert scale["beyond"] == 2
+    assert scale["label"].startswith("fsdp × 4: 5.00×")
+    assert all(line["to"] <= at(3.0) + 12 for line in scale["lines"])
+
+
+def test_from_twice_the_time_on_a_factor_is_said():
+    said = [decided([*runs("ddp", 100.0), *runs("fsdp", t)]).short.claim for t in (190.0, 312.0)]
+    assert said[0] == "Fastest: the next takes 90 % longer."
+    assert said[1] == "Fastest: the next takes 3.1 times as long."
+
+
 def test_rivals_stand_at_their_ratios_and_far_ones_are_counted():
     row = row_of([*runs("ddp", 100.0), *runs("zero1", 150.0), *runs("fsdp", 500.0)])
     scale = row["scale"]

@@ -174,7 +174,8 @@ def draw_ideal(axes: Axes, shown: Curves, x: Scale, y: Scale) -> None:
     if x.at(last) - x.at(x.low) > 30:
         ends = [x.low, last]
         stroke(axes, [x.at(v) for v in ends], [y.at(v) for v in ends], RULE, zorder=1.4)
-        write(axes, x.at(last) + 4, y.at(last), "ideal", MUTED)
+        # Left of the line, where only what is better than ideal could lie.
+        write(axes, x.at(last) - 6, y.at(last), "ideal", MUTED, ha="right")
 
 
 def draw_curve(axes: Axes, curve: Curve, mark: Mark, x: Scale, y: Scale) -> None:
