@@ -13,7 +13,7 @@ from browser_fixtures import browser  # noqa: F401
 from stratbench.plan import check, schedule
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.pages import what_fits
-from stratbench.plan.pages.text import write_html
+from stratbench.plan.pages.text import side_by_side, write_html
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.config import config as configuration
 
@@ -265,6 +265,13 @@ def test_nothing_runs_over_the_edge_of_the_page(page: Browser, width: int):
     page.run("show()")
     assert page.run("document.documentElement.scrollWidth") <= width
     page.sized(1280, 1000)
+
+
+def test_columns_that_do_not_fit_a_terminal_stand_in_a_further_table():
+    assert side_by_side([20, 30, 30]) == [[1, 2]]
+    assert side_by_side([20, 30, 30, 30, 9]) == [[1, 2], [3, 4]]
+    assert side_by_side([20, 200, 9]) == [[1], [2]]  # what is wider than all stands alone
+    assert side_by_side([20]) == [[]]
 
 
 def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():
