@@ -489,7 +489,7 @@ def test_a_peak_needs_a_reserve_before_it_fits():
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 1.86 GiB (a reserve of 15% on top), and 2 GiB are given" in found.excluded[0][1]
+    assert "peak 1.86 GiB (a reserve of 15 % on top), and 2 GiB are given" in found.excluded[0][1]
     assert decided(rows, gpu_memory_gib=2, memory_margin=0.05).choice.strategy == "ddp"
 
 
@@ -635,7 +635,7 @@ def test_what_counts_as_equal_is_told_by_how_much_it_differs():
     ]
     found = decided(rows)
     assert (
-        "zero1 on 8 CPU processes takes 2.0% less (9.92 s), within the 3% that count as equal: of "
+        "zero1 on 8 CPU processes takes 2 % less (9.92 s), within the 3 % that count as equal: of "
         "equals the one on fewer CPU processes comes first, then the one with less memory."
     ) in found.reason
     assert "GPU" not in found.reason
@@ -679,7 +679,7 @@ def test_amounts_that_print_alike_get_a_digit_more():
 def test_more_repeats_are_asked_for_in_numbers():
     noisy = repeats("ddp", [10.0, 10.4, 10.1]) + repeats("fsdp", [10.9, 10.5, 10.8])
     (change,) = [c for c in decided(noisy).changes if c.startswith("More repeats")]
-    found = re.search(r"At your noise of (.*)% a difference of 10% takes (\d+) repeats\.", change)
+    found = re.search(r"At your noise of (.*) % a difference of 10 % takes (\d+) repeats\.", change)
     assert 1.5 < float(found[1]) < 3.5
     assert 4 <= int(found[2]) <= 8
 
@@ -712,6 +712,15 @@ def test_doubts_that_do_not_touch_the_choice_are_left_to_the_audit():
     assert "Doubts on fsdp on 4: sharding-slow-alone." in decided(rows, [near]).confidence_why
 
 
+def test_a_number_of_workers_that_nothing_is_known_of_has_no_sure_answer():
+    rows = repeats("ddp", [10.0] * 5) + repeats("fsdp", [15.0] * 5)
+    assert decided(rows, gpus=4).confidence == "high"
+    found = decided(rows, gpus=16)
+    assert found.confidence == "low"
+    assert found.short.why == "nothing is known of 16 workers"
+    assert "Nothing is known of 16 GPUs" in found.short.claim
+
+
 def test_what_holds_for_every_decision_is_said_once():
     rows = [
         row | {"device_kind": "cpu", "model": model}
@@ -730,6 +739,10 @@ def test_what_holds_for_every_decision_is_said_once():
         "Two questions, no sure answer yet. Two hold with a condition.\nvgg16 (e): ddp × 4"
     )
     assert "\nresnet50 (e): ddp × 4, 10.0 s." in last
+    alone = decide.describe_decisions(found[:1], [], Constraints()).rpartition("\n\n")[2]
+    assert alone.startswith(
+        "One question, no sure answer yet. One holds with a condition.\nvgg16 (e): "
+    )
     assert max(map(len, said.split("\n"))) <= 100
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -87,7 +88,11 @@ def test_a_card_that_nothing_fits_is_told_in_words_in_every_row(tmp_path, draw):
     statuses = {(s, "vgg16", n): "oom" for s in ("ddp", "fsdp") for n in (1, 2, 4)}
     data, _ = analysed(tmp_path, cells, statuses)
     assert data.choice is None
-    assert draw(data, "training_time").texts.count("OOM on 1, 2, 4") == 2
+    found = draw(data, "training_time")
+    assert found.texts.count("OOM on 1, 2, 4") == 2
+    assert not any(text.endswith(" s") for text in found.texts)  # no axis without data
+    assert "none has a value" in found.caption
+    assert "Logarithmic" not in found.caption
 
 
 @pytest.mark.parametrize(("device", "told"), [("cuda", True), ("cpu", False)])
@@ -116,11 +121,16 @@ def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, dr
     assert thick >= 2 * max(w for c, w in widths.items() if c in {q for _, q in families.values()})
 
 
-def test_a_repeat_gives_no_line_and_several_do(tmp_path, draw):
-    for repeats in (1, 3):
-        cells = fixture.expand(strategies=("ddp",), models=("vgg16",), repeats=repeats)
-        data, _ = analysed(tmp_path / str(repeats), cells)
-        assert ("Lines: from the lowest" in draw(data, "training_time").caption) == (repeats > 1)
+def test_a_caption_tells_of_intervals_that_are_wider_than_their_mark(tmp_path, draw):
+    """Neither of one repeat's, nor of a spread that the mark covers."""
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), repeats=3)
+    data, _ = analysed(tmp_path, cells)
+    value = data.summary["value"]
+    for spread, told in ((None, False), (0.001, False), (0.3, True)):
+        low, high = (float("nan") if spread is None else value * (1 + s * spread) for s in (-1, 1))
+        scattered = replace(data, summary=data.summary.assign(low=low, high=high))
+        assert ("Lines: from the lowest" in draw(scattered, "training_time").caption) == told
+        assert ("Bars: 95 % intervals" in draw(scattered, "speedup").caption) == told
 
 
 def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
@@ -203,6 +213,12 @@ def test_of_many_strategies_the_choice_is_named():
     assert "s5" in texts
     assert 30 < unnamed < 50
     assert sum(t.startswith("s") for t in texts) == 60 - unnamed
+
+
+def test_the_chosen_name_is_not_cut_where_its_column_was_made_for_it(draw):
+    for name in ("ps-async", "fsdp-zero2", "ps-staleness-lr", "a"):
+        column = rows.name_column([(name, True)])
+        assert sheet.shortened(name, column - 26, True) == name
 
 
 def test_marks_that_would_overlap_stand_in_lanes_of_their_row():

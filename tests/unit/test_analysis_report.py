@@ -30,7 +30,7 @@ from stratbench.study.config import config
 pytest_plugins = ["browser_fixtures"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
-VOID = {"meta", "link", "img", "br", "hr", "input"}
+VOID = {"meta", "link", "img", "br", "hr", "input", "wbr"}
 
 
 class Page(HTMLParser):
@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         if self.open and self.open[-1] not in ("style", "script"):
-            self.text.append(data)
+            self.text.append(data.replace("\u00a0", " "))
 
     def all(self, *tags):
         return [attrs for tag, attrs in self.tags if tag in tags]

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
 
+from stratbench.analysis.decision.claim import share
 from stratbench.analysis.decision.short import Short, duration, lead_of
 from stratbench.analysis.report.answer_rows import answer_rows, at
 
@@ -112,9 +113,26 @@ def test_a_time_has_an_interval_from_five_runs_on_and_a_range_below():
 
 def test_memory_stands_against_the_card():
     on_card = decided(runs("ddp", 200.0, device_memory_bytes=80 * 2**30)).short
-    assert (on_card.memory, on_card.memory_share) == ("0.98 of 80 GiB", pytest.approx(1000 / 81920))
+    assert (on_card.memory, on_card.memory_note) == ("0.98 GiB", "of 80 GiB")
+    assert on_card.memory_share == pytest.approx(1000 / 81920)
     on_cpu = decided(runs("ddp", 200.0, device_kind="cpu")).short
     assert (on_cpu.memory_note, on_cpu.memory_share) == ("above its base", None)
+
+
+def test_where_nothing_fits_the_least_need_and_what_to_try_are_said():
+    rows = [*runs("ddp", 200.0), *runs("fsdp", 210.0, peak_memory_bytes=600 * 2**20)]
+    none = decided(rows, gpu_memory_gib=0.5).short
+    assert none.strategy is None
+    assert none.remedy.startswith(
+        "The least that any needs is 600 MiB a worker (fsdp × 4). More workers,"
+    )
+    assert not decided(rows).short.remedy
+
+
+def test_a_share_too_small_for_its_digits_is_not_nothing():
+    assert [share(part) for part in (0.0001, 0.004, 0.02, 0.271)] == [
+        "less than 0.1 %", "0.4 %", "2 %", "27 %",
+    ]  # fmt: skip
 
 
 def test_with_a_price_the_cheapest_is_said():
@@ -153,6 +171,20 @@ def row_of(rows, margin=0.03):
     names = [(name, name) for name in pd.DataFrame(rows)["strategy"].unique()]
     [row] = answer_rows([answer], names, margin)
     return row
+
+
+def test_the_nearest_rival_is_drawn_also_where_it_is_far():
+    scale = row_of([*runs("ddp", 100.0), *runs("fsdp", 500.0), *runs("zero1", 700.0)])["scale"]
+    assert len(scale["marks"]) == 2  # the choice and the nearest, at the end of the scale
+    assert scale["beyond"] == 2
+    assert scale["label"].startswith("fsdp × 4: 5.00×")
+    assert all(line["to"] <= at(3.0) + 12 for line in scale["lines"])
+
+
+def test_from_twice_the_time_on_a_factor_is_said():
+    said = [decided([*runs("ddp", 100.0), *runs("fsdp", t)]).short.claim for t in (190.0, 312.0)]
+    assert said[0] == "Fastest: the next takes 90 % longer."
+    assert said[1] == "Fastest: the next takes 3.1 times as long."
 
 
 def test_rivals_stand_at_their_ratios_and_far_ones_are_counted():

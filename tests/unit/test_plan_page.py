@@ -13,7 +13,7 @@ from browser_fixtures import browser  # noqa: F401
 from stratbench.plan import check, schedule
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.pages import what_fits
-from stratbench.plan.pages.text import write_html
+from stratbench.plan.pages.text import side_by_side, write_html
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.config import config as configuration
 
@@ -142,6 +142,37 @@ def test_the_pages_figures_are_the_plans_at_batches_and_gpus_that_it_was_not_giv
 
 
 @pytest.mark.slow
+def test_between_two_counts_of_workers_the_pages_figures_are_the_plans(
+    page: Browser, results: Path
+):
+    """The page was given 1, 2 and 8 workers; those of 4 are its own."""
+    names = ["ddp", "ddp-powersgd", "zero1", "fsdp", "diloco-8", "ps-sync"]
+    plan = planned(results, only="images", gpus=[4], strategies=names)
+    told = figures(page, [choice_of(page, c, plan.device) for c in plan.cells])
+    interpolated = set()
+    for c, shown in zip(plan.cells, told, strict=True):
+        if "needed" not in shown:  # what it does not know, it says
+            assert "this plan has no" in shown["why"], c.cell
+            continue
+        interpolated.add(c.cell.strategy)
+        span = (c.fit.by_device.low_s, c.fit.by_device.high_s)
+        assert shown["needed"] == pytest.approx(c.fit.needed_bytes, rel=WITHIN), c.cell
+        assert shown["sent"] == pytest.approx(c.needs.wire_bytes, rel=WITHIN), c.cell
+        assert shown["span"] == pytest.approx(span, rel=WITHIN), c.cell
+    assert interpolated >= {"ddp", "zero1", "fsdp", "diloco-8"}
+    assert "ps-sync" not in interpolated
+
+
+@pytest.mark.slow
+def test_the_same_choice_is_shown_on_a_card_of_each_usual_size(page: Browser):
+    names = page.run("[...document.querySelectorAll('#cards button b')].map((b) => b.textContent)")
+    assert names == list(what_fits.USUAL_CARDS)
+    page.run("document.querySelectorAll('#cards button')[3].click()")
+    assert page.run("S.device") == names[3]
+    assert page.complaints == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("margin", [0.0, 0.15])
 def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
     results: Path,
@@ -234,6 +265,13 @@ def test_nothing_runs_over_the_edge_of_the_page(page: Browser, width: int):
     page.run("show()")
     assert page.run("document.documentElement.scrollWidth") <= width
     page.sized(1280, 1000)
+
+
+def test_columns_that_do_not_fit_a_terminal_stand_in_a_further_table():
+    assert side_by_side([20, 30, 30]) == [[1, 2]]
+    assert side_by_side([20, 30, 30, 30, 9]) == [[1, 2], [3, 4]]
+    assert side_by_side([20, 200, 9]) == [[1], [2]]  # what is wider than all stands alone
+    assert side_by_side([20]) == [[]]
 
 
 def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():

@@ -124,7 +124,7 @@ def values(told) -> dict:
 
 
 def test_the_answers_are_followed_by_the_verdict(values):
-    html = report.render(values)
+    html = report.render(values).replace("\u00a0", " ")
     assert html.index('id="answer"') < html.index('id="verdict"')
     section = html[html.index('id="verdict"') : html.index('aria-labelledby="e-')]
     assert section.count("ps-dana is within 3 % of the fastest (95 %, on 3 nodes).") == 2

@@ -243,6 +243,17 @@ def no_batchnorm(record: Record) -> None:
             entry[name] *= noise.uniform(0.95, 1.05)
 
 
+def moved_by_zeros(record: Record) -> None:
+    """A network that calls a layer in some steps only: replicas and servers agree, and not with `single`."""
+    if record["strategy"]["name"] in ("single", "fsdp"):
+        for entry in record["score"]["per_epoch"]:
+            for name in ("train_loss", "test_loss"):
+                entry[name] *= 0.97
+        return
+    record["strategy"]["traits"] |= {"equals_ddp": False, "synchronous_alone": False}
+    record["strategy"]["details"]["moved_by_zeros"] = ["blocks.0.weight"]
+
+
 def mostly_waiting(record: Record) -> None:
     """Workers of servers over a slow link: a hundredth of a step is computation."""
     if record["server"] and record["cell"]["gpus"] > 1:
@@ -332,6 +343,7 @@ HONEST: dict[str, Callable[[], Study]] = {
     "known to NVML": lambda: study_of(known_to_nvml),
     "a small test set": lambda: study_of(small_test_set, repeats=5, period_s=2.0),
     "no BatchNorm": lambda: study_of(no_batchnorm, period_s=2.0),
+    "a layer that not every step calls": lambda: study_of(moved_by_zeros, gpus=(1, 2)),
     "servers over a slow link": waiting,
     "after a busy minute": lambda: study_of(after_a_busy_minute),
     "neighbours": lambda: study_of(some_neighbours),

@@ -61,6 +61,12 @@ class Facts:
         return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
 
     @property
+    def averages_all(self) -> bool:
+        """Whether every update is made of the gradients of all workers, whoever comes first."""
+        traits = self("strategy.traits")
+        return bool(traits["waits_for_slowest"] and traits["updates_per_step"] == 1)
+
+    @property
     def epochs_run(self) -> int:
         """The number of epochs that were trained to their end, counted by the scores."""
         return len(self("score.per_epoch") or ())

@@ -128,7 +128,7 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
         summed = [sum(c[i] if i < len(c) else 0 for c in counts) for i in range(width)]
         if without_trailing_zeros(summed) != without_trailing_zeros(total):
             yield f"staleness_all_shards of {name} is {total}, but its shards make {summed}"
-    waiting = facts.gpus == 1 or facts("strategy.traits.equals_ddp")
+    waiting = facts.gpus == 1 or facts.averages_all
     if total is not None and waiting and len(without_trailing_zeros(total)) > 1:
         why = "one worker" if facts.gpus == 1 else "every update is made of all workers' pushes"
         yield f"staleness of {name} is {total}, although nothing can be stale: {why}"

@@ -194,7 +194,7 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
     held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
     what = "model states alone" if candidate.on_cpu else "peak"
     if held is not None and held * (1 + margin) > limit_bytes:
-        reserve = f" (a reserve of {margin:.0%} on top)" if held <= limit_bytes else ""
+        reserve = f" (a reserve of {100 * margin:g} % on top)" if held <= limit_bytes else ""
         name, unit = unit_for(limit_bytes)
         sizes = exceeding(held / unit, limit_bytes / unit, f"{name}{reserve}", name)
         candidate.exclude("does not fit", f"{what} {sizes} are given")

@@ -19,11 +19,16 @@ def times(c: Candidate) -> str:
     return f"{c.strategy} × {c.gpus}"
 
 
+def is_count_known(found: Sequence[Candidate], given: Constraints) -> bool:
+    """Whether anything is known of the number of workers that is asked for, if one is."""
+    return given.gpus is None or any(c.gpus == given.gpus for c in found)
+
+
 def unanswered(
     found: Sequence[Candidate], first: Candidate, noun: str, given: Constraints, slowed: bool
 ) -> Iterator[str]:
     """What the constraints ask for and no record can tell."""
-    if given.gpus is not None and not any(c.gpus == given.gpus for c in found):
+    if not is_count_known(found, given):
         yield f"Nothing is known of {counted(given.gpus, noun)}: {first.not_projected}."
     if not given.homogeneous and not slowed:
         yield "Nothing is known of unequal workers: only equally fast ones were measured."
@@ -96,14 +101,19 @@ def claim_of(
 
 
 def behind(c: AgainstRival) -> str:
-    """How much longer the next takes: `the next takes 9 % longer`."""
-    if c.rival.price_per_gpu_hour is not None:
-        return f"the next costs {share(c.ratio - 1)} more"
-    return f"the next takes {share(c.ratio - 1)} longer"
+    """How much longer the next takes: `the next takes 9 % longer`, `takes 3.1 times as long`."""
+    by_cost = c.rival.price_per_gpu_hour is not None
+    if c.ratio >= 2:
+        many = f"{c.ratio:.1f} times as"
+        return f"the next costs {many} much" if by_cost else f"the next takes {many} long"
+    more = share(c.ratio - 1)
+    return f"the next costs {more} more" if by_cost else f"the next takes {more} longer"
 
 
 def share(part: float) -> str:
     """A share as text: `9 %`, `0.4 %`, and from twice on a factor is told by the caller's words."""
+    if part < 0.0005:
+        return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"
 
 

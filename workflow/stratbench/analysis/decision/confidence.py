@@ -31,12 +31,17 @@ class Confidence:
 
 
 def confidence_in(
-    ranking: Ranking, given: Constraints, slowed: Sequence[str], score_open: bool
+    ranking: Ranking,
+    given: Constraints,
+    slowed: Sequence[str],
+    score_open: bool,
+    count_known: bool = True,
 ) -> Confidence:
     """The confidence; docs/decision.md has the rules.
 
     `slowed`: how workers were slowed down on purpose; `score_open`: whether the score may be worse than
-    allowed. Every limit has the highest level that it allows, and a few words that say it.
+    allowed; `count_known`: whether anything is known of the number of workers asked for. Every limit has
+    the highest level that it allows, and a few words that say it.
     """
     first, rivals = ranking.first, [c.rival for c in ranking.compared]
     runs = counted(ranking.repeats, run_word(first))
@@ -47,6 +52,8 @@ def confidence_in(
     if bool(slowed) == given.homogeneous:
         why = "workers were slowed on purpose" if slowed else "unequal workers were not measured"
         limits.append((0, why))
+    if not count_known:
+        limits.append((0, f"nothing is known of {given.gpus} workers"))
     if first.claim is not None:
         told.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
         # The verdict counts the blocks of all arms, and knows nodes, full runs and dependence.
@@ -173,7 +180,7 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
         told = f"{over} it is told apart from {rivals} (95 %, all of them together)."
         return (2 if repeats >= 3 else 1), told
     ties = counted(len(ranking.tied), "rival")
-    open_to = "much faster" if ranking.at_most > 1 else f"up to {ranking.at_most:.0%} faster"
+    open_to = "much faster" if ranking.at_most > 1 else f"up to {share(ranking.at_most)} faster"
     told = (
         f"{over} it is not told apart from {ties}, and something may be {open_to} "
         "(95 %, all of them together)."

@@ -62,7 +62,9 @@ class Constraints:
         if self.gpus is not None:
             yield f"at most {counted(self.gpus, 'GPU')}"
         if self.gpu_memory_gib is not None:
-            reserve = f", {self.memory_margin:.0%} kept in reserve" if self.memory_margin else ""
+            reserve = (
+                f", {100 * self.memory_margin:g} % kept in reserve" if self.memory_margin else ""
+            )
             yield f"{self.gpu_memory_gib:g} GiB of memory each{reserve}"
         if self.deadline_s is not None:
             yield f"trained within {self.deadline_s:g} s"

@@ -21,7 +21,7 @@ from stratbench.analysis.decision import theory
 from stratbench.analysis.decision.answer_line import answer_line
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import candidates_among
-from stratbench.analysis.decision.claim import unanswered
+from stratbench.analysis.decision.claim import is_count_known, unanswered
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.projected import Line, Projected, read_projection
@@ -166,18 +166,20 @@ def decide(
     common["matrix"] = matrix_rows((experiment, dataset, model), found, ranking)
     common["excluded"] = tuple(excluded_strategies(found, {c.strategy for c in ranked}))
     if ranking is None:
+        nothing = none_left(found)
         return Decision(
             **common,
             choice=None,
-            reason=f"Every strategy is excluded: {why_none(found)}.",
+            reason=f"Every strategy is excluded: {why_none(found)}. {nothing.remedy}".rstrip(),
             confidence="none",
             sure=("Nothing is left to rank.",),
             changes=tuple(sentences_on_constraints(found, None)),
-            short=none_left(found),
+            short=nothing,
         )
     noun = worker_noun(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
-    sure = confidence_in(ranking, given, slowed, is_score_open(ranking.first, given))
+    score_open = is_score_open(ranking.first, given)
+    sure = confidence_in(ranking, given, slowed, score_open, is_count_known(found, given))
     unknown = list(unanswered(found, ranking.first, noun, given, bool(slowed)))
     return Decision(
         **common,
@@ -276,28 +278,26 @@ def describe_decisions(
     constraints: Sequence[str] = (),
     queue: Mapping[str, Any] | None = None,
 ) -> str:
-    """The decisions as text for a terminal; of several the answers stand last, a line each.
+    """The decisions as text for a terminal; the answers stand last, a line each.
 
     `constraints`: told for those of `given`. `queue`: what queue.json says, if there is one.
     """
-    lead, several = lead_of([(d.model, d.short) for d in found]), len(found) > 1
-    lines = [] if several else [lead]
-    lines += [f"Constraints: {'; '.join(constraints or given.sentences())}.", *notes, ""]
+    lines = [f"Constraints: {'; '.join(constraints or given.sentences())}.", *notes, ""]
     common = common_sentences(found)
     for d in found:
-        lines.append(place_of(d) if several else answer_line(answer_of(d)))
+        lines.append(place_of(d))
         lines.append(f"  {d.reason}")
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
         lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
         lines += [f"  What would change it: {change}" for change in d.changes]
         lines += [f"  Excluded: {name}: {why}" for name, why in d.excluded]
         lines.append("")
-    lines += [f"Of all of them: {sentence}" for sentence in common]
+    if common:
+        lines += [*(f"Of all of them: {sentence}" for sentence in common), ""]
     if queue is not None:
-        lines += ["", queue["headline"], *(f"  {line}" for line in queue["lines"])]
-    if several:
-        lines += [""] * bool(common) + [lead, *(answer_line(answer_of(d)) for d in found)]
-    return folded(lines)
+        lines += [queue["headline"], *(f"  {line}" for line in queue["lines"]), ""]
+    lead = lead_of([(d.model, d.short) for d in found])
+    return folded([*lines, lead, *(answer_line(answer_of(d)) for d in found)])
 
 
 def place_of(decision: Decision) -> str:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import kept_out
+from stratbench.analysis.decision.claim import kept_out, share
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.projected import Projected
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
@@ -119,8 +119,8 @@ def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
         return f"{name} {'costs exactly as much' if by_cost else 'takes exactly as long'} ({paid})."
     if found.ratio < 1:
         return (
-            f"{name} {'costs' if by_cost else 'takes'} {1 - found.ratio:.1%} less ({paid}), within the "
-            f"{given.equivalence_margin:.0%} that count as equal: of equals the one on fewer "
+            f"{name} {'costs' if by_cost else 'takes'} {share(1 - found.ratio)} less ({paid}), within the "
+            f"{share(given.equivalence_margin)} that count as equal: of equals the one on fewer "
             f"{plural(noun)} comes first, then the one with less memory."
         )
     return (
@@ -193,9 +193,7 @@ def what_repeats_say(ranking: Ranking) -> str:
         return f"{told} One tells nothing of the noise; five are a good start."
     noise, enough = ranking.noise, ranking.noise.repeats_for(ROUGH)
     takes = f"more than {MOST_REPEATS}" if enough is None else str(enough)
-    return (
-        f"{told} At your noise of {noise.sd:.1%} a difference of {ROUGH:.0%} takes {takes} repeats."
-    )
+    return f"{told} At your noise of {share(noise.sd)} a difference of {share(ROUGH)} takes {takes} repeats."
 
 
 def smaller_than(candidate: Candidate, first: Candidate) -> bool:

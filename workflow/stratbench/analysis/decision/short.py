@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import claim_of
+from stratbench.analysis.decision.claim import claim_of, times
 from stratbench.analysis.decision.confidence import Confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
@@ -67,6 +67,7 @@ class Short:
     #: Every rival that is left: strategy, gpus, and its ratio to the choice with low and high.
     others: tuple[dict[str, Any], ...] = ()
     score: str = ""
+    score_name: str = ""
     score_note: str = ""
     #: Whether the score may be worse than allowed.
     score_open: bool = False
@@ -76,6 +77,8 @@ class Short:
     memory_share: float | None = None
     #: The one reason for the confidence.
     why: str = ""
+    #: Where nothing can be recommended: what is the least that it takes, and what to try next.
+    remedy: str = ""
 
 
 def none_left(found: Sequence[Candidate]) -> Short:
@@ -85,7 +88,17 @@ def none_left(found: Sequence[Candidate]) -> Short:
     claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
     if len(kinds) > 1:
         claim = "Every candidate is excluded."
-    return Short(None, None, claim, "none", why=f"{count} of {len(found)} {verb}")
+    remedy = what_would_fit(found) if kind == "does not fit" else ""
+    return Short(None, None, claim, "none", why=f"{count} of {len(found)} {verb}", remedy=remedy)
+
+
+def what_would_fit(found: Sequence[Candidate]) -> str:
+    """The least memory that any candidate is known to need, and what needs less."""
+    known = [(c.memory_bytes, times(c)) for c in found if c.memory_bytes is not None]
+    least = min(known, default=None)
+    told = least and f"The least that any needs is {bytes_text(least[0])} a worker ({least[1]}). "
+    tries = "More workers, activation checkpointing or a smaller batch need less"
+    return f"{told or ''}{tries}: the plan says what would fit."
 
 
 def is_score_open(first: Candidate, given: Constraints) -> bool:
@@ -125,6 +138,7 @@ def short_answer(
             for c in ranking.compared
         ),
         score=score,
+        score_name=first.score.name if score and not first.unscored else "",
         score_note=score_note,
         score_open=score_open,
         memory=memory,
@@ -222,7 +236,8 @@ def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
         return bytes_text(first.memory_bytes), "", None
     taken = first.memory_bytes / first.card_bytes
     held = first.memory_bytes / GIB
-    return f"{held:.{1 if held >= 10 else 2}f} of {first.card_bytes / GIB:.0f} GiB", "", taken
+    peak = f"{held:.{1 if held >= 10 else 2}f} GiB"
+    return peak, f"of {first.card_bytes / GIB:.0f} GiB", taken
 
 
 # ---------------------------------------------------------------- all answers in a line

@@ -36,6 +36,8 @@ LEAST_HEIGHT, MOST_HEIGHT = 160, 290
 MOST_NAMES, APART = 160, 14
 #: The most lines of words below a figure.
 MOST_NOTES = 6
+#: The width of a mark on a line, of the chosen one's and of the others'.
+CHOSEN_MARK, MARK = 9, 6
 #: The most marks on a line.
 MOST_MARKS = 10
 
@@ -106,6 +108,17 @@ def draw_curves(shown: Curves) -> tuple[Figure, int]:
     return axes.figure, unnamed
 
 
+def bars_show(shown: Curves) -> bool:
+    """Whether any interval is longer than the mark on it."""
+    y = y_scale(shown, TOP + LEAST_HEIGHT, TOP)
+    return any(
+        y.at(low) - y.at(high) > (CHOSEN_MARK if curve.chosen else MARK)
+        for curve in shown.curves
+        for low, high in zip(curve.low, curve.high, strict=True)
+        if low == low
+    )
+
+
 def noted(notes: Sequence[str]) -> list[str]:
     """The lines of words that have room."""
     if len(notes) <= MOST_NOTES:
@@ -161,7 +174,8 @@ def draw_ideal(axes: Axes, shown: Curves, x: Scale, y: Scale) -> None:
     if x.at(last) - x.at(x.low) > 30:
         ends = [x.low, last]
         stroke(axes, [x.at(v) for v in ends], [y.at(v) for v in ends], RULE, zorder=1.4)
-        write(axes, x.at(last) + 4, y.at(last), "ideal", MUTED)
+        # Left of the line, where only what is better than ideal could lie.
+        write(axes, x.at(last) - 6, y.at(last), "ideal", MUTED, ha="right")
 
 
 def draw_curve(axes: Axes, curve: Curve, mark: Mark, x: Scale, y: Scale) -> None:
@@ -177,9 +191,10 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark, x: Scale, y: Scale) -> None
         if low == low:
             ends = [y.at(min(max(v, y.low), y.high)) for v in (low, high)]
             stroke(axes, [across, across], ends, colour, width=1.5, zorder=3 + over)
+    size = CHOSEN_MARK if curve.chosen else MARK
     for across, down in at[:: max(1, -(-len(at) // MOST_MARKS))]:
         if down == down:
-            put_mark(axes, across, down, mark, curve.chosen, 9 if curve.chosen else 6, 3.5 + over)
+            put_mark(axes, across, down, mark, curve.chosen, size, 3.5 + over)
 
 
 def put_names(axes: Axes, shown: Curves, x: Scale, y: Scale, column: float) -> int:

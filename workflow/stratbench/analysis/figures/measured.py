@@ -8,9 +8,16 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.figure import Figure
 
-from stratbench.analysis.figures.curves import Curve, Curves, draw_curves
+from stratbench.analysis.figures.curves import Curve, Curves, bars_show, draw_curves
 from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.rows import Point, Row, Rows, draw_rows
+from stratbench.analysis.figures.rows import (
+    Point,
+    Row,
+    Rows,
+    draw_rows,
+    has_points,
+    shows_intervals,
+)
 from stratbench.analysis.records.measures import DOUBT, Measure, format_number
 from stratbench.cell.text.words import GIB, MIB, plural, worker_noun
 
@@ -71,18 +78,16 @@ def rows_figure(data: FigureData, measure: Measure) -> Drawn:
     if of_time and reference:
         ends = reference / (1 + data.margin), reference * (1 + data.margin)
         band = ends[0] * factor, ends[1] * factor
-    figure = draw_rows(
-        Rows(
-            lines,
-            data.marks,
-            log=of_time,
-            unit=unit,
-            band=band,
-            limit=(card, "the card") if card else None,
-            head=("best" if of_time else f"on {data.shown_count}") if several else "",
-        )
+    shown = Rows(
+        lines,
+        data.marks,
+        log=of_time,
+        unit=unit,
+        band=band,
+        limit=(card, "the card") if card else None,
+        head=("best" if of_time else f"on {data.shown_count}") if several else "",
     )
-    return Drawn(figure, told(rows_caption(data, measure, rows, lines, band is not None)))
+    return Drawn(draw_rows(shown), told(rows_caption(data, measure, rows, shown)))
 
 
 def unit_of(data: FigureData, measure: Measure, values: pd.Series) -> tuple[str, float]:
@@ -201,11 +206,13 @@ def rows_caption(
     data: FigureData,
     measure: Measure,
     rows: pd.DataFrame,
-    lines: Sequence[Row],
-    banded: bool,
+    shown: Rows,
 ) -> Iterator[str]:
     """What the figure of rows shows."""
     noun = plural(worker_noun(data.cells["device_kind"]))
+    if not has_points(shown):
+        yield f"How each strategy ended, by number of {noun}: none has a value."
+        return
     if measure.name == "memory":
         of = "Of the worker that used most"
         yield f"{of}, above the process's base." if data.on_cpu else f"{of}."
@@ -217,26 +224,27 @@ def rows_caption(
         yield "Logarithmic."
         if (rows["cells"] > 1).any():
             yield "Medians of the repeats; the answer goes by geometric means."
-    if banded and data.choice:
+    if shown.band and data.choice:
         yield f"Shaded: within {100 * data.margin:g} % of {data.choice[0]} × {data.choice[1]}."
-    if any(p.part is not None for row in lines for p in row.points):
+    if any(p.part is not None for row in shown.rows for p in row.points):
         yield "Stroke: the part that model states take."
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name == "memory" and not data.on_cpu and len(cards):
         yield f"The card has {cards.min() / GIB:.0f} GiB."
-    yield from spread_words(rows)
+    if shows_intervals(shown):
+        yield from spread_words(rows, "Lines")
     yield from data.doubt_note(rows.loc[rows["value"].notna(), "flags"])
 
 
-def spread_words(rows: pd.DataFrame) -> Iterator[str]:
-    """What the lines through points are."""
+def spread_words(rows: pd.DataFrame, drawn: str) -> Iterator[str]:
+    """What is `drawn` through points: `Lines`, or `Bars` where strategies are lines."""
     kinds = {
         "interval": "95 % intervals",
         "range": "from the lowest to the highest repeat",
         "quartiles": "from the first to the third quartile of the repeats",
     }
     for kind in dict.fromkeys(rows.loc[rows["low"].notna(), "spread"]):
-        yield f"Lines: {kinds.get(kind, kind)}."
+        yield f"{drawn}: {kinds.get(kind, kind)}."
 
 
 # ---------------------------------------------------------------- lines
@@ -266,20 +274,19 @@ def scaling_figure(data: FigureData, measure: Measure) -> Drawn:
                 )
             )
     log = data.counts[-1] > LINEAR_UP_TO
-    figure, unnamed = draw_curves(
-        Curves(
-            curves,
-            data.marks,
-            plural(worker_noun(data.cells["device_kind"])),
-            x_ticks=data.counts,
-            x_log=log,
-            y_log=log,
-            ideal=is_ratio,
-            notes=notes,
-            named_first=by_end(curves, measure.better != "lower"),
-        )
+    shown = Curves(
+        curves,
+        data.marks,
+        plural(worker_noun(data.cells["device_kind"])),
+        x_ticks=data.counts,
+        x_log=log,
+        y_log=log,
+        ideal=is_ratio,
+        notes=notes,
+        named_first=by_end(curves, measure.better != "lower"),
     )
-    return Drawn(figure, told(scaling_caption(data, measure, rows, curves, unnamed)))
+    figure, unnamed = draw_curves(shown)
+    return Drawn(figure, told(scaling_caption(data, measure, rows, shown, unnamed)))
 
 
 def by_end(curves: Sequence[Curve], higher: bool) -> list[str]:
@@ -292,10 +299,11 @@ def scaling_caption(
     data: FigureData,
     measure: Measure,
     rows: pd.DataFrame,
-    curves: Sequence[Curve],
+    shown: Curves,
     unnamed: int,
 ) -> Iterator[str]:
     """What the figure of lines over worker counts shows."""
+    curves = shown.curves
     if measure.baseline:
         against = (
             "the same strategy on one worker" if measure.baseline == "self" else measure.baseline
@@ -306,7 +314,8 @@ def scaling_caption(
             value, count = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
             yield f"The most is {value:.2f}: {best.strategy} × {count}."
     drawn = rows[rows["strategy"].isin([c.strategy for c in curves])]
-    yield from spread_words(drawn)
+    if bars_show(shown):
+        yield from spread_words(drawn, "Bars")
     yield from unnamed_words(unnamed, len(curves))
     yield from data.doubt_note(drawn["flags"])
 

@@ -83,14 +83,13 @@ class Rows:
 
 def draw_rows(shown: Rows) -> Figure:
     """The figure; rows are drawn in the order given."""
-    left = name_column((row.strategy, row.chosen) for row in shown.rows)
-    right = WIDTH - max([VALUES, *(text_width(row.told, row.chosen) + 8 for row in shown.rows)])
-    scale = scale_of(shown, left, right)
+    scale = scale_of(shown)
     lanes = [list(lanes_of(row, scale)) for row in shown.rows]
     heights = [height_of(row, of) for row, of in zip(shown.rows, lanes, strict=True)]
     bottom = HEAD + sum(heights) + (LINE_HEIGHT if shown.limit else 0)
     axes = new_sheet(bottom + 4)
-    draw_scale(axes, shown, scale, HEAD + sum(heights))
+    if has_points(shown):
+        draw_scale(axes, shown, scale, HEAD + sum(heights))
     top: float = HEAD
     for row, of, height in zip(shown.rows, lanes, heights, strict=True):
         draw_row(axes, shown, row, of, top, scale)
@@ -98,13 +97,31 @@ def draw_rows(shown: Rows) -> Figure:
     return axes.figure
 
 
+def has_points(shown: Rows) -> bool:
+    """Whether any row has a value; an axis is drawn for values alone."""
+    return any(row.points for row in shown.rows)
+
+
+def shows_intervals(shown: Rows) -> bool:
+    """Whether any interval is wider than the mark on it."""
+    scale = scale_of(shown)
+    return any(
+        scale.at(p.high) - scale.at(p.low) > width_of(p)
+        for row in shown.rows
+        for p in row.points
+        if p.low is not None and p.high is not None
+    )
+
+
 def name_column(names: Iterator[tuple[str, bool]]) -> float:
     """The width of the column of marks and names; with each name, whether it is the chosen one's."""
     return min(MOST_NAME, 26 + max((text_width(*name) for name in names), default=0))
 
 
-def scale_of(shown: Rows, left: float, right: float) -> Scale:
-    """The scale that holds all points and their intervals."""
+def scale_of(shown: Rows) -> Scale:
+    """The scale that holds all points and their intervals, between the names and the values in words."""
+    left = name_column((row.strategy, row.chosen) for row in shown.rows)
+    right = WIDTH - max([VALUES, *(text_width(row.told, row.chosen) + 8 for row in shown.rows)])
     points = [p for row in shown.rows for p in row.points]
     values = [v for p in points for v in (p.value, p.part) if v is not None]
     values = within_reach(values, [v for p in points for v in (p.low, p.high) if v is not None])

@@ -10,6 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from stratbench.analysis.figures.sheet import text_width
 
+#: The least room between the texts of two ticks, in pixels.
+GAP = 6
 #: The first digits of ticks on a logarithmic scale: the first row that gives three is taken.
 _FIRSTS = (
     (1.0,),
@@ -65,7 +67,7 @@ class Scale:
             texts[-1] = texts[-1][0], f"{texts[-1][1]} {unit}"
         kept: list[tuple[float, str]] = []
         for at, text in reversed(texts):
-            apart = (text_width(text) + text_width(kept[-1][1])) / 2 if kept else 0
+            apart = (text_width(text) + text_width(kept[-1][1])) / 2 + GAP if kept else 0
             if not kept or abs(kept[-1][0] - at) >= apart:
                 kept.append((at, text))
         return kept[::-1]

@@ -72,12 +72,16 @@ def scale_of(
     others: Sequence[Mapping[str, Any]] = short["others"]
     if short["strategy"] is None or not others:
         return None
-    inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
     nearest = others[0]
+    inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
+    beyond = len(others) - len(inside)
+    inside = (
+        inside if nearest in inside else [nearest, *inside]
+    )  # it stands at the end of the scale
     taken: list[tuple[float, int]] = [(at(1.0), 0), (at(1.0) + CHOICE, 0)]
     shown, lines = [], []
     for other in inside:
-        x, first = at(other["ratio"]), other is nearest
+        x, first = at(min(max(other["ratio"], 1 / 1.15), FARTHEST)), other is nearest
         lane = next(
             (n for n in range(len(LANES)) if all(k != n or abs(p - x) >= APART for p, k in taken)),
             0,
@@ -89,7 +93,7 @@ def scale_of(
             drawn(marks[other["strategy"]], x, y, NEAREST if first else OTHER, name, full=first)
         )
         if other["low"] is not None:
-            low, high = max(other["low"], 1 / 1.2), min(other["high"], FARTHEST * 1.06)
+            low, high = (min(max(other[end], 1 / 1.2), FARTHEST * 1.06) for end in ("low", "high"))
             lines.append(
                 {
                     "from": at(low),
@@ -110,7 +114,7 @@ def scale_of(
         "lines": lines,
         "ticks": [at(t) for t in TICKS],
         "band": {"x": at(1 / (1 + margin)), "width": at(1 + margin) - at(1 / (1 + margin))},
-        "beyond": len(others) - len(inside),
+        "beyond": beyond,
         "label": label,
         "label_x": x,
         "alt": "; ".join(named(other) for other in others),

@@ -162,6 +162,21 @@ def measured_on(cells: pd.DataFrame) -> str:
     return text + finished
 
 
+def matrix_line(rows: pd.DataFrame) -> str:
+    """What an experiment trained: `6 epochs, global batch 128 · 10 strategies on 1, 2 GPUs · 5 repeats`."""
+    noun = plural(worker_noun(rows["device_kind"]))
+    steps = rows["steps"].notna().any()
+    length = length_of_training(rows) if steps else f"{distinct_values(rows, 'epochs')} epochs"
+    batch = distinct_values(rows, "global_batch")
+    return " · ".join(
+        [
+            f"{length}, global batch {batch}",
+            f"{counted(rows['strategy'].nunique(), 'strategy')} on {distinct_values(rows, 'gpus')} {noun}",
+            counted(rows["repeat"].nunique(), "repeat"),
+        ]
+    )
+
+
 def note_on_experiment(rows: pd.DataFrame) -> str:
     """A note that holds for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
@@ -283,6 +298,7 @@ def experiment_sections(
         yield {
             "name": str(name),
             "dataset": distinct_values(rows, "dataset"),
+            "matrix": matrix_line(rows),
             "about": note_on_experiment(rows),
             "models": models,
             "tables": [

@@ -8,11 +8,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.text.words import printable
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 #: What all pages share: their colours, their style and what sorts their tables.
 SHARED = Path(__file__).parent / "templates"
@@ -31,16 +35,30 @@ def render(
     """
     import jinja2  # not where workers train
 
+    in_terminal = template.endswith(".txt.j2")
+    shown = printable if in_terminal else unbroken
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, SHARED]),
-        autoescape=not template.endswith(".txt.j2"),
+        autoescape=not in_terminal,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # not of Markup
+        finalize=lambda value: shown(value) if type(value) is str else value,  # not of Markup
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= filters or {}
+    environment.filters |= {"breakable": breakable} | (filters or {})
     return environment.get_template(template).render(values)
+
+
+def unbroken(text: str) -> str:
+    """A printable text in which no line ends between a number and its `%`, or in `ddp × 8`."""
+    return re.sub(r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", printable(text))
+
+
+def breakable(name: str) -> Markup:
+    """A name in which a line may end after `_`, `.` and `/`, as it may after a hyphen."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(printable(name)))))
 
 
 def as_json(data: Any) -> str:

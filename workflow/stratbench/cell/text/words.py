@@ -50,7 +50,9 @@ def counted(count: int, noun: str) -> str:
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun: `GPUs`, `CPU processes`."""
+    """The plural of a noun: `GPUs`, `CPU processes`, `strategies`."""
+    if noun.endswith("gy"):
+        return f"{noun[:-1]}ies"
     return noun + ("es" if noun.endswith("s") else "s")
 
 

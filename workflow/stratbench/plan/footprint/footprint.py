@@ -6,10 +6,11 @@ a fixed size and a size per sample, so the two give the peak for all batches.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.plan.footprint.reductions import Reduction
@@ -299,10 +300,16 @@ def _frozen_bytes(strategy: Strategy) -> int:
 
 def _counted_flops(request: Request) -> dict[str, int]:
     """Operations of a sample on the whole network, as the job counts them."""
-    build = partial(
-        models.build_without_memory, request.network, request.classes, request.input_shape
-    )
-    return counted_flops(build, request.input_shape)
+    s = request.settings
+    own = json.dumps(s.own_model, sort_keys=True)
+    return _flops_of(s.model, own, request.classes, request.input_shape)
+
+
+@cache
+def _flops_of(model: str, own: str, classes: int, shape: tuple[int, ...]) -> dict[str, int]:
+    """The same; they are those of the network alone, which is built and counted once a process."""
+    network = models.named_model(model, json.loads(own))
+    return counted_flops(partial(models.build_without_memory, network, classes, shape), shape)
 
 
 def _moments(

@@ -10,7 +10,15 @@ from typing import Any
 from stratbench.cell.files import write_atomic
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.pages import as_json, hash_of_script, render
-from stratbench.cell.text.words import bytes_text, counted, hours_text, seconds_text, unit_for
+from stratbench.cell.text.words import (
+    COLUMNS,
+    bytes_text,
+    counted,
+    folded,
+    hours_text,
+    seconds_text,
+    unit_for,
+)
 from stratbench.plan.pages.answers import PART_NAMES, answered_questions
 from stratbench.plan.pages.check_text import lines_by_reason
 from stratbench.plan.pages.what_fits import data_of
@@ -20,6 +28,8 @@ from stratbench.plan.schedule import Plan, Planned
 TEMPLATES = Path(__file__).parent / "templates"
 #: Of page.css, which all pages share.
 REPORTS_STYLE = PACKAGE / "analysis" / "report" / "templates"
+#: How far in the lines of a table stand.
+INDENT = 5
 #: So many strategies do not stand in one field of a table.
 MANY_ALIKE = 3
 
@@ -48,7 +58,8 @@ def plan_text(plan: Plan) -> str:
         ),
     }
     filters = {"counted": counted, "seconds": seconds_text} | FILTERS
-    return render("plan.txt.j2", TEMPLATES, values=values, filters=filters).rstrip() + "\n"
+    text = render("plan.txt.j2", TEMPLATES, values=values, filters=filters)
+    return folded([text.rstrip()]) + "\n"
 
 
 def write_html(plan: Plan, path: Path) -> None:
@@ -98,7 +109,8 @@ def _unit(cells: list[Planned], what: Callable[[Planned], float]) -> tuple[str, 
 def _matrix(cells: list[Planned], show: Callable[..., str], *unit: int) -> str:
     """Rows are strategies, columns models, and in each field the worker counts side by side.
 
-    Strategies of which all fields are alike share a row; where they are many, a line below names them.
+    Models that do not fit the terminal beside the others stand in a further table below. Strategies of
+    which all fields are alike share a row; where they are many, a line below names them.
     """
     first = {
         (c.cell.strategy, c.cell.model, c.cell.gpus): c for c in reversed(cells) if c.footprint
@@ -112,11 +124,23 @@ def _matrix(cells: list[Planned], show: Callable[..., str], *unit: int) -> str:
     rows = [["", *models], *([_names(names), *fields] for fields, names in alike.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "   ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        "   ".join(row[i].ljust(widths[i]) for i in (0, *group))
+        for group in side_by_side(widths)
         for row in rows
     ]
     lines += [f"alike: {', '.join(names)}" for names in alike.values() if len(names) >= MANY_ALIKE]
-    return "\n".join(f"     {line}".rstrip() for line in lines)
+    return "\n".join(f"{' ' * INDENT}{line}".rstrip() for line in lines)
+
+
+def side_by_side(widths: list[int]) -> list[list[int]]:
+    """The columns from the second on, in groups that fit a terminal beside the first."""
+    groups: list[list[int]] = [[]]
+    for i in range(1, len(widths)):
+        together = sum(3 + widths[j] for j in (*groups[-1], i))
+        if groups[-1] and INDENT + widths[0] + together > COLUMNS:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
 
 
 def _names(strategies: list[str]) -> str:

@@ -36,6 +36,8 @@ GROUPS = {
 #: Of a training in which it shows whether workers exchange in every step.
 MANY_STEPS = 1 << 20
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+#: Cards of usual sizes, beside which the page shows a choice where the config names none of that size.
+USUAL_CARDS = ("A10G", "L40S", "A100 SXM 80 GB", "H200 SXM")
 
 
 def data_of(plan: Plan) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def data_of(plan: Plan) -> dict[str, Any]:
         "margin": plan.cluster["memory_margin"],
         "gpus_per_node": plan.cluster["gpus_per_node"],
         "own_of": ["CPU", plan.device],
-        "beside": [plan.device, *plan.others],
+        "beside": _beside([plan.device, *plan.others]),
         "devices": _devices(plan, cells),
         "groups": list(GROUPS),
         "footprints": [json.loads(text) for text in footprints],
@@ -90,6 +92,14 @@ def _devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
     if False in kinds:
         found.append(_cpu(plan.cluster))
     return found
+
+
+def _beside(named: list[str]) -> list[str]:
+    """The devices that the page shows beside each other: those `named`, and a card of each usual size."""
+    size = {gpu.name: gpu.memory_gib for gpu in all_datasheets()}
+    known = {size.get(name) for name in named}
+    usual = [name for name in USUAL_CARDS if size[name] not in known]
+    return sorted([*named, *usual], key=lambda name: size.get(name, 0))
 
 
 def _gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
