@@ -29,7 +29,7 @@ QUEUE_STAGE = (
 ASK_PROJECTION, USE_PROJECTION = (
     (
         "-m stratbench.plan.projection --config {params.asking:q}"
-        f" --counts {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
+        f" --most {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
         " --projection {params.out:q}/asked_projection.csv",
     )
     if ASKS_PROJECTION

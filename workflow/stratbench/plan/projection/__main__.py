@@ -1,13 +1,14 @@
 """Projects a study's records to counts that nobody has: writes projection.csv, and says so in sentences.
 
-python -m stratbench.plan.projection --config JSON                            as `snakemake project` calls it
-python -m stratbench.plan.projection --config JSON --counts 256 --out FILE    as `snakemake decide` does
+python -m stratbench.plan.projection --config JSON                          as `snakemake project` calls it
+python -m stratbench.plan.projection --config JSON --most 256 --out FILE    as `snakemake decide` does
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True, help="the whole config, as JSON")
     parser.add_argument(
-        "--counts", type=int, nargs="+", help=f"of workers (doublings up to {MOST_WORKERS})"
+        "--most", type=int, help=f"workers, to which others double ({MOST_WORKERS}); prints nothing"
     )
     parser.add_argument("--out", type=Path, help="results/<study>/projection.csv")
     args = parser.parse_args(argv)
@@ -56,12 +57,12 @@ def main(argv: list[str] | None = None) -> int:
         config, study = load_config(json.loads(args.config))
         out = args.out or Path(config["results"]) / study.name / "projection.csv"
         evidences = evidence_of(records_by_cell(study, config["results"]))
-        found = [(e, *projected(config, study, e, args.counts)) for e in evidences]
+        found = [(e, *projected(config, study, e, args.most)) for e in evidences]
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     write_csv(out, [row for _, rows, _ in found for row in rows])
-    if args.counts:  # who asked tells what it says
+    if args.most:  # who asked tells what it says
         return 0
     if not found:
         print(
@@ -75,12 +76,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def projected(
-    config: Mapping[str, Any], study: Study, evidence: Evidence, asked: Sequence[int] | None
+    config: Mapping[str, Any], study: Study, evidence: Evidence, asked: int | None = None
 ) -> tuple[list[Row], list[Projection]]:
-    """The rows of a strategy and what they are made from; `asked`: the counts, None for doublings."""
+    """The rows of a strategy and what they are made from: doublings up to `asked`, and that itself."""
     base = study.base_strategy(evidence.strategy)[0]
     if evidence.unfit:
-        return unfit_rows(evidence, base, asked or ()), []
+        return unfit_rows(evidence, base, [asked] if asked else []), []
     a_node = config["cluster"]["gpus_per_node"]
 
     @cache
@@ -88,10 +89,9 @@ def projected(
         return subject_of(config, study, replace(evidence.last, gpus=workers))
 
     largest = evidence.points[-1].workers
-    counts = list(asked or [])
-    while not asked and (counts or [largest])[-1] * 2 <= MOST_WORKERS:
-        counts.append(2 * (counts or [largest])[-1])
-    counts = [n for n in counts if n not in {p.workers for p in evidence.points}]
+    counts = counts_after(largest, asked or MOST_WORKERS)
+    if asked and asked not in {*counts, *(p.workers for p in evidence.points)}:
+        counts.append(asked)
     places = [(n, -(-n // a_node)) for n in counts]
     device = _device(config, at(largest))
 
@@ -117,9 +117,21 @@ def projected(
         Path(config["results"]) / "plan-cache",
     )
     steps = {n: at(n).steps for n in (*(p.workers for p in evidence.points), *said)}
-    whole = Whole(steps, *share_to_target(study.target_scores().get(evidence.experiment), evidence))
+    target = share_to_target(study.target_scores().get(evidence.experiment), evidence)
+    whole = Whole(steps, *target, None if evidence.on_cpu else price_of(config))
     rows = rows_of(evidence, base, made, dict(zip(said, peaks, strict=True)), whole)
     return rows, made
+
+
+def price_of(config: Mapping[str, Any]) -> float | None:
+    """Of a GPU for an hour: what the decision goes by, else what the plan does."""
+    given = config["decide"]["price_per_gpu_hour"]
+    return config["cluster"]["price_per_gpu_hour"] if given is None else given
+
+
+def counts_after(largest: int, most: int) -> list[int]:
+    """Doublings of the largest measured count, up to `most`."""
+    return [largest << k for k in range(1, 1 + max(0, int(math.log2(most / largest))))]
 
 
 def _device(config: Mapping[str, Any], subject: Subject) -> Device:
