@@ -3,11 +3,12 @@
     PYTHONPATH=workflow python benchmarks/projection.py FILE.csv [--fit 2] [--out FOLDER]
 
 FILE.csv has a row for each series and count of GPUs: `gpus` and `throughput` (or `step_time_s`), and as far
-as known `series`, `source`, `scaling` (weak or strong), `nodes`, `gpu`, `parameters`, `per_gpu_batch`,
-`strategy`, `trust` (C is left out), `throughput_unit` (of all GPUs together, if it does not say per GPU; steps or
-iterations are whole batches). Where `scaling` is not stated, constant batches tell it. Of each series the smallest counts are fitted (`--fit` says how many),
-and every count that is exactly 2, 4 or 8 times the largest fitted one is projected. No collective is measured
-in such a file: the projection knows only what a row states (`plan/projection/population.py`).
+as known `series`, `source`, `scaling` (weak or strong; where it is not stated, constant batches tell it),
+`nodes`, `gpu`, `parameters`, `per_gpu_batch`, `global_batch`, `strategy`, `trust` (C is left out),
+`throughput_unit` (of all GPUs together, if it does not say per GPU; steps or iterations are whole batches).
+Of each series the smallest counts are fitted (`--fit` says how many), and every count that is exactly 2, 4 or
+8 times the largest fitted one is projected. No collective is measured in such a file: the projection knows
+only what a row states (`plan/projection/population.py`).
 
 Prints, by source and by factor: median, 90th percentile and signed error, how often the interval of 80 %
 holds the measured time, and the skill, 1 - (median error / that of the best naive rule). Cells that a user

@@ -2,15 +2,16 @@
 
     PYTHONPATH=workflow python benchmarks/projection_own.py [--rounds 5] [--share 0.2]
 
-Each worker, server and process of the links' measurement may use a fifth of a core's time (a control group with
-a quota, `quota.py`). So four workers fit on two cores, and a fourth takes nothing from the other three: more
-workers are more hardware. What differs from a cluster: caches and memory are shared, and sending takes of the
-same quota as computing.
+Each worker, server and process of the links' measurement may use a fifth of a core's time (a control group
+with a quota, `quota.py`). So four workers fit on two cores, and a fourth takes nothing from the other three:
+more workers are more hardware. What differs from a cluster: caches and memory are shared, and sending takes
+of the same quota as computing.
 
-First links are measured on 2 workers, as `snakemake links` does. Then rounds of all cells, through the launcher as
-the workflow does: each strategy on 1, 2 and 4 workers, in an order that turns with the round. From the records of 1
-and 2 the 4 are projected: on the measured links, by the counts alone, and by the naive rules. The A/A null is
-the 4 again: the medians of odd and of even rounds. Writes projection-own.{csv,md} and the links. Needs root; 20 minutes.
+First links are measured on 2 workers, as `snakemake links` does. Then rounds of all cells, through the
+launcher as the workflow does: each strategy on 1, 2 and 4 workers, in an order that turns with the round.
+From the records of 1 and 2 the 4 are projected: on the measured links, by the counts alone, and by the naive
+rules. The A/A null is the 4 again: the medians of odd and of even rounds. Writes the steps, the links and a
+page. Needs root; half an hour.
 """
 
 from __future__ import annotations
@@ -174,9 +175,7 @@ def projections(config: dict[str, Any], study: Study, evidence: Evidence, links:
     device = cpu_device(cluster, FITTED[-1])
     on = on_measured_links(at, FITTED[-1], stated, device, links, cluster["gpus_per_node"])
     queue = on.queue and on.queue(computing_of(on.replayed, points[-1].workers, points[-1].step_s))
-    [replayed] = project(
-        points, stated, [(TARGET, 1)], on.replayed, on.slowed, on.levels, queue
-    )
+    [replayed] = project(points, stated, [(TARGET, 1)], on.replayed, on.slowed, on.levels, queue)
     [by_counts] = project(points, stated, [(TARGET, 1)])
     naive = {name: (seconds,) for name, seconds in by_counts.naive_s.items()}
     return {
@@ -190,9 +189,10 @@ def page(rows: Sequence[dict], made: dict[tuple[str, str], dict], args: argparse
     lines = [
         "# Steps on 1 and 2 workers, projected to 4",
         "",
-        f"{args.rounds} rounds of {args.steps} steps, each worker and server with {args.share:g} of a core by quota, on "
-        f"{os.cpu_count()} cores with a load of {loads[0]:.1f} to {loads[-1]:.1f} (the mean of a minute). Medians "
-        "over the rounds; made by `benchmarks/projection_own.py`, which says what this shows and what not.",
+        f"{args.rounds} rounds of {args.steps} steps, each worker and server with {args.share:g} of a core "
+        f"by quota, on {os.cpu_count()} cores with a load of {loads[0]:.1f} to {loads[-1]:.1f} (the mean of a "
+        "minute). Medians over the rounds; made by `benchmarks/projection_own.py`, which says what this "
+        "shows and what not.",
         "",
         "| scaling, strategy | steps on 1, 2, 4, ms | null at 4 | by | projected, ms (80 %) | error |",
         "|---|---|---|---|---|---|",
@@ -240,14 +240,17 @@ def main() -> None:
                 rows.append(
                     {
                         "round": cell.repeat, "experiment": cell.experiment, "strategy": cell.strategy,
-                        "workers": cell.gpus, "step_s": f"{step_s(record):.6g}", "load_1m": os.getloadavg()[0],
+                        "workers": cell.gpus, "step_s": f"{step_s(record):.6g}",
+                        "load_1m": round(os.getloadavg()[0], 1),
                     }
                 )  # fmt: skip
                 print(rows[-1], flush=True)
         records = records_by_cell(study, str(folder))
         fitted = {cell: r for cell, r in records.items() if cell.gpus in FITTED}
         made = {
-            (e.experiment, e.strategy): projections(config, study, e, folder / "links" / "links.csv")
+            (e.experiment, e.strategy): projections(
+                config, study, e, folder / "links" / "links.csv"
+            )
             for e in evidence_of(fitted)
         }
         shutil.copy(folder / "links" / "links.csv", args.out / "links.csv")

@@ -243,6 +243,7 @@ rule write_report:
         summary=f"{RESULTS}/{{study}}/summary.csv",
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
         links=measured_links,
+        projection=made_projection,
         paper=f"{RESULTS}/{{study}}/paper_audit.csv",
         plots=FIGURES,
         tables=TABLES,

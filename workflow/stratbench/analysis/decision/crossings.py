@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stratbench.cell.text.words import plural
 
 
 @dataclass(frozen=True)
 class Count:
-    """A strategy's step on so many workers, in s: low, middle and high; of measured ones the repeats' range."""
+    """A strategy's step on so many workers, in s; of measured ones low and high are the repeats'."""
 
     workers: int
     low_s: float
@@ -44,10 +45,12 @@ class Crossing:
             for name, count in ((self.before, self.low), (self.after, self.high))
             if count is not None
         ]
-        sure = " and ".join(apart) or "their intervals overlap on all counts, so that either may lead"
+        sure = (
+            " and ".join(apart) or "their intervals overlap on all counts, so that either may lead"
+        )
         return (
-            f"From about {self.workers:.0f} {plural(noun)} on {self.after} takes the lead from {self.before}; "
-            f"at 80 % {sure}."
+            f"From about {self.workers:.0f} {plural(noun)} on {self.after} takes the lead from "
+            f"{self.before}; at 80 % {sure}."
         )
 
 
@@ -59,7 +62,7 @@ def crossings(lines: Lines) -> list[Crossing]:
             by_count.setdefault(count.workers, {})[strategy] = count
     ordered = [by_count[n] for n in sorted(by_count)]
     found = []
-    for here, there in zip(ordered, ordered[1:], strict=False):
+    for here, there in pairwise(ordered):
         both = here.keys() & there.keys()
         before, after = (min(at, key=lambda s, at=at: at[s].step_s) for at in (here, there))
         if before != after and {before, after} <= both:
@@ -74,9 +77,7 @@ def _crossing(
     ahead = [math.log(at[after].step_s / at[before].step_s) for at in (here, there)]
     low, high = (math.log(at[after].workers) for at in (here, there))
     meet = math.exp(low + (high - low) * ahead[0] / (ahead[0] - ahead[1]))
-    pairs = [
-        (a, b) for a in lines[before] for b in lines[after] if a.workers == b.workers
-    ]
+    pairs = [(a, b) for a in lines[before] for b in lines[after] if a.workers == b.workers]
     below = [a.workers for a, b in pairs if a.high_s < b.low_s and a.workers < meet]
     above = [b.workers for a, b in pairs if b.high_s < a.low_s and b.workers > meet]
     return Crossing(before, after, meet, max(below, default=None), min(above, default=None))
@@ -96,4 +97,14 @@ def sentences_on_crossings(lines: Lines, noun: str) -> list[str]:
     }
     if len(leaders) != 1:
         return []
-    return [f"{leaders.pop()} has the lead on all counts up to {max(shared)} {plural(noun)}: no lines cross."]
+    [leader], most = leaders, max(shared)
+    at = {s: next(c for c in projected[s] if c.workers == most) for s in projected}
+    open_ones = [s for s in at if s != leader and at[s].low_s <= at[leader].high_s]
+    sure = (
+        f"; on {most} its interval of 80 % overlaps {' and '.join(open_ones)}'s"
+        if open_ones
+        else ""
+    )
+    return [
+        f"{leader} has the lead on all counts up to {most} {plural(noun)}: no lines cross{sure}."
+    ]

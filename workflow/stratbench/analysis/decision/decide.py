@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.claim import unanswered
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.projected import Line, Projected, read_projection
+from stratbench.analysis.decision.projected import Line, Projected, read_crossings, read_projection
 from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
 from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
 from stratbench.analysis.decision.sentences import (
@@ -110,10 +110,12 @@ def decisions(
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
     projected: Mapping[Line, Projected] | None = None,
+    crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> list[Decision]:
     """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
 
-    `projected`: on the number of workers that the constraints ask for, where it was not measured.
+    `projected`: on the number of workers that the constraints ask for, where it was not measured;
+    `crossings`: sentences on other numbers, by experiment and model.
     ConfigError if the constraints name a model that nobody knows.
     """
     check_model(constraints.model, cells["model"].astype(str))
@@ -123,6 +125,7 @@ def decisions(
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     made = decide_together(studied, constraints)  # even if only one model is wanted
+    made = [with_crossings(d, (crossings or {}).get((d.experiment, d.model), ())) for d in made]
     if constraints.model is not None:
         made = [decision for decision in made if decision.model == constraints.model]
         if not made:
@@ -179,6 +182,14 @@ def decide(
         changes=tuple(sentences_on_changes(found, ranking, given)),
         short=short_answer(found, ranking, given, sure, unknown),
     )
+
+
+def with_crossings(decision: Decision, told: Sequence[str]) -> Decision:
+    """A projected decision, which says where the lead passes on, on other numbers of workers."""
+    if decision.choice is None or not decision.choice.projected:
+        return decision
+    other = tuple(f"Another number of workers: {sentence}" for sentence in told)
+    return replace(decision, changes=(*decision.changes, *other))
 
 
 def matrix_rows(
@@ -336,9 +347,10 @@ def write_decisions(
     raced: Mapping[Group, Raced] | None = None,
     projected: Mapping[Line, Projected] | None = None,
     queue: Mapping[str, Any] | None = None,
+    crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> str:
     """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
-    found = decisions(cells, findings, given, raced, projected)
+    found = decisions(cells, findings, given, raced, projected, crossings)
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
@@ -369,9 +381,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     queue = read_json(args.queue) if args.queue else None
     try:
         projected = read_projection(args.projection, given.gpus)
+        crossings = read_crossings(args.projection)
         print(
             write_decisions(
-                cells, findings, given, args.out, args.answers_out, raced, projected, queue
+                cells,
+                findings,
+                given,
+                args.out,
+                args.answers_out,
+                raced,
+                projected,
+                queue,
+                crossings,
             )
         )
     except ConfigError as error:

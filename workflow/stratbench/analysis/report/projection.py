@@ -7,67 +7,79 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from markupsafe import Markup
 
-from stratbench.analysis.decision.crossings import Count, Lines, sentences_on_crossings
+from stratbench.analysis.decision.crossings import Lines, sentences_on_crossings
+from stratbench.analysis.decision.projected import lines_of, noun_of, read_rows
 from stratbench.analysis.figures.log_chart import Series, log_chart
-from stratbench.analysis.figures.marks import Mark, marks_by_strategy
+from stratbench.analysis.figures.marks import Mark, css_variables, marks_by_strategy
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import bytes_text, folded, hours_text, short_time
 
 TEMPLATES = Path(__file__).parent / "templates"
-TEXTS = ("experiment", "model", "strategy", "base", "scaling", "device", "kind", "why_no_target",
-         "evidence", "rule", "why")  # fmt: skip
+#: How the table calls a rule.
+SHORT_RULES = {"counts and published losses": "counts", "replay on measured links": "links"}
 
 
-def projection_section(table: Path) -> list[dict[str, Any]]:
-    """The values of the section, an entry for each model; none without a table. ValueError: it is none."""
+def projection_section(
+    table: Path, trained: Collection[tuple[str, str, str, int]] = ()
+) -> list[dict[str, Any]]:
+    """The values of the section, an entry for each model; none without a table. ValueError: it is none.
+
+    `trained`: experiment, model, strategy and count of the records, if it is to be seen whether the table
+    lacks some of them.
+    """
     if not table.exists():
         return []
-    try:
-        rows = pd.read_csv(table, converters=dict.fromkeys(TEXTS, str))
-        models = rows.groupby(["experiment", "model"], sort=False)
-        marks = marks_by_strategy(zip(rows["strategy"], rows["base"], strict=True))
-        return [_model(*key, group, marks) for key, group in models]
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{table}: is no projection.csv ({error!r}); run `project` again") from error
+    rows = read_rows(table)
+    models = rows.groupby(["experiment", "model"], sort=False)
+    marks = marks_by_strategy(zip(rows["strategy"], rows["base"], strict=True))
+    return [_model(*key, group, marks, trained) for key, group in models]
 
 
 def _model(
-    experiment: str, model: str, rows: pd.DataFrame, marks: Mapping[str, Mark]
+    experiment: str,
+    model: str,
+    rows: pd.DataFrame,
+    marks: Mapping[str, Mark],
+    trained: Collection[tuple[str, str, str, int]],
 ) -> dict[str, Any]:
     known = rows[rows["kind"] != "refused"]
-    noun = "CPU process" if (rows["device"] == "CPU").all() else "GPU"
+    noun = noun_of(rows)
+    short = noun.split()[-1]
     lines = lines_of(known)
+    aim = "target_" if known["target_s"].notna().any() else ""
     return {
         "experiment": experiment,
         "model": model,
+        "lacks": _lacks(rows, [t[2:] for t in trained if t[:2] == (experiment, model)]),
         "device": ", ".join(dict.fromkeys(rows["device"])),
+        "scaling": ", ".join(s for s in dict.fromkeys(known["scaling"]) if s),
         "svg": _chart(model, noun, lines, known, marks) if lines else "",
         "crossings": sentences_on_crossings(lines, noun),
-        "cheapest": list(_cheapest(known)),
-        "priced": bool(known["cost"].notna().any()),
-        "aimed": bool(known["target_s"].notna().any()),
-        "rows": [_line(r) for r in known.to_dict("records")],
+        "cheapest": list(_cheapest(known, aim, short)),
+        "evidence": list(_evidence(rows)),
         "refused": list(_refused(rows)),
         "untold": list(_untold(rows)),
+        "priced": bool(known[f"{aim}cost"].notna().any()),
+        "aimed": bool(aim),
+        "hours": f"{short}-hours",
+        "rows": [_line(r, aim) for r in known.to_dict("records")],
     }
 
 
-def lines_of(rows: pd.DataFrame) -> Lines:
-    """The counts of each strategy that has been measured or projected."""
-    return {
-        str(strategy): [
-            Count(int(r.workers), r.step_low_s, r.step_s, r.step_high_s, r.kind == "measured")
-            for r in group.sort_values("workers").itertuples()
-        ]
-        for strategy, group in rows.groupby("strategy", sort=False)
-    }
+def _lacks(rows: pd.DataFrame, trained: Collection[tuple[str, int]]) -> bool:
+    """Whether records were made since the table was: of its strategies on counts that it does not have."""
+    measured = rows[rows["kind"] == "measured"]
+    known = set(zip(measured["strategy"], measured["workers"], strict=True))
+    projected = set(rows["strategy"])
+    return any(strategy in projected and (strategy, n) not in known for strategy, n in trained)
 
 
 def _chart(
@@ -77,7 +89,10 @@ def _chart(
     series = []
     for strategy, counts in lines.items():
         measured = [c for c in counts if c.measured]
-        ahead = [*measured[-1:], *(c for c in counts if not c.measured and c.workers > measured[-1].workers)]
+        ahead = [
+            *measured[-1:],
+            *(c for c in counts if not c.measured and c.workers > measured[-1].workers),
+        ]
         dots = [(c.workers, c.step_s) for c in measured]
         series.append(
             Series(
@@ -102,82 +117,88 @@ def _chart(
     )  # fmt: skip
 
 
-def _line(r: Mapping[str, Any]) -> dict[str, Any]:
-    """A count of a strategy, in words."""
+def _line(r: Mapping[str, Any], aim: str) -> dict[str, Any]:
+    """A count of a strategy, in words; `aim`: the columns of what its training takes begin with it."""
     projected = r["kind"] == "projected"
-
-    def three(name: str, text: Any, unit: str = "") -> str:
-        low, middle, high = (r[f"{name}{end}{unit}"] for end in ("_low", "", "_high"))
-        if pd.isna(middle):
-            return "–"
-        between = f" ({text(low)} to {text(high)})" if low != high else ""
-        return f"{text(middle)}{between}"
-
+    time_s = "target_s" if aim else "train_s"
     return {
         "strategy": r["strategy"],
         "workers": int(r["workers"]),
-        "projected": projected,
-        "step": three("step", short_time, "_s"),
+        "step": _text(r["step_s"], short_time),
         "step_s": r["step_s"],
-        "naive": short_time(r["a_plus_b_s"]) if r["a_plus_b_s"] > 0 else "–",
-        "efficiency": three("efficiency", lambda v: f"{v:.2f}"),
-        "hours": three("gpu_hours", hours_text),
-        "cost": three("cost", lambda v: f"{v:.3g}"),
-        "target": three("target", short_time, "_s"),
-        "target_hours": three("target_gpu_hours", hours_text),
-        "target_cost": three("target_cost", lambda v: f"{v:.3g}"),
-        "memory": three("memory", bytes_text, "_bytes"),
-        "by": r["rule"] if projected else "measured",
-        "evidence": r["evidence"],
-        "skill": _skill(r) if projected else "",
+        "range": _range(r, "step", "_s", short_time),
+        "naive": _text(r["a_plus_b_s"], short_time) if r["a_plus_b_s"] > 0 else "",
+        "efficiency": _text(r["efficiency"], "{:.2f}".format),
+        "efficiency_range": _range(r, "efficiency", "", "{:.2f}".format),
+        "time": _text(r[time_s], short_time),
+        "time_range": _range(r, time_s.removesuffix("_s"), "_s", short_time),
+        "hours": _text(r[f"{aim}gpu_hours"], hours_text),
+        "cost": _text(r[f"{aim}cost"], "{:.3g}".format),
+        "memory": _text(r["memory_bytes"], bytes_text),
+        "memory_range": _range(r, "memory", "_bytes", bytes_text),
+        "by": SHORT_RULES.get(r["rule"], r["rule"]) if projected else "measured",
     }
 
 
-def _skill(r: Mapping[str, Any]) -> str:
-    if pd.isna(r["skill"]):
-        return "not known: fewer than three measured counts"
-    return f"{r['skill']:.2f}"
+def _text(value: float, text: Callable[[float], str]) -> str:
+    return "–" if pd.isna(value) else text(value)
 
 
-def _cheapest(rows: pd.DataFrame) -> Iterator[str]:
-    """Which strategy and count takes the fewest GPU-hours (cost), and which the least time, to the target."""
-    aim = "target_" if rows["target_s"].notna().any() else ""
+def _range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[float], str]) -> str:
+    """The interval of a projection, or the range of repeats; empty where it is one value."""
+    low, high = (_text(r[f"{name}_{end}{unit}"], text) for end in ("low", "high"))
+    return "" if low == high else f"{low} to {high}"
+
+
+def _cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
+    """Which strategy and count takes the least time, and which the fewest GPU-hours."""
+    time_s, hours = "target_s" if aim else "train_s", f"{aim}gpu_hours"
     what = "to the target score" if aim else "for the whole training"
-    for title, column in (("fewest hours", f"{aim}gpu_hours"), ("least time", f"{aim or 'train_'}s".replace("__", "_"))):
+    for title, column in (("least time", time_s), (f"fewest {noun}-hours", hours)):
         known = rows[rows[column].notna()]
         if len(known):
             r = known.loc[known[column].idxmin()]
             paid = "" if pd.isna(r[f"{aim}cost"]) else f", at a cost of {r[f'{aim}cost']:.3g}"
-            time_s = r["target_s"] if aim else r["train_s"]
             yield (
                 f"The {title} {what}: {r['strategy']} on {r['workers']:.0f} ({r['kind']}), "
-                f"{short_time(time_s)} and {hours_text(r[f'{aim}gpu_hours'])} worker-hours{paid}."
+                f"{short_time(r[time_s])} and {hours_text(r[hours])} {noun}-hours{paid}."
             )
 
 
-def _refused(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """For each strategy and reason, the counts of which nothing is said."""
-    refused = rows[rows["kind"] == "refused"]
-    for strategy, group in refused.groupby("strategy", sort=False):
-        yield {
-            "strategy": strategy,
-            "counts": f"from {group['workers'].min():.0f} on" if len(group) > 1 else f"{group['workers'].min():.0f}",
-            "why": group.sort_values("workers")["why"].iloc[0],
-        }
+def _evidence(rows: pd.DataFrame) -> Iterator[str]:
+    """From what each strategy is projected."""
+    for strategy, group in rows[rows["kind"] == "projected"].groupby("strategy", sort=False):
+        yield f"{strategy}: {group['evidence'].iloc[0]}."
+
+
+def _refused(rows: pd.DataFrame) -> Iterator[str]:
+    """What is not projected and why, each reason once; of a strategy the first count's."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for strategy, group in rows[rows["kind"] == "refused"].groupby("strategy", sort=False):
+        counts = sorted(group["workers"])
+        from_on = f"from {counts[0]:.0f} on" if len(counts) > 1 else f"{counts[0]:.0f}"
+        why = group.sort_values("workers")["why"].iloc[0]
+        alike.setdefault((from_on, why), []).append(str(strategy))
+    for (counts, why), strategies in alike.items():
+        yield f"Not projected: {', '.join(strategies)}, {counts}. {why[0].upper()}{why[1:]}."
 
 
 def _untold(rows: pd.DataFrame) -> Iterator[str]:
     """Why nothing is said of the time to the target."""
     for strategy, group in rows.groupby("strategy", sort=False):
         if why := next((w for w in group["why_no_target"] if w), ""):
-            yield f"{strategy}: {why}"
+            yield f"No time to the target of {strategy}: {why}."
 
 
 def page(section: Sequence[dict[str, Any]], title: str) -> str:
     """The section as a page of its own."""
-    return pages.render(
-        "projection_page.html.j2", TEMPLATES, values={"projections": section, "title": title}
-    )
+    values = {
+        "projections": section,
+        "title": title,
+        "light_marks": Markup(css_variables(dark=False)),
+        "dark_marks": Markup(css_variables(dark=True)),
+    }
+    return pages.render("projection_page.html.j2", TEMPLATES, values=values)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

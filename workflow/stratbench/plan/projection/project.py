@@ -1,4 +1,4 @@
-"""A study's projection: by the replay where it has skill, else by counts, within limits, beside naive rules."""
+"""A study's projection: by the replay where it has skill, else by counts; within limits."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def project(
 
     `replayed`: the traced step on measured links (`replay`), where there are any; `slowed`: the same with
     each link as much slower as its times were off their fit, which widens the interval. `unsuited`: why a
-    count cannot be trained at all. A replay that does worse than the best naive rule on the study's own counts
-    gives way to the counts. Where these do, too, the naive rule's time is in the interval, and the sentence
-    names it. It does not replace the projection: on published series it was the worse one then (docs/projection.md).
+    count cannot be trained at all. A replay that does worse than the best naive rule on the study's own
+    counts gives way to the counts. Where these do, too, the naive rule's time is in the interval, and the
+    sentence names it. It does not replace the projection: on published series it was the worse one then
+    (docs/projection.md).
     """
     points = sorted(points, key=lambda p: p.workers)
     scaling = stated.scaling
