@@ -8,29 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench.plan.device_rates import Device, cpu_device, gpu_device, named_gpus
-from stratbench.plan.needs import Subject, subject_of
-from stratbench.plan.projection.evidence import (
-    Evidence,
-    OnLinks,
-    cores_of_node,
-    evidence_of,
-    on_measured_links,
-)
-from stratbench.plan.projection.limits import MOST_TIMES
-from stratbench.plan.projection.links import Unmeasured
+from stratbench.plan.projection.evidence import Evidence, evidence_of
 from stratbench.plan.projection.memory import peaks_at
-from stratbench.plan.projection.project import Projection, computing_of, project, sentence
-from stratbench.plan.projection.servers import Queue
+from stratbench.plan.projection.project import Projection, sentence
+from stratbench.plan.projection.study import counts_after, device_of, projections_of, subject_at
 from stratbench.plan.projection.table import Row, Whole, rows_of, unfit_rows, write_csv
 from stratbench.plan.projection.target import share_to_target
 from stratbench.plan.schedule import records_by_cell
@@ -82,43 +68,22 @@ def projected(
     base = study.base_strategy(evidence.strategy)[0]
     if evidence.unfit:
         return unfit_rows(evidence, base, [asked] if asked else []), []
-    a_node = config["cluster"]["gpus_per_node"]
-
-    @cache
-    def at(workers: int) -> Subject:
-        return subject_of(config, study, replace(evidence.last, gpus=workers))
-
-    largest = evidence.points[-1].workers
-    counts = counts_after(largest, asked or MOST_WORKERS)
-    if asked and asked not in {*counts, *(p.workers for p in evidence.points)}:
+    measured = [p.workers for p in evidence.points]
+    counts = counts_after(measured[-1], asked or MOST_WORKERS)
+    if asked and asked not in {*counts, *measured}:
         counts.append(asked)
-    places = [(n, -(-n // a_node)) for n in counts]
-    device = _device(config, at(largest))
-
-    @cache
-    def unsuited(workers: int) -> str | None:
-        return why_unsuited(config, study, evidence, workers)
-
-    on, queue, able = _on_links(config, study, evidence, at, device, counts)
-    links = (on.replayed, on.slowed, on.levels, queue) if on else ()
-    made = [
-        *project(evidence.points, evidence.stated, [p for p in places if p[0] in able], *links,
-                 unsuited=unsuited),
-        # Without a replay, of which those that are too far would take minutes to be refused.
-        *project(evidence.points, evidence.stated, [p for p in places if p[0] not in able],
-                 unsuited=unsuited),
-    ]  # fmt: skip
-    made.sort(key=lambda p: p.workers)
+    made = projections_of(config, study, evidence, counts)
     said = [p.workers for p in made if p.interval]
+    at = {n: subject_at(config, study, evidence, n) for n in (*measured, *said)}
     peaks = peaks_at(
-        [at(n) for n in said],
-        [(at(p.workers), r) for p, r in zip(evidence.points, evidence.records, strict=True)],
-        device.resident_threads,
+        [at[n] for n in said],
+        [(at[n], r) for n, r in zip(measured, evidence.records, strict=True)],
+        device_of(config, at[measured[-1]]).resident_threads,
         Path(config["results"]) / "plan-cache",
     )
-    steps = {n: at(n).steps for n in (*(p.workers for p in evidence.points), *said)}
     target = share_to_target(study.target_scores().get(evidence.experiment), evidence)
-    whole = Whole(steps, *target, None if evidence.on_cpu else price_of(config))
+    price = None if evidence.on_cpu else price_of(config)
+    whole = Whole({n: s.steps for n, s in at.items()}, *target, price)
     rows = rows_of(evidence, base, made, dict(zip(said, peaks, strict=True)), whole)
     return rows, made
 
@@ -127,70 +92,6 @@ def price_of(config: Mapping[str, Any]) -> float | None:
     """Of a GPU for an hour: what the decision goes by, else what the plan does."""
     given = config["decide"]["price_per_gpu_hour"]
     return config["cluster"]["price_per_gpu_hour"] if given is None else given
-
-
-def counts_after(largest: int, most: int) -> list[int]:
-    """Doublings of the largest measured count, up to `most`."""
-    return [largest << k for k in range(1, 1 + max(0, int(math.log2(most / largest))))]
-
-
-def _device(config: Mapping[str, Any], subject: Subject) -> Device:
-    cluster = config["cluster"]
-    if subject.request.on_cuda:
-        return gpu_device(named_gpus(cluster)[0], subject.settings.precision, cluster)
-    return cpu_device(cluster, subject.cell.gpus)
-
-
-def why_unsuited(
-    config: Mapping[str, Any], study: Study, evidence: Evidence, workers: int
-) -> str | None:
-    """Why a strategy's cell on so many workers could not be trained, or would be of no use; else None."""
-    if why := study.why_refused(config, replace(evidence.last, gpus=workers)):
-        return why
-    cores = cores_of_node(evidence.records[-1][0]) if evidence.on_cpu else None
-    here = min(workers, config["cluster"]["gpus_per_node"])
-    if cores is not None and here > cores:
-        return (
-            f"{here} CPU processes of a node would share its {cores:g} cores, and more of them are no more "
-            "hardware"
-        )
-    return None
-
-
-def _on_links(
-    config: Mapping[str, Any],
-    study: Study,
-    evidence: Evidence,
-    at: Callable[[int], Subject],
-    device: Device,
-    counts: Sequence[int],
-) -> tuple[OnLinks | None, Queue | None, set[int]]:
-    """The replay on measured links where all measured counts have theirs, and the counts that have, too."""
-    points, path = evidence.points, Path(config["results"]) / study.name / "links" / "links.csv"
-    a_node, able = config["cluster"]["gpus_per_node"], set()
-    try:
-        on = on_measured_links(at, points[-1].workers, evidence.stated, device, path, a_node)
-        if on is None:
-            return None, None, able
-        for p in points:
-            if computing_of(on.replayed, p.workers, p.step_s) == 0:
-                print(
-                    f"{evidence.strategy}: on the measured links its collectives alone would take "
-                    f"longer than its whole step on {p.workers} workers did: measure links again on a quiet "
-                    "machine; the counts alone are used"
-                )
-                return None, None, able
-    except Unmeasured as error:
-        print(f"{evidence.strategy}: {error}; the counts alone are used")
-        return None, None, able
-    for n in counts:
-        suited = why_unsuited(config, study, evidence, n) is None
-        if suited and n <= MOST_TIMES * points[-1].workers:
-            with suppress(Unmeasured):
-                on.replayed(n, 1.0)
-                able.add(n)
-    queue = on.queue and on.queue(computing_of(on.replayed, points[-1].workers, points[-1].step_s))
-    return on, queue, able
 
 
 def text_of(evidence: Evidence, projections: Sequence[Projection]) -> str:
