@@ -46,7 +46,7 @@ from stratbench.workload.users_code import CODE_VARIABLE
 
 HERE = Path(__file__).parent
 FITTED, TARGET = (1, 2), 4
-BATCH = 32
+BATCH = 16
 
 
 def config_of(results: Path, rounds: int, steps: int) -> dict[str, Any]:
@@ -190,9 +190,8 @@ def page(rows: Sequence[dict], made: dict[tuple[str, str], dict], args: argparse
         "# Steps on 1 and 2 workers, projected to 4",
         "",
         f"{args.rounds} rounds of {args.steps} steps, each worker and server with {args.share:g} of a core "
-        f"by quota, on {os.cpu_count()} cores with a load of {loads[0]:.1f} to {loads[-1]:.1f} (the mean of a "
-        "minute). Medians over the rounds; made by `benchmarks/projection_own.py`, which says what this "
-        "shows and what not.",
+        f"by quota, on {os.cpu_count()} cores with a load of {loads[0]:.1f} to {loads[-1]:.1f}. Medians "
+        "over the rounds; made by `benchmarks/projection_own.py`, which says what this shows and what not.",
         "",
         "| scaling, strategy | steps on 1, 2, 4, ms | null at 4 | by | projected, ms (80 %) | error |",
         "|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Cores of a fixed speed for the workers of `projection_own.py`: each process in a control group of its own.
 
-A group may use a share of a core's time, whatever else runs: many workers then fit on few cores, and one
-more takes nothing from the others. Needs the cpu controller of control groups v1 and the right to make groups.
+A group may use a share of a core's time, whatever else runs: many workers then fit on few cores, and one more
+takes nothing from the others. Needs the cpu controller of control groups v1 and the right to make groups.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 CONTROLLER = Path("/sys/fs/cgroup/cpu")
 #: Names the folder of the groups; without it processes stay where they are.
 VARIABLE = "PROJECTION_OWN_GROUPS"
 PERIOD_US = 10_000
+#: Samples that the network computes at a time.
+TOGETHER = 4
 #: So much more than others' that a process gets its quota on a busy machine, too.
 WEIGHT = 262_144
 
@@ -67,10 +70,8 @@ def _remove(folder: Path) -> None:
 class QuotaNet(nn.Module):
     """Convolutions that take most of a step, and a dense layer with most of a million parameters.
 
-    Of images of 16 pixels: a sample then takes nearly as long alone as in a larger batch, which a network whose
-    activations fill the caches does not.
-
-    It enters its process into a group when it is built, which every worker does before it trains.
+    It computes a few samples at a time, so that one takes as long in any batch: caches do not decide. It
+    enters its process into a group when it is built, which every worker does before it trains.
     """
 
     def __init__(self, classes: int, channels: int, image_size: int) -> None:
@@ -87,4 +88,4 @@ class QuotaNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+        return self.head(torch.cat([self.features(part) for part in x.split(TOGETHER)]))

