@@ -182,7 +182,7 @@ def test_the_fan_says_what_is_measured_what_projected_and_what_theory(
     browser.open((tmp_path / "plan.html").as_uri())
     assert browser.run("figures({...S, workers: 16}).span") == [90 / 16, 110 / 16]
     told = browser.run("document.getElementById('oversub').textContent")
-    assert "projected to 8 and 16 from records of this study" in told
+    assert "Projected to 8 and 16 from records of this study" in told
     assert "grey is theory, by the card’s datasheet" in told
     assert browser.run("document.querySelectorAll('#fan .bar.projected').length") == 2
     browser.run("choose({ batch: 128 })")  # of which there is no record

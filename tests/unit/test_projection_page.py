@@ -29,7 +29,7 @@ def test_lines_meet_where_their_ratio_is_one():
     assert 8 < found.workers < 16
     assert (found.low, found.high) == (4, 16)
     assert found.sentence("GPU").startswith(
-        f"From about {found.workers:.0f} GPUs on other takes the lead from one"
+        f"From about {found.workers:.0f} GPUs on other takes the lead in time from one"
     )
     exact = {"one": line(4, 4, 4), "other": line(8, 5.657, 2.8284)}
     assert crossings(exact)[0].workers == pytest.approx(2.83, rel=0.01)  # of slopes 0 and -1
@@ -90,7 +90,7 @@ def table(tmp_path) -> Path:
 def test_the_page_says_who_leads_what_it_costs_and_what_is_refused(table, capsys):
     assert report.main(["--table", str(table)]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "mine<script> takes the lead from ddp" in told
+    assert "mine<script> takes the lead in time from ddp" in told
     assert "The least time for the whole training: mine<script> on 4 (projected)" in told
     assert "at a cost of 1.1" in told
     page = table.with_suffix(".html").read_text()

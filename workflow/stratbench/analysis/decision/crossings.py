@@ -49,8 +49,8 @@ class Crossing:
             " and ".join(apart) or "their intervals overlap on all counts, so that either may lead"
         )
         return (
-            f"From about {self.workers:.0f} {plural(noun)} on {self.after} takes the lead from "
-            f"{self.before}; at 80 % {sure}."
+            f"From about {self.workers:.0f} {plural(noun)} on {self.after} takes the lead in time "
+            f"from {self.before}; at 80 % {sure}."
         )
 
 
