@@ -102,13 +102,13 @@ def measure_links(folder: Path, repeats: int) -> None:
     ]
     if codes := [code for code in [p.wait() for p in ranks] if code]:
         raise SystemExit(f"error: the measurement of links ended with code {codes[0]}")
-    with (gloo / "times.csv").open(newline="") as file:
+    with (gloo / "times.csv").open(newline="", encoding="utf-8") as file:
         times = [
             Time(r["library"], r["kind"], *map(int, (r["workers"], r["nodes"], r["n_bytes"], r["repeat"])),
                  float(r["seconds"]))
             for r in csv.DictReader(file)
         ]  # fmt: skip
-    with (gloo / "links.csv").open(newline="") as file:
+    with (gloo / "links.csv").open(newline="", encoding="utf-8") as file:
         kappa = float(next(csv.DictReader(file))["kappa"])
     measure._pusher, measure._server = pusher_in_group, server_in_group
     times += measure.measure_servers(measure.Sweep((FITTED[-1],), 8 << 20, repeats), ["shm"])
