@@ -3,10 +3,12 @@
     PYTHONPATH=workflow python benchmarks/projection.py FILE.csv [--fit 2] [--out FOLDER]
 
 FILE.csv has a row for each series and count of GPUs: `gpus` and `throughput` (or `step_time_s`), and as far
-as known `series`, `source`, `scaling` (weak or strong), `nodes`, `gpu`, `parameters`, `per_gpu_batch`,
-`strategy`, `trust` (C is left out). Of each series the smallest counts are fitted (`--fit` says how many),
-and every count that is exactly 2, 4 or 8 times the largest fitted one is projected. No collective is measured
-in such a file: the projection knows only what a row states (`plan/projection/population.py`).
+as known `series`, `source`, `scaling` (weak or strong; where it is not stated, constant batches tell it),
+`nodes`, `gpu`, `parameters`, `per_gpu_batch`, `global_batch`, `strategy`, `trust` (C is left out),
+`throughput_unit` (of all GPUs together, if it does not say per GPU; steps or iterations are whole batches).
+Of each series the smallest counts are fitted (`--fit` says how many), and every count that is exactly 2, 4 or
+8 times the largest fitted one is projected. No collective is measured in such a file: the projection knows
+only what a row states (`plan/projection/population.py`).
 
 Prints, by source and by factor: median, 90th percentile and signed error, how often the interval of 80 %
 holds the measured time, and the skill, 1 - (median error / that of the best naive rule). Cells that a user
@@ -35,16 +37,28 @@ from stratbench.plan.projection.population import Stated, projected  # noqa: E40
 FACTORS = (2, 4, 8)
 #: A source discriminates where a + b/N is off by more than this at x2 (or, without such cells, at all).
 EASY_PERCENT = 2.0
-NUMBERS = ("gpus", "nodes", "throughput", "step_time_s", "parameters", "per_gpu_batch")
-TEXTS = ("source", "series", "scaling", "trust", "gpu", "strategy")
+NUMBERS = (
+    "gpus", "nodes", "throughput", "step_time_s", "parameters", "per_gpu_batch", "global_batch",
+)  # fmt: skip
+TEXTS = ("source", "series", "scaling", "trust", "gpu", "strategy", "throughput_unit")
+#: Units of throughput that count for one GPU, and those that count batches.
+PER_GPU = r"(?:/|per)\s*(?:gpu|device|accelerator)"
+BATCHES = r"^(?:global\s*)?(?:steps?|iterations?|iters?|its?|batch(?:es)?)\b"
 #: What makes a series where the file does not name them.
 SERIES = ("source", "cluster", "gpu", "model", "strategy", "scaling", "precision")
 
 
 def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
-    """The usable rows, with every column there, and how many rows were left out for what."""
+    """The usable rows, with every column there, and how many rows were left out for what.
+
+    `time`: of a step up to a constant of its series. Raises ValueError for a file without what is needed.
+    """
     rows = pd.read_csv(path, dtype=str, keep_default_na=True, encoding="utf-8-sig")
-    rows.columns = [str(c).strip() for c in rows.columns]
+    rows.columns = [str(c).strip().lower() for c in rows.columns]
+    if "gpus" not in rows or not {"throughput", "step_time_s"} & set(rows.columns):
+        raise ValueError(
+            f"needs the columns gpus, and throughput or step_time_s; it has {', '.join(rows.columns)}"
+        )
     left_out: dict[str, int] = {}
 
     def keep(good: pd.Series, why: str) -> None:
@@ -53,45 +67,61 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
             left_out[why] = n
         rows = rows[good]
 
-    named = "series" in rows
+    keys = [c for c in SERIES if c in rows]
+    named = rows[keys].fillna("").agg("|".join, axis=1) if keys else "all"
+    rows["series"] = rows["series"].fillna(named) if "series" in rows else named
     for column in NUMBERS:
-        rows[column] = (
-            pd.to_numeric(rows.get(column), errors="coerce") if column in rows else np.nan
-        )
+        rows[column] = pd.to_numeric(rows[column], errors="coerce") if column in rows else np.nan
         rows.loc[~np.isfinite(rows[column]) | (rows[column] <= 0), column] = np.nan
-    if not named:
-        keys = [c for c in SERIES if c in rows]
-        rows["series"] = rows[keys].fillna("").agg("|".join, axis=1) if keys else "all"
     for column in TEXTS:
         rows[column] = rows[column].fillna("").str.strip() if column in rows else ""
     rows["source"] = rows.source.where(rows.source != "", "not stated")
-    rows["scaling"] = rows.scaling.str.lower()
     keep(rows.gpus.notna() & (rows.gpus % 1 == 0), "no count of GPUs")
     keep(rows.throughput.notna() | rows.step_time_s.notna(), "neither throughput nor step time")
     keep(rows.trust.str.upper() != "C", "trust C")
+    # From here on a series is judged as a whole.
+    of = rows.groupby(["source", "series"])
+    rows["scaling"] = rows.scaling.str.lower().where(rows.scaling != "", _by_batches(of))
     keep(rows.scaling.isin(["weak", "strong"]), "neither weak nor strong scaling")
+    of = rows.groupby(["source", "series"])
+    alike = (of.scaling.transform("nunique") == 1) & (of.throughput_unit.transform("nunique") == 1)
+    keep(alike, "of a series that changes its scaling or its unit")
+    rows = rows.assign(time=_times(rows))
+    keep(rows.time.notna(), "of a series that states throughput and step times by turns")
     return rows, left_out
 
 
-def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Stated, list[Measured]]]:
-    """Source, name, what is stated, and the counts in ascending order, of each series.
+def _by_batches(of: Any) -> pd.Series:
+    """The scaling that constant batches of a series tell; empty where they tell none."""
+    fixed = {
+        name: (of[column].transform("nunique") == 1)
+        & (of[column].transform("count") == of[column].transform("size"))
+        for name, column in (("strong", "global_batch"), ("weak", "per_gpu_batch"))
+    }
+    only = fixed["strong"] != fixed["weak"]
+    return fixed["strong"].map({True: "strong", False: "weak"}).where(only, "")
 
-    Times are those of a step up to a constant: 1/throughput in strong scaling, GPUs/throughput in weak.
+
+def _times(rows: pd.DataFrame) -> pd.Series:
+    """By throughput where all rows of a series have one, else by step times where all do, else none.
+
+    1/throughput in strong scaling, GPUs/throughput in weak: the batch is a constant.
     """
+    units = rows.throughput_unit.str.lower()
+    rate = rows.throughput.where(~units.str.contains(PER_GPU), rows.throughput * rows.gpus)
+    samples = rows.gpus.where((rows.scaling == "weak") & ~units.str.contains(BATCHES), 1.0)
+    keys = [rows.source, rows.series]
+    by_throughput = rows.throughput.notna().groupby(keys).transform("all")
+    by_step = rows.step_time_s.notna().groupby(keys).transform("all")
+    return (samples / rate).where(by_throughput, rows.step_time_s.where(by_step))
+
+
+def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Stated, list[Measured]]]:
+    """Source, name, what is stated, and the counts in ascending order, of each series of `read`."""
     for (source, name), group in rows.groupby(["source", "series"], sort=True):
-        group = group.sort_values("gpus", kind="stable")
-        scaling = group.scaling.iloc[0]
-        if (group.scaling != scaling).any():
-            continue
-        by_throughput = group.throughput.notna().all()
-        if by_throughput:
-            times = (group.gpus if scaling == "weak" else 1.0) / group.throughput
-        elif group.step_time_s.notna().all():
-            times = group.step_time_s
-        else:
-            continue
         # A count that is there twice (another placement, a repeat) counts with its median.
-        group = group.assign(time=times).groupby("gpus", as_index=False).agg(
+        scaling = group.scaling.iloc[0]
+        group = group.groupby("gpus", as_index=False).agg(
             {"time": "median", "nodes": "max", "step_time_s": "median", "gpu": "first",
              "parameters": "first", "per_gpu_batch": "first", "strategy": "first"}
         )  # fmt: skip
@@ -210,6 +240,19 @@ def tables(cells: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def aims(made: pd.DataFrame) -> list[str]:
+    """The aims beside what was reached, pooled over the sources that discriminate."""
+    pooled = made[made.source == "discriminating sources"].set_index("factor")
+    lines = []
+    for factor in [f for f in ("x2", "x4") if f in pooled.index]:
+        row = pooled.loc[factor]
+        lines.append(
+            f"Aims at {factor}: median {row.median_over_a_b:.2f} of a + b/N's (at most 0.8), 90th percentile "
+            f"{row.p90_over_a_b:.2f} (at most 0.7), {row.coverage_percent:.0f} % in the interval (75 to 88)"
+        )
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -230,7 +273,9 @@ def main(argv: list[str] | None = None) -> int:
     cells = cells_of(rows, args.fit)
     if cells.empty:
         print(
-            f"error: {args.file}: no series has {args.fit} counts and one 2, 4 or 8 times the last"
+            f"error: {args.file}: no series has {args.fit} counts and one 2, 4 or 8 times the last; it has "
+            f"{rows.series.nunique()} series in {len(rows)} usable rows",
+            file=sys.stderr,
         )
         return 1
     made = tables(cells)
@@ -240,6 +285,7 @@ def main(argv: list[str] | None = None) -> int:
         print(made.drop(columns=["naive_median_percent"]).round(2).to_string(index=False))
     print(f"Discriminating (a + b/N off by more than {EASY_PERCENT:g} % at x2): "
           f"{', '.join(discriminating(cells)) or 'none'}")  # fmt: skip
+    print("\n".join(aims(made)))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         made.round(3).to_csv(args.out / "projection.csv", index=False)

@@ -436,6 +436,25 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
     assert found.short.value_note == "0.500–0.700 s (80 %, projected)"
 
 
+def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path):
+    made = projection(tmp_path, ("ddp", 0.5, 0.6, 0.7), gpus=8)
+    made[("e", "vgg16", "ddp")] = replace(
+        made[("e", "vgg16", "ddp")],
+        target_s=(40.0, 60.0, 80.0), target_hours=0.13, target_cost=0.4,
+    )  # fmt: skip
+    frame = pd.DataFrame(LINES, columns=list(COLUMNS))
+    none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
+    told = {("e", "vgg16"): ["From about 23 GPUs on fsdp takes the lead from ddp."]}
+    (found,) = decide.decisions(frame, none, Constraints(gpus=8), projected=made, crossings=told)
+    assert (
+        "The target score takes 60 s of it (80 %: 40 s to 80 s), 0.13 GPU-hours, at a cost of 0.4."
+        in found.reason
+    )
+    assert found.changes[-1].startswith("Another number of workers: From about 23 GPUs on fsdp")
+    (measured,) = decide.decisions(frame, none, Constraints(gpus=4), crossings=told)
+    assert not any("From about" in change for change in measured.changes)
+
+
 def test_projections_that_overlap_are_not_told_apart(tmp_path):
     found = decided_on(tmp_path, LINES, ("ddp", 0.5, 0.6, 1.1), ("fsdp", 0.9, 1.0, 1.2), gpus=256)
     assert found.headline == (

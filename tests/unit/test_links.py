@@ -132,6 +132,8 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
     ]  # fmt: skip
     done = subprocess.run(command, cwd=WORKFLOW, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
+    assert "collectives: round 1 of 1" in done.stdout
+    assert "servers: round 1 of 1" in done.stdout
     with (tmp_path / "times.csv").open() as file:
         times = list(csv.DictReader(file))
     measured = {(t["library"], t["kind"], int(t["workers"])) for t in times}

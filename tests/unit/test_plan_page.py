@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from browser import Browser
 from browser_fixtures import browser  # noqa: F401
 
 from stratbench.plan import check, schedule
+from stratbench.plan.duration import Projected, Span
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.pages import what_fits
 from stratbench.plan.pages.text import side_by_side, write_html
@@ -170,6 +172,53 @@ def test_the_same_choice_is_shown_on_a_card_of_each_usual_size(page: Browser):
     page.run("document.querySelectorAll('#cards button')[3].click()")
     assert page.run("S.device") == names[3]
     assert page.complaints == []
+
+
+@pytest.mark.slow
+def test_on_more_workers_than_the_study_has_its_figures_are_those_of_a_plan_that_has_them(
+    page: Browser, results: Path
+):
+    """The page has 1, 2 and 8; what is a line in one over the workers goes on."""
+    given = {"gpus": [32], "models": ["resnet-compact"], "strategies": ["ddp", "zero1", "fsdp"]}
+    plan = planned(results, only="images", global_batch=4096, **given)
+    for c, told in zip(
+        plan.cells,
+        figures(page, [choice_of(page, c, plan.device) for c in plan.cells]),
+        strict=True,
+    ):
+        assert told["needed"] == pytest.approx(c.fit.needed_bytes, rel=WITHIN), c.cell
+        # FSDP pads each tensor to a multiple of the workers: of a small network that is some percent.
+        room = 0.1 if c.cell.strategy == "fsdp" else WITHIN
+        assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=room), c.cell
+        span = (c.fit.by_device.low_s, c.fit.by_device.high_s)
+        assert told["span"] == pytest.approx(span, rel=room), c.cell
+
+
+@pytest.mark.slow
+def test_the_fan_says_what_is_measured_what_projected_and_what_theory(
+    results: Path,
+    tmp_path: Path,
+    browser: Browser,  # noqa: F811
+):
+    config, study = configuration.load_config(
+        config_of(results, only="images", strategies=["ddp"], models=["vgg-compact"])
+    )
+    two = next(c for c in study.cells if c.gpus == 2)
+    projected = {
+        replace(two, gpus=n): Projected(Span(90.0 / n, 110.0 / n, "projected, 80 %: by counts"), 64)
+        for n in (8, 16)
+    }
+    checked = check.check_study(config, study)
+    write_html(schedule.make_plan(config, checked, {}, projected=projected), tmp_path / "plan.html")
+    browser.open((tmp_path / "plan.html").as_uri())
+    assert browser.run("figures({...S, workers: 16}).span") == [90 / 16, 110 / 16]
+    told = browser.run("document.getElementById('oversub').textContent")
+    assert "Projected to 8 and 16 from records of this study" in told
+    assert "grey is theory, by the card’s datasheet" in told
+    assert browser.run("document.querySelectorAll('#fan .bar.projected').length") == 2
+    browser.run("choose({ batch: 128 })")  # of which there is no record
+    assert "Grey is theory" in browser.run("document.getElementById('oversub').textContent")
+    assert browser.complaints == []
 
 
 @pytest.mark.slow

@@ -241,12 +241,23 @@ def test_measured_links_recover_times_that_follow_them(scaling):
     assert "times that of" in sentence(found)
 
 
-def test_a_model_without_skill_gives_way_to_the_naive_rule():
-    measured = points(n1=1.0, n2=1.0, n4=1.0)
+def test_a_replay_without_skill_gives_way_to_the_counts():
+    measured = points(n1=1.0, n2=1.05, n4=1.1)
     (found,) = project(measured, Stated("weak"), [(8, None)], lambda n, c: c * n)
-    assert found.rule in naive.RULES
-    assert found.interval.middle_s == pytest.approx(1.0)
-    assert "did worse than this rule" in sentence(found)
+    assert found.rule == BY_COUNTS
+    assert found == project(measured, Stated("weak"), [(8, None)])[0]
+
+
+def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
+    measured = points(n1=1.0, n2=0.6, n4=0.36)  # the same loss with each doubling
+    (found,) = project(measured, Stated("strong"), [(8, None)])
+    assert not found.skill.has_any
+    assert found.rule == BY_COUNTS
+    naive_s = found.naive_s[found.skill.best]
+    assert found.interval.low_s <= naive_s <= found.interval.high_s
+    told = sentence(found)
+    assert "has no skill" in told
+    assert f"{found.skill.best} did better there, which says {naive_s * 1e3:.3g} ms" in told
 
 
 def test_a_study_of_two_counts_says_that_its_skill_is_not_known():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import subprocess
 import sys
@@ -141,3 +142,43 @@ def test_a_file_with_holes_is_read_as_far_as_it_goes(tmp_path):
     failed = run(odd)
     assert failed.returncode == 1
     assert "Traceback" not in failed.stderr
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("projection")
+
+
+def test_other_units_and_a_scaling_that_is_not_stated_give_the_same_times(benchmark, tmp_path):
+    """The same weak series four times; and what cannot be one series is left out as a whole."""
+    file = tmp_path / "units.csv"
+    file.write_text(
+        "Series,GPUs,throughput,throughput_unit,global_batch,per_gpu_batch,scaling,step_time_s\n"
+        + "".join(
+            f"all,{n},{rate},image/s,{32 * n},32,weak,\n"
+            f"each,{n},{rate / n},image/s/GPU,{32 * n},32,weak,\n"
+            f"steps,{n},{rate / n / 32},step/s,{32 * n},32,weak,\n"
+            f"told,{n},{rate},image/s,{32 * n},32,,\n"
+            f"turns,{n},{rate if n > 1 else ''},image/s,,,weak,{'' if n > 1 else 1}\n"
+            f"changes,{n},{rate},{'image/s' if n > 1 else 'step/s'},,,weak,\n"
+            for n, rate in ((1, 100), (2, 180), (4, 320))
+        )
+    )
+    rows, left_out = benchmark.read(file)
+    times = {name: [p.step_s for p in points] for _, name, _, points in benchmark.series_of(rows)}
+    assert set(times) == {"all", "each", "steps", "told"}
+    for name in times:
+        relative = [t / times[name][0] for t in times[name]]
+        assert relative == pytest.approx([1, 2 / 1.8, 4 / 3.2]), name
+    assert left_out["of a series that changes its scaling or its unit"] == 3
+    assert left_out["of a series that states throughput and step times by turns"] == 3
+
+
+def test_a_file_without_what_is_needed_is_named_with_its_columns(benchmark, tmp_path, capsys):
+    file = tmp_path / "other.csv"
+    file.write_text("workers,seconds\n1,2\n")
+    assert benchmark.main([str(file)]) == 1
+    assert "needs the columns gpus, and throughput or step_time_s; it has workers" in (
+        capsys.readouterr().err
+    )

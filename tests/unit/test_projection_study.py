@@ -13,6 +13,8 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.projection import __main__ as command
 from stratbench.plan.projection.evidence import evidence_of
+from stratbench.plan.projection.study import projected_trainings
+from stratbench.plan.schedule import records_by_cell
 from stratbench.study.config import config as configuration
 from stratbench.telemetry.collective_cost import Layout, Link, Time, ring, tree
 from stratbench.train.links import measure as links
@@ -183,6 +185,52 @@ def test_the_time_to_a_target_is_told_where_updates_stay_the_same(study, capsys)
     assert "depend on the number of workers" in reached.why_no_target["ps-async"]
     assert missed.target_s.isna().all()
     assert missed.why_no_target["ddp"] == "not all of its trainings reached 0.999"
+
+
+def test_the_plan_is_told_of_trainings_on_counts_that_exist_nowhere(study):
+    block = study["studies"]["small"]["experiments"]["one"]
+    block["gpus"] = [1, 2, 4, 8]
+    config, read = configuration.load_config(study)
+    found = projected_trainings(config, read, records_by_cell(read, config["results"]))
+    ddp = {c.gpus: p for c, p in found.items() if c.strategy == "ddp"}
+    assert set(ddp) == {8}  # 16 and 32 are on nodes between which nothing was measured
+    assert ddp[8].global_batch == 128
+    assert ddp[8].span.source.startswith("projected, 80 %: steps measured on 1, 2 and 4 workers")
+    table = pd.DataFrame(command.projected(config, read, evidence_of_ddp(config, read))[0])
+    row = table[table.workers == 8].iloc[0]
+    assert (ddp[8].span.low_s, ddp[8].span.high_s) == (row.train_low_s, row.train_high_s)
+
+
+def evidence_of_ddp(config: dict[str, Any], read: Any) -> Any:
+    found = evidence_of(records_by_cell(read, config["results"]))
+    return next(e for e in found if e.strategy == "ddp")
+
+
+def test_counts_up_to_the_one_that_is_asked_for(study, tmp_path):
+    out = tmp_path / "asked.csv"
+    assert command.main(["--config", json.dumps(study), "--most", "24", "--out", str(out)]) == 0
+    table = pd.read_csv(out)
+    assert list(table[table.strategy == "ddp"].workers) == [1, 2, 4, 8, 16, 24]
+    assert list(table[table.strategy == "single"].workers) == [24]
+
+
+def test_gpu_hours_and_costs_follow_from_times(study, capsys):
+    study["cluster"]["price_per_gpu_hour"] = 2.0
+    for path in Path(study["results"]).glob("small/cells/*/*/*/*/*/record.json"):
+        record = json.loads(path.read_text())
+        for worker in record["workers"]:
+            worker["provenance"]["gpu"] = {"name": "A100"}
+        path.write_text(json.dumps(record))
+    table, _ = projected(study, capsys)
+    row = table[(table.strategy == "ddp") & (table.workers == 8)].iloc[0]
+    assert row.gpu_hours == pytest.approx(row.train_s * 8 / 3600, rel=1e-4)
+    assert row.cost_high == pytest.approx(2 * row.gpu_hours_high, rel=1e-4)
+    assert pd.isna(row.target_cost)
+    study["decide"] = {"price_per_gpu_hour": 3.0}
+    again, _ = projected(study, capsys)
+    assert again[(again.strategy == "ddp") & (again.workers == 8)].cost.iloc[0] == pytest.approx(
+        1.5 * row.cost, rel=1e-4
+    )
 
 
 def test_a_study_without_records_says_so(tmp_path, capsys):

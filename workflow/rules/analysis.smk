@@ -29,7 +29,7 @@ QUEUE_STAGE = (
 ASK_PROJECTION, USE_PROJECTION = (
     (
         "-m stratbench.plan.projection --config {params.asking:q}"
-        f" --counts {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
+        f" --most {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
         " --projection {params.out:q}/asked_projection.csv",
     )
     if ASKS_PROJECTION
@@ -244,6 +244,7 @@ rule write_report:
         summary=f"{RESULTS}/{{study}}/summary.csv",
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
         links=measured_links,
+        projection=made_projection,
         paper=f"{RESULTS}/{{study}}/paper_audit.csv",
         plots=FIGURES,
         tables=TABLES,

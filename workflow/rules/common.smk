@@ -177,6 +177,12 @@ def measured_links(wildcards):
     return [str(path)] if path.exists() else []
 
 
+def made_projection(wildcards):
+    """What `project` has projected of the study, where it has."""
+    path = Path(RESULTS, STUDY.name, "projection.csv")
+    return [str(path)] if path.exists() else []
+
+
 def study_dir(wildcards):
     """results/<study>."""
     return f"{RESULTS}/{wildcards.study}"

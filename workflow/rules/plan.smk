@@ -73,7 +73,8 @@ rule compare_with_prediction:
 
 
 # Step times on counts that nobody has, from the study's records, and from its links.csv where `links` has
-# made one. It has no output, so that it always runs.
+# made one: projection.csv and projection.html. It has no output, so that it always runs; the report shows
+# what it finds there.
 rule project:
     input:
         rules.plan.input,
@@ -84,11 +85,13 @@ rule project:
         ENV
     params:
         config=rules.plan.params.config,
+        table=lambda w: f"{RESULTS}/{STUDY.name}/projection.csv",
     message:
         f"project the study {STUDY.name} to more workers"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.plan.projection --config {params.config:q} 2>&1 | tee {log:q}"
+        "-m stratbench.plan.projection --config {params.config:q}"
+        " -m stratbench.analysis.report.projection --table {params.table:q} 2>&1 | tee {log:q}"
 
 
 # What the links of this machine cost, measured by processes of its own, between as many workers as the study

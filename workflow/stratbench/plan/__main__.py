@@ -14,16 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.coordinates import Cell
 from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.cell.text.words import counted, folded
 from stratbench.plan.check import check_study
 from stratbench.plan.device_rates import named_gpus
+from stratbench.plan.duration import Projected
 from stratbench.plan.one_network import study_of
 from stratbench.plan.pages import table
 from stratbench.plan.pages.check_text import check_text
 from stratbench.plan.pages.text import plan_text, write_html
-from stratbench.plan.schedule import make_plan, records_by_cell
-from stratbench.study.config.config import load_config
+from stratbench.plan.projection.study import projected_trainings
+from stratbench.plan.schedule import Records, make_plan, records_by_cell
+from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.study.job_environment import set_job_environment
@@ -48,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
             told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"
             print(f"{told}: see below, and `snakemake check`", flush=True)
         records = records_by_cell(study, config["results"])
-        plan = make_plan(config, checked, records, args.gpu, args.partition)
+        projected = by_records(config, study, records)
+        plan = make_plan(config, checked, records, args.gpu, args.partition, projected)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -60,6 +64,14 @@ def main(argv: list[str] | None = None) -> int:
         print(plan_text(plan))
     print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
     return 0
+
+
+def by_records(config: dict[str, Any], study: Study, records: Records) -> dict[Cell, Projected]:
+    """The trainings that the records are projected to; ConfigError for measured links that are none."""
+    try:
+        return projected_trainings(config, study, records)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

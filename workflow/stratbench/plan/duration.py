@@ -49,6 +49,14 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Projected:
+    """A training that the study's records were projected to: its time, and its global batch."""
+
+    span: Span
+    global_batch: int
+
+
+@dataclass(frozen=True)
 class Work:
     """What a cell computes and sends: in one step of a worker, and in the whole training."""
 

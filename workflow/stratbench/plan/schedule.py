@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, MIB
 from stratbench.plan.check import Checked, Network, other_resharding, resharded
 from stratbench.plan.device_rates import Device, devices_of, named_gpus
-from stratbench.plan.duration import Span, Step, span_by_records, times_on
+from stratbench.plan.duration import Projected, Span, Step, span_by_records, times_on
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.needs import Needs, Subject, data_bytes_of, needs_of
@@ -93,6 +93,8 @@ class Plan:
     jobs: int
     #: Why no node of the cluster can hold a cell, in words; empty without SLURM.
     unheld: list[str]
+    #: Trainings that the records were projected to: of the study's cells (first repeats), and beyond them.
+    projected: Mapping[Cell, Projected]
     #: FSDP with and without resharding: (experiment, model, gpus) -> option -> footprint.
     resharding: dict[tuple[str, str, int], dict[str, Footprint]]
 
@@ -108,13 +110,14 @@ def make_plan(
     records: Records,
     gpu: str | None = None,
     partition: str | None = "*",
+    projected: Mapping[Cell, Projected] | None = None,
 ) -> Plan:
     """The plan of a study that was checked and has these records.
 
     `gpu` replaces `cluster.gpu`. `partition`: of SLURM, where cells will run (several: `a,b`; None:
-    the default one; `*`: any).
+    the default one; `*`: any). `projected`: the times of trainings that records were projected to.
     """
-    cluster = config["cluster"]
+    cluster, projected = config["cluster"], projected or {}
     named = gpu or cluster["gpu"]
     gpus = named_gpus({**cluster, "gpu": named})
     if not named:
@@ -125,7 +128,8 @@ def make_plan(
     for s in checked.subjects:
         on_cuda, precision = s.request.on_cuda, s.settings.precision
         devices = devices_of(gpus, precision, on_cuda, s.cell.gpus, cluster)
-        span = span_by_records(s.cell, timed)
+        known = projected.get(replace(s.cell, repeat=0))
+        span = known.span if known else span_by_records(s.cell, timed)
         record = records.get(s.cell)
         cells.append(_planned(s, checked, record, devices, span, cluster, config["results"]))
     on_gpu = any(s.request.on_cuda for s in checked.subjects)
@@ -144,6 +148,7 @@ def make_plan(
         room_bytes=device.memory_bytes / (1 + cluster["memory_margin"]),
         jobs=sharing.count_jobs(asked, cluster["cells_per_job"], offered, partition),
         unheld=_unheld(cells, nodes.nodes_of_partition(offered, partition)),
+        projected=projected,
         resharding=_resharding(checked),
     )
 

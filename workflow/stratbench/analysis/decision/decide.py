@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.claim import is_count_known, unanswered
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.projected import Line, Projected, read_projection
+from stratbench.analysis.decision.projected import Line, Projected, read_crossings, read_projection
 from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
 from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
 from stratbench.analysis.decision.sentences import (
@@ -112,11 +112,13 @@ def decisions(
     raced: Mapping[Group, Raced] | None = None,
     projected: Mapping[Line, Projected] | None = None,
     turns: Sequence[Turn] = (),
+    crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> list[Decision]:
     """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
 
-    `projected`: on the number of workers that the constraints ask for, where it was not measured.
-    `turns`: where other links would turn an order.
+    `projected`: on the number of workers that the constraints ask for, where it was not measured;
+    `turns`: where other links would turn an order; `crossings`: sentences on other numbers of workers,
+    by experiment and model.
     ConfigError if the constraints name a model that nobody knows.
     """
     check_model(constraints.model, cells["model"].astype(str))
@@ -126,6 +128,7 @@ def decisions(
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     made = decide_together(studied, constraints, turns)  # even if only one model is wanted
+    made = [with_crossings(d, (crossings or {}).get((d.experiment, d.model), ())) for d in made]
     if constraints.model is not None:
         made = [decision for decision in made if decision.model == constraints.model]
         if not made:
@@ -193,6 +196,14 @@ def decide(
         ),
         short=short_answer(found, ranking, given, sure, unknown),
     )
+
+
+def with_crossings(decision: Decision, told: Sequence[str]) -> Decision:
+    """A projected decision, which says where the lead passes on, on other numbers of workers."""
+    if decision.choice is None or not decision.choice.projected:
+        return decision
+    other = tuple(f"Another number of workers: {sentence}" for sentence in told)
+    return replace(decision, changes=(*decision.changes, *other))
 
 
 def matrix_rows(
@@ -349,9 +360,10 @@ def write_decisions(
     projected: Mapping[Line, Projected] | None = None,
     queue: Mapping[str, Any] | None = None,
     turns: Sequence[Turn] = (),
+    crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> str:
     """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
-    found = decisions(cells, findings, given, raced, projected, turns)
+    found = decisions(cells, findings, given, raced, projected, turns, crossings)
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
@@ -385,9 +397,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     queue = read_json(args.queue) if args.queue else None
     try:
         projected = read_projection(args.projection, given.gpus)
-        turns = read_turns(args.turns)
         files = args.out, args.answers_out
-        print(write_decisions(cells, findings, given, *files, raced, projected, queue, turns))
+        told = read_turns(args.turns), read_crossings(args.projection)
+        print(write_decisions(cells, findings, given, *files, raced, projected, queue, *told))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.projected import Projected
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
 from stratbench.analysis.records.measures import format_number
-from stratbench.cell.text.words import bytes_text, counted, plural, short_time
+from stratbench.cell.text.words import bytes_text, counted, hours_text, plural, short_time
 from stratbench.statistics.intervals import Estimate
 from stratbench.statistics.moderated import ROUGH
 
@@ -98,8 +98,15 @@ def figures_of_projection(first: Candidate, made: Projected) -> str:
         if peak is None
         else f"a peak of up to {bytes_text(peak)} a worker"
     )
-    evidence = f"Evidence: {made.evidence}."
-    return f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}. {evidence}"
+    told = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
+    if made.target_s is not None:
+        low_s, middle_s, high_s = map(short_time, made.target_s)
+        paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
+        told += (
+            f" The target score takes {middle_s} of it (80 %: {low_s} to {high_s}), "
+            f"{hours_text(made.target_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
+        )
+    return f"{told} Evidence: {made.evidence}."
 
 
 def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constraints) -> str:

@@ -12,7 +12,7 @@ from stratbench.analysis.figures.marks import Mark, outline
 
 WIDTH, HEIGHT = 640, 360
 #: Room beside the axes in pixels: left, right (for names), top, bottom.
-LEFT, RIGHT, TOP, BOTTOM = 64, 130, 12, 42
+LEFT, RIGHT, TOP, BOTTOM = 70, 130, 12, 42
 RADIUS, LINE_HEIGHT = 4.5, 14
 
 
@@ -51,7 +51,7 @@ def log_chart(
     told += [
         f'<text class="t" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" '
         f'text-anchor="middle">{escape(x_title)}</text>',
-        f'<text class="t" transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" '
+        f'<text class="t" transform="translate(11 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" '
         f'text-anchor="middle">{escape(y_title)}</text>',
     ]
     for s in series:

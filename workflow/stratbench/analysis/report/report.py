@@ -28,6 +28,7 @@ from stratbench.analysis.report.audit_section import (
     paper_audit_rules,
 )
 from stratbench.analysis.report.links import links_section
+from stratbench.analysis.report.projection import projection_section
 from stratbench.analysis.report.sections import (
     machine_lines,
     paper_section,
@@ -338,6 +339,7 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "paper_audit": paper_audit_rules(folder / "paper_audit.csv"),
         "paper": paper_section(folder),
         "links": links_section(study_dir / "links"),
+        "projections": projection_section(study_dir / "projection.csv", trained_on(cells)),
         "predictions": prediction_lines(prediction) if prediction.exists() else [],
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
@@ -347,6 +349,14 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
     }
+
+
+def trained_on(cells: pd.DataFrame) -> set[tuple[str, str, str, int]]:
+    """Experiment, model, strategy and count of all finished trainings."""
+    ok = cells[cells["status"] == "ok"]
+    return set(
+        zip(*(ok[name] for name in ("experiment", "model", "strategy", "gpus")), strict=True)
+    )
 
 
 def render(values: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.words import GIB, MIB
 from stratbench.plan import device_rates, duration
+from stratbench.plan.duration import Span
 from stratbench.plan.footprint import reductions
 from stratbench.plan.footprint.footprint import Affine, Footprint, Sums
 from stratbench.plan.footprint.traffic import wire_bytes
@@ -164,7 +165,27 @@ def _network(
         "batch": first.settings.global_batch,
         "on_cuda": first.request.on_cuda,
         "kinds": kinds,
+        "ahead": _ahead(plan, cells),
     }
+
+
+def _ahead(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """What records were projected to on numbers of workers that the study lacks, by kind and strategy."""
+    own = {replace(c.cell, gpus=0, repeat=0): c.subject.settings for c in cells}
+    there = {replace(c.cell, repeat=0) for c in cells}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for cell, p in sorted(plan.projected.items(), key=lambda item: item[0].gpus):
+        settings = own.get(replace(cell, gpus=0))
+        if settings is not None and cell not in there:
+            of_kind = found.setdefault(kind_of(settings), {})
+            told = _recorded("projected", p.global_batch, p.span)
+            of_kind.setdefault(cell.strategy, []).append(told | {"workers": cell.gpus})
+    return found
+
+
+def _recorded(kind: str, batch: int, span: Span) -> dict[str, Any]:
+    """A training's time by records. `kind`: measured, projected, or nearby (of another cell)."""
+    return {"kind": kind, "batch": batch, "span": [span.low_s, span.high_s], "source": span.source}
 
 
 def kind_of(s: Settings) -> str:
@@ -199,13 +220,15 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
         "bubble": needs.work.bubble_share,
         "slowdown": needs.work.slowdown,
         "recomputes": needs.work.recomputes,
-        "recorded": recorded
-        and {
-            "batch": s.settings.global_batch,
-            "span": [recorded.low_s, recorded.high_s],
-            "source": recorded.source,
-        },
+        "recorded": recorded and _recorded(_evidence(plan, c), s.settings.global_batch, recorded),
     }
+
+
+def _evidence(plan: Plan, c: Planned) -> str:
+    """What a time by records rests on."""
+    if c.state == "done":
+        return "measured"
+    return "projected" if c.cell in plan.projected else "nearby"
 
 
 def _is_regular(s: Subject) -> bool:

@@ -93,6 +93,11 @@ class Skill:
     best: str
     errors: dict[str, float]  # mean |ln ratio| by naive rule
 
+    @property
+    def has_any(self) -> bool:
+        """Whether it is no worse than the best naive rule, as far as that is known."""
+        return self.value is None or self.value >= 0
+
 
 def skill_of(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> Skill:
     """The skill of `rule` over the best of RULES, by `forward_errors`."""

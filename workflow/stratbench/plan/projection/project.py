@@ -1,4 +1,4 @@
-"""A study's projection: by the model where it has skill, else by the best naive rule, within limits."""
+"""A study's projection: by the replay where it has skill, else by counts; within limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Replayed = Callable[[int, float], float]
 
 @dataclass(frozen=True)
 class Projection:
-    """What is said of a count: an interval by `rule`, or why nothing (`refused`), beside the naive rules."""
+    """What is said of a count: an interval by `rule`, or why nothing (`refused`), beside the naive rules.
+
+    `skill`: of `rule` on the measured counts, over the best naive rule there.
+    """
 
     workers: int
     nodes: int | None
@@ -47,24 +50,23 @@ def project(
 
     `replayed`: the traced step on measured links (`replay`), where there are any; `slowed`: the same with
     each link as much slower as its times were off their fit, which widens the interval. `unsuited`: why a
-    count cannot be trained at all. Where a model does
-    worse than the best naive rule on the study's own counts, the naive one is given, with an interval from
-    its own errors there.
+    count cannot be trained at all. A replay that does worse than the best naive rule on the study's own
+    counts gives way to the counts. Where these do, too, the naive rule's time is in the interval, and the
+    sentence names it. It does not replace the projection: on published series it was the worse one then
+    (docs/projection.md).
     """
     points = sorted(points, key=lambda p: p.workers)
     scaling = stated.scaling
-    if replayed is not None:
-        name, rule = BY_LINKS, on_links(replayed)
-    else:
-        name, rule = BY_COUNTS, _by_counts(stated)
+    name, rule = BY_COUNTS, _by_counts(stated)
     skill = naive.skill_of(rule, points, scaling)
-    has_skill = skill.value is None or skill.value >= 0
-    if not has_skill:
-        name, rule = skill.best, naive.RULES[skill.best]
+    if replayed is not None:
+        by_links = naive.skill_of(on_links(replayed), points, scaling)
+        if by_links.has_any:
+            name, rule, skill = BY_LINKS, on_links(replayed), by_links
     if name == BY_COUNTS:
         intervals = population.projected(points, stated, targets)
     else:
-        more = on_links(replayed, slowed) if name == BY_LINKS and slowed else rule
+        more = on_links(replayed, slowed) if slowed else rule
         intervals = [
             _about(rule, points, scaling, workers, _apart(more, rule, points, scaling, workers))
             for workers, _ in targets
@@ -73,10 +75,19 @@ def project(
     for (workers, nodes), interval in zip(targets, intervals, strict=True):
         why = unsuited(workers) or refusal(points, workers, nodes, measured_levels, queue)
         beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
+        if not skill.has_any:
+            interval = _holding(interval, beside[skill.best])
         found.append(
             Projection(workers, nodes, why, None if why else interval, name, beside, skill)
         )
     return found
+
+
+def _holding(interval: Interval, step_s: float) -> Interval:
+    """The interval, made as wide as holds a time; one that is not above zero says nothing."""
+    if step_s <= 0:
+        return interval
+    return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
 
 
 def _by_counts(stated: Stated) -> Rule:
@@ -171,10 +182,10 @@ def basis_of(found: Projection, points: Sequence[Measured]) -> str:
     *some, last = [str(p.workers) for p in points]
     counts = f"{', '.join(some)} and {last}" if some else last
     told = f"steps measured on {counts} workers, by {found.rule}"
-    if found.rule in naive.RULES:
-        told += ", since the model did worse on the measured counts"
-    elif found.skill.value is None:
+    if found.skill.value is None:
         told += "; fewer than three measured counts cannot show its skill"
+    elif not found.skill.has_any:
+        told += f", though {found.skill.best} did better on the measured counts"
     return told
 
 
@@ -190,7 +201,11 @@ def sentence(found: Projection, unit: str = "GPUs") -> str:
     said = f"{found.workers} {unit}: {middle:.3g} ms a step (80 %: {low:.3g} to {high:.3g}), by {found.rule}"
     if found.skill.value is None:
         return f"{said}; fewer than three measured counts cannot show its skill."
-    if found.rule in naive.RULES:
-        return f"{said}: the model did worse than this rule on the measured counts."
-    ratio = f"{1 - found.skill.value:.2f} times that of {found.skill.best}"
-    return f"{said}; on the measured counts its error is {ratio}."
+    best = found.skill.best
+    if found.skill.has_any:
+        ratio = f"{1 - found.skill.value:.2f} times that of {best}"
+        return f"{said}; on the measured counts its error is {ratio}."
+    return (
+        f"{said}. On the measured counts it has no skill: {best} did better there, which says "
+        f"{found.naive_s[best] * 1e3:.3g} ms."
+    )

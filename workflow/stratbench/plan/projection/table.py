@@ -24,7 +24,9 @@ class Row:
     """A count of a strategy. `kind`: measured, projected or refused (`why`); empty texts are not known.
 
     `step`: seconds of a global batch; `train`: of the study's whole training; `target`: of the training
-    until the score that the config asks for; `memory`: a worker's peak, in bytes. Each low, middle, high.
+    until the score that the config asks for. `gpu_hours` and, where GPUs have a price, `cost`: of the
+    training, or as `target_...` until that score; without servers, start and evaluation. `memory`: a
+    worker's peak, in bytes. Each low, middle, high.
     `evidence`: from what it is projected. `skill`: on the measured counts, 1 no error, 0 the best naive
     rule's.
     """
@@ -50,6 +52,18 @@ class Row:
     target_low_s: float | None = None
     target_s: float | None = None
     target_high_s: float | None = None
+    gpu_hours_low: float | None = None
+    gpu_hours: float | None = None
+    gpu_hours_high: float | None = None
+    cost_low: float | None = None
+    cost: float | None = None
+    cost_high: float | None = None
+    target_gpu_hours_low: float | None = None
+    target_gpu_hours: float | None = None
+    target_gpu_hours_high: float | None = None
+    target_cost_low: float | None = None
+    target_cost: float | None = None
+    target_cost_high: float | None = None
     memory_low_bytes: float | None = None
     memory_bytes: float | None = None
     memory_high_bytes: float | None = None
@@ -69,12 +83,13 @@ class Whole:
     """What is true of a strategy's trainings: the batches of one by count, and the share to the target.
 
     `to_target`: (low, high) of the training time, None where it is not known; then `why_no_target`, if
-    one was asked for.
+    one was asked for. `price`: of a GPU for an hour; None: not known, or no GPU.
     """
 
     steps: Mapping[int, int]
     to_target: tuple[float, float] | None
     why_no_target: str = ""
+    price: float | None = None
 
 
 def rows_of(
@@ -125,7 +140,8 @@ def rows_of(
 def _times(
     evidence: Evidence, whole: Whole, workers: int, *step_s: float
 ) -> dict[str, float | None]:
-    """Step, efficiency, training and time to the target, from the step's low, middle and high time."""
+    """Step, efficiency, time and cost of the training and to the target, from the step's low, middle and high
+    time."""
     ideal_s = ideal(evidence.points[0], evidence.stated.scaling, workers)
     trained = [t * whole.steps[workers] for t in step_s]
     # A long step is a low efficiency.
@@ -139,7 +155,18 @@ def _times(
         | _three("efficiency", "", efficiencies)
         | _three("train", "_s", trained)
         | _three("target", "_s", target)
+        | _paid("", trained, workers, whole.price)
+        | _paid("target_", target, workers, whole.price)
     )
+
+
+def _paid(
+    of: str, times_s: Sequence[float] | None, workers: int, price: float | None
+) -> dict[str, float | None]:
+    """GPU-hours of times on so many workers, and what they cost."""
+    hours = times_s and [t * workers / 3600 for t in times_s]
+    cost = None if price is None or hours is None else [h * price for h in hours]
+    return _three(f"{of}gpu_hours", "", hours) | _three(f"{of}cost", "", cost)
 
 
 def _three(name: str, unit: str, values: Sequence[float] | None) -> dict[str, float | None]:

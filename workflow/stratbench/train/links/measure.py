@@ -246,7 +246,10 @@ def _push_s(m: Pushed, ends: Sequence[Sequence[float]]) -> float:
 
 
 def _server(measurements: Sequence[Pushed], secret: bytes, folder: str, together: Barrier) -> None:
+    rounds = measurements[-1].repeat + 1
     for i, m in enumerate(measurements):
+        if i == 0 or m.repeat != measurements[i - 1].repeat:
+            print(f"servers: round {m.repeat + 1} of {rounds}", flush=True)
         together.wait(TIMEOUT_S)
         serve(m.config(f"{folder}/{i}"), secret)
 

@@ -48,6 +48,8 @@ def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
     cells = [(k, n, size) for k in sweep.kinds for n in sweep.workers for size in sweep.sizes()]
     found: list[Time] = []
     for number in range(-1, sweep.repeats):  # the first round connects and warms up
+        if rank == 0 and number >= 0:
+            print(f"collectives: round {number + 1} of {sweep.repeats}", flush=True)
         order = random.Random(number).sample(cells, len(cells))
         for kind, n, size in order:
             if rank >= n:

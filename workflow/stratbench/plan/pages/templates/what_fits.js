@@ -115,19 +115,28 @@ const kindOf = (s) => s.precision + (s.checkpointing ? "+checkpointing" : "");
 const strategiesOf = (network) => [...new Set(Object.values(network.kinds).flatMap(Object.keys))];
 const countsOf = (network) => [...new Set(Object.values(network.kinds).flatMap((k) => Object.values(k).flatMap(Object.keys)))].map(Number).sort((a, b) => a - b);
 
-/** What the plan has of a choice; between two numbers of workers that it has, from both: a line in 1 / workers. */
+/** The numbers of workers of a strategy whose amounts are a line in 1 / workers. */
+const regularOf = (given) => Object.keys(given).map(Number).filter((n) => given[n].regular).sort((a, b) => a - b);
+const MOST_WORKERS = 1024;
+/** The most workers that this plan can say something of. */
+const mostWorkers = (network) => Object.values(network.kinds).some((kind) => Object.values(kind).some((given) => regularOf(given).length > 1)) ? Math.max(MOST_WORKERS, countsOf(network).at(-1)) : countsOf(network).at(-1);
+
+/** What the plan has of a choice; on numbers of workers that it lacks, from two that it has: a line in 1 / workers. */
 function entryOf(s) {
   const given = networkOf(s).kinds[kindOf(s)]?.[s.strategy] ?? {};
   if (given[s.workers]) return given[s.workers];
-  const counts = Object.keys(given).map(Number).filter((n) => given[n].regular).sort((a, b) => a - b);
-  const low = counts.findLast((n) => n < s.workers), high = counts.find((n) => n > s.workers);
+  const counts = regularOf(given), beyond = s.workers > counts.at(-1);
+  const low = beyond ? counts.at(-2) : counts.findLast((n) => n < s.workers), high = beyond ? counts.at(-1) : counts.find((n) => n > s.workers);
   if (!low || !high) return undefined;
   const share = (1 / s.workers - 1 / high) / (1 / low - 1 / high), between = [given[low], given[high]];
   const [a, b] = between.map((entry) => entry.wire);
   const wire = { ...a, line: mixed(a.line, b.line, share), plain: mixed([a.plain], [b.plain], share)[0] };
   const nodes = Math.ceil(s.workers / D.gpus_per_node);
-  return { ...given[high], between, share, wire, nodes, replicas: s.workers, recorded: null };
+  return { ...given[high], between, share, wire, nodes, replicas: s.workers, recorded: aheadOf(s).find((p) => p.workers === s.workers) ?? null };
 }
+
+/** What the study's records were projected to, on numbers of workers that it lacks. */
+const aheadOf = (s) => networkOf(s).ahead[kindOf(s)]?.[s.strategy] ?? [];
 
 /** The columns of the table: the numbers of workers that the plan has, and the one chosen. */
 const columnsOf = (network) => [...new Set([...countsOf(network), S.workers])].sort((a, b) => a - b);
@@ -155,7 +164,7 @@ function figures(s, whole = true) {
   const sent = steps ? sentBytes(entry, samples, steps) : 0;
   const recorded = entry.recorded && entry.recorded.batch === s.batch && D.own_of[+network.on_cuda] === device.name ? entry.recorded : null;
   const span = recorded ? recorded.span : steps ? secondsOf(entry, device, s, samples, sent, steps) : null;
-  return { ...found, samples, sent, steps, span, source: recorded ? recorded.source : null, parts: Object.fromEntries(NAMED.map((name, i) => [name, n.parts[i]])), phase: n.phase };
+  return { ...found, samples, sent, steps, span, recorded, parts: Object.fromEntries(NAMED.map((name, i) => [name, n.parts[i]])), phase: n.phase };
 }
 
 // ---- words -------------------------------------------------------------------------------------------------
@@ -199,7 +208,7 @@ function settle() {
   if (!kinds.some((k) => k.split("+")[0] === S.precision)) S.precision = first[0];
   if (!network.kinds[kindOf(S)]) S.checkpointing = network.kinds[`${S.precision}+checkpointing`] ? 1 : 0;
   const counts = countsOf(network), strategies = strategiesOf(network);
-  if (!(Number.isInteger(S.workers) && S.workers >= counts[0] && S.workers <= counts.at(-1))) S.workers = counts.findLast((n) => n <= 8) ?? counts[0];
+  if (!(Number.isInteger(S.workers) && S.workers >= counts[0] && S.workers <= mostWorkers(network))) S.workers = counts.findLast((n) => n <= 8) ?? counts[0];
   if (!strategies.includes(S.strategy)) S.strategy = strategies.find((strategy) => counts.every((workers) => entryOf({ ...S, strategy, workers }))) || strategies[0];
   if (!(Number.isInteger(S.batch) && S.batch >= 1 && S.batch < 2 ** 24)) S.batch = network.batch;
 }
@@ -228,7 +237,7 @@ function show() {
   radios("precision", PRECISIONS.filter((p) => kinds[p] || kinds[`${p}+checkpointing`]));
   for (const key of ["network", "device", "strategy"]) form[key].value = S[key];
   const counts = countsOf(network);
-  Object.assign(form.count, { value: S.workers, min: counts[0], max: counts.at(-1) });
+  Object.assign(form.count, { value: S.workers, min: counts[0], max: mostWorkers(network) });
   form.batch.value = S.batch;
   form.slider.value = BATCHES.findLastIndex((b) => b <= S.batch);
   form.slider.setAttribute("aria-valuetext", count(S.batch));
@@ -277,6 +286,9 @@ function bar(f, device) {
   $("reserved").textContent = `GiB at the peak of a worker, in its ${f.phase}${device.is_gpu ? "; hatched: kept free for the driver, CUDA, NCCL and cuDNN" : "; hatched: kept free for the process itself"}.`;
 }
 
+/** From what a time by records is. */
+const sourceOf = ({ kind, source }) => (kind === "measured" ? `measured: ${source}` : kind === "nearby" ? `between perfect scaling and none, from ${source}` : source);
+
 function facts(f, device) {
   const network = networkOf(S), none = f.state === "none";
   $("most").textContent = f.most ? count(f.most) : "No batch";
@@ -284,8 +296,71 @@ function facts(f, device) {
   $("sent").textContent = none ? "–" : amount(f.sent);
   $("time").textContent = none ? "–" : f.span ? spanText(f.span) : "Not known";
   const length = network.steps ? `${count(network.steps)} steps` : `${network.epochs === 1 ? "an epoch" : `${network.epochs} epochs`} of ${count(network.train_samples)} samples`;
-  const by = f.source ? `measured: ${f.source}` : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
+  const by = f.recorded ? sourceOf(f.recorded) : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
   $("timesub").textContent = none ? "" : f.steps ? `${length}; ${by}` : `the data set has fewer than ${count(S.batch)} samples`;
+}
+
+// ---- the training's time over workers ----------------------------------------------------------------------
+
+const FAN = { width: 640, height: 250, left: 62, right: 20, top: 10, bottom: 34 };
+function svg(tag, given, text) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(given)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+/** Times of the chosen strategy on numbers of workers: by records and what they were projected to, and by theory. */
+function timesOverWorkers() {
+  const network = networkOf(S), counts = new Set([...countsOf(network), ...aheadOf(S).map((p) => p.workers)]);
+  for (let n = countsOf(network)[0]; n <= mostWorkers(network); n *= 2) counts.add(n);
+  const found = { theory: [], measured: [], projected: [], nearby: [] };
+  for (const workers of [...counts].sort((a, b) => a - b)) {
+    const f = figures({ ...S, workers });
+    if (!f.steps) continue;
+    const theory = secondsOf(f.entry, deviceOf(S), { ...S, workers }, f.samples, f.sent, f.steps);
+    if (theory) found.theory.push([workers, ...theory]);
+    if (f.recorded) found[f.recorded.kind].push([workers, ...f.recorded.span]);
+  }
+  return found;
+}
+
+/** A round time for an axis, and its text. */
+const TIMES = [0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 360000, 3600000, 36000000];
+const timeText = (v) => (v < 60 ? `${v} s` : v < 3600 ? `${v / 60} min` : `${count(v / 3600)} h`);
+
+/** Draws the times, and says what is measured, what projected and what theory. */
+function fan() {
+  const times = timesOverWorkers(), all = Object.values(times).flat();
+  $("over").hidden = new Set(all.map(([n]) => n)).size < 2;
+  if ($("over").hidden) return;
+  const { width, height, left, right, top, bottom } = FAN;
+  const xs = all.map(([n]) => n), ys = all.flatMap(([, low, high]) => [low, high]);
+  const scale = (values, from, to) => { const [low, high] = [Math.log(Math.min(...values)), Math.log(Math.max(...values))]; return (v) => from + ((to - from) * (Math.log(v) - low)) / (high - low || 1); };
+  const x = scale(xs, left + 12, width - right - 12), y = scale(ys, height - bottom - 6, top + 6);
+  const path = (points) => `M${points.map(([n, v]) => `${x(n).toFixed(1)},${y(v).toFixed(1)}`).join("L")}`;
+  const area = (spans) => `${path([...spans.map(([n, , high]) => [n, high]), ...spans.map(([n, low]) => [n, low]).reverse()])}Z`;
+  const drawn = TIMES.filter((t) => t >= Math.min(...ys) && t <= Math.max(...ys)).flatMap((t) => [
+    svg("path", { class: "grid", d: `M${left},${y(t)}H${width - right}` }),
+    svg("text", { x: left - 8, y: y(t) + 4, "text-anchor": "end" }, timeText(t)),
+  ]);
+  const ticks = [...new Set(xs)].sort((a, b) => a - b), every = Math.ceil(ticks.length / 12);
+  drawn.push(...ticks.filter((_, i) => i % every === 0).map((n) => svg("text", { x: x(n), y: height - bottom + 18, "text-anchor": "middle" }, String(n))));
+  if (times.theory.length > 1) drawn.push(svg("path", { class: "theory", d: area(times.theory) }));
+  const ahead = times.projected.length && times.measured.length ? [times.measured.at(-1), ...times.projected.filter(([n]) => n > times.measured.at(-1)[0])] : times.projected;
+  if (ahead.length > 1) drawn.push(svg("path", { class: "fan", d: area(ahead) }), svg("path", { class: "middle", d: path(ahead.map(([n, low, high]) => [n, Math.sqrt(low * high)])) }));
+  for (const [kind, spans] of Object.entries(times)) if (kind !== "theory") for (const [n, low, high] of spans) drawn.push(svg("path", { class: `bar ${kind}`, d: `M${x(n)},${y(low)}V${y(high)}` }));
+  for (const [n, low, high] of times.measured) drawn.push(svg("circle", { class: "dot", cx: x(n), cy: y(Math.sqrt(low * high)), r: 4 }));
+  drawn.push(svg("path", { class: "now", d: `M${x(S.workers)},${top}V${height - bottom}` }));
+  $("fan").replaceChildren(...drawn);
+  const on = (spans) => listed(spans.map(([n]) => String(n)));
+  const told = [];
+  if (times.measured.length) told.push(`Measured on ${on(times.measured)} (dots, with 10 % to either side)`);
+  if (times.projected.length) told.push(`projected to ${on(times.projected)} from records${times.measured.length ? "" : " of this study"}: the fan is to hold 80 of 100 cases`);
+  if (times.nearby.length) told.push(`on ${on(times.nearby)} between perfect scaling and none, from the nearest record`);
+  told.push(`grey is theory, by ${deviceOf(S).is_gpu ? "the card’s datasheet" : "this host’s CPU"}: a range that no record narrows`);
+  const sentence = told.join("; ");
+  $("oversub").textContent = `${S.strategy} at a batch of ${count(S.batch)}. ${sentence[0].toUpperCase()}${sentence.slice(1)}.`;
 }
 
 function table() {
@@ -335,6 +410,7 @@ function draw() {
   $("about").textContent = `${network.dataset}: ${count(network.train_samples)} samples; ${network.optimizer === "adamw" ? "AdamW" : "SGD"}`;
   bar(f, device);
   facts(f, device);
+  fan();
   table();
   cards();
   history.replaceState(null, "", `#${new URLSearchParams(S)}`);

@@ -1,0 +1,113 @@
+"""What a projection.csv says of more workers in words: crossings, costs, the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stratbench.analysis.decision.crossings import Count, crossings, sentences_on_crossings
+from stratbench.analysis.report import projection as report
+from stratbench.plan.projection.table import Row, write_csv
+
+
+def line(*steps: float, measured: int = 2, spread: float = 1.1) -> list[Count]:
+    """A strategy's steps on 1, 2, 4 ..., of which the first are measured."""
+    return [
+        Count(2**i, s / spread, s, s * spread, False)
+        if i >= measured
+        else Count(2**i, s, s, s, True)
+        for i, s in enumerate(steps)
+    ]
+
+
+def test_lines_meet_where_their_ratio_is_one():
+    # The ratio goes from 2 at 4 to 1/2 at 16: it is 1 at 8, between two doublings.
+    lines = {"one": line(8, 4, 2, 2, 2), "other": line(16, 8, 4, 2.2, 1)}
+    [found] = crossings(lines)
+    assert (found.before, found.after) == ("one", "other")
+    assert 8 < found.workers < 16
+    assert (found.low, found.high) == (4, 16)
+    assert found.sentence("GPU").startswith(
+        f"From about {found.workers:.0f} GPUs on other takes the lead in time from one"
+    )
+    exact = {"one": line(4, 4, 4), "other": line(8, 5.657, 2.8284)}
+    assert crossings(exact)[0].workers == pytest.approx(2.83, rel=0.01)  # of slopes 0 and -1
+
+
+def test_a_crossing_within_overlapping_fans_is_said_to_be_open():
+    lines = {"one": line(8, 4, 2.1, 1.2), "other": line(8.1, 4.1, 2.1, 1.1, spread=1.5)}
+    [found] = crossings(lines)
+    assert found.high is None
+    assert "one is told apart as the faster one on 2" in found.sentence("GPU")
+    wide = {"one": line(8, 4, measured=1, spread=2), "other": line(9, 3.9, measured=0, spread=2)}
+    assert "so that either may lead" in crossings(wide)[0].sentence("GPU")
+
+
+def test_a_leader_that_ends_is_no_crossing():
+    lines = {"one": line(4, 2), "other": line(8, 4, 2, 1)}
+    assert crossings(lines) == []
+    assert sentences_on_crossings(lines, "GPU") == []  # only one of them is projected
+
+
+def test_without_a_crossing_the_leader_is_named_and_what_is_open():
+    lines = {"one": line(8, 4, 2), "near": line(8.5, 4.2, 2.1), "far": line(16, 8, 5)}
+    [told] = sentences_on_crossings(lines, "CPU process")
+    assert told.startswith("one has the lead on all counts up to 4 CPU processes")
+    assert "on 4 its interval of 80 % overlaps near's" in told
+
+
+def row(strategy: str, workers: int, kind: str, step_s: float, **more) -> Row:
+    names = ("step", "train", "gpu_hours", "cost", "efficiency")
+    ends = {"_low": 0.9, "": 1.0, "_high": 1.2}
+    values = {
+        f"{name}{end}{'_s' if name in ('step', 'train') else ''}": step_s * share
+        for name in names
+        for end, share in ends.items()
+    }
+    values = values if kind != "refused" else {}
+    return Row("one", "net", strategy, "ddp", "strong", "A100", workers, 1, kind, **(values | more))
+
+
+@pytest.fixture
+def table(tmp_path) -> Path:
+    path = tmp_path / "projection.csv"
+    by = {"rule": "counts and published losses", "evidence": "steps measured on 1 and 2 workers"}
+    write_csv(
+        path,
+        [
+            row("ddp", 1, "measured", 4), row("ddp", 2, "measured", 2.0),
+            row("ddp", 4, "projected", 1.4, a_plus_b_s=1.5, **by),
+            row("ddp", 8, "refused", 0, why="no <b>link</b> was measured"),
+            row("mine<script>", 1, "measured", 5), row("mine<script>", 2, "measured", 2.4),
+            row("mine<script>", 4, "projected", 1.1, **by),
+            row("mine<script>", 8, "refused", 0, why="no <b>link</b> was measured"),
+        ],
+    )  # fmt: skip
+    return path
+
+
+def test_the_page_says_who_leads_what_it_costs_and_what_is_refused(table, capsys):
+    assert report.main(["--table", str(table)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "mine<script> takes the lead in time from ddp" in told
+    assert "The least time for the whole training: mine<script> on 4 (projected)" in told
+    assert "at a cost of 1.1" in told
+    page = table.with_suffix(".html").read_text()
+    assert "mine<script>" not in page
+    assert "Not projected: ddp, mine&lt;script&gt;, 8. No &lt;b&gt;link&lt;/b&gt; was" in page
+    assert page.count("<path d=") > 4  # fans and lines
+
+
+def test_a_table_that_lacks_a_record_says_so(table):
+    have = {("one", "net", "ddp", 1), ("one", "net", "ddp", 2), ("one", "net", "single", 1)}
+    assert not report.projection_section(table, have)[0]["lacks"]
+    assert report.projection_section(table, have | {("one", "net", "ddp", 4)})[0]["lacks"]
+
+
+def test_a_file_that_is_no_projection_is_named(tmp_path, capsys):
+    path = tmp_path / "projection.csv"
+    assert report.main(["--table", str(path)]) == 1
+    path.write_text("a,b\n1,2\n")
+    assert report.main(["--table", str(path)]) == 1
+    assert "is no projection.csv" in capsys.readouterr().err

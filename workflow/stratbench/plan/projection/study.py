@@ -1,0 +1,154 @@
+"""The projection of a study's strategy on other counts: from its records, on its links if it has any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.plan.device_rates import Device, cpu_device, gpu_device, named_gpus
+from stratbench.plan.duration import Projected, Span
+from stratbench.plan.needs import Subject, subject_of
+from stratbench.plan.projection.evidence import (
+    Evidence,
+    OnLinks,
+    cores_of_node,
+    evidence_of,
+    on_measured_links,
+)
+from stratbench.plan.projection.limits import MOST_TIMES
+from stratbench.plan.projection.links import Unmeasured
+from stratbench.plan.projection.project import Projection, basis_of, computing_of, project
+from stratbench.plan.projection.servers import Queue
+from stratbench.study.config.config import Study
+
+
+def projections_of(
+    config: Mapping[str, Any], study: Study, evidence: Evidence, counts: Sequence[int]
+) -> list[Projection]:
+    """What is said of a strategy on each of the counts, in ascending order."""
+    a_node = config["cluster"]["gpus_per_node"]
+
+    @cache
+    def at(workers: int) -> Subject:
+        return subject_at(config, study, evidence, workers)
+
+    places = [(n, -(-n // a_node)) for n in counts]
+    device = device_of(config, at(evidence.points[-1].workers))
+
+    @cache
+    def unsuited(workers: int) -> str | None:
+        return why_unsuited(config, study, evidence, workers)
+
+    on, queue, able = _on_links(config, study, evidence, at, device, counts)
+    links = (on.replayed, on.slowed, on.levels, queue) if on else ()
+    made = [
+        *project(evidence.points, evidence.stated, [p for p in places if p[0] in able], *links,
+                 unsuited=unsuited),
+        # Without a replay, of which those that are too far would take minutes to be refused.
+        *project(evidence.points, evidence.stated, [p for p in places if p[0] not in able],
+                 unsuited=unsuited),
+    ]  # fmt: skip
+    return sorted(made, key=lambda p: p.workers)
+
+
+def projected_trainings(
+    config: Mapping[str, Any], study: Study, records: Mapping[Cell, Mapping[str, Any]]
+) -> dict[Cell, Projected]:
+    """Trainings that these records are projected to, on counts of the study and beyond: first repeats."""
+    found = {}
+    for evidence in evidence_of(records):
+        if evidence.unfit:
+            continue
+        measured = {p.workers for p in evidence.points}
+        of_study = {
+            c.gpus
+            for c in study.cells
+            if replace(c, gpus=0, repeat=0) == replace(evidence.last, gpus=0, repeat=0)
+        }
+        largest = max(measured)
+        counts = sorted({*of_study, *counts_after(largest, MOST_TIMES * largest)} - measured)
+        for p in projections_of(config, study, evidence, counts):
+            if p.interval is not None:
+                cell = replace(evidence.last, gpus=p.workers, repeat=0)
+                there = subject_of(config, study, cell)
+                low_s, high_s = (s * there.steps for s in (p.interval.low_s, p.interval.high_s))
+                source = f"projected, 80 %: {basis_of(p, evidence.points)}"
+                found[cell] = Projected(Span(low_s, high_s, source), there.settings.global_batch)
+    return found
+
+
+def subject_at(
+    config: Mapping[str, Any], study: Study, evidence: Evidence, workers: int
+) -> Subject:
+    """The strategy's cell on so many workers."""
+    return subject_of(config, study, replace(evidence.last, gpus=workers))
+
+
+def counts_after(largest: int, most: int) -> list[int]:
+    """Doublings of the largest measured count, up to `most`."""
+    return [largest << k for k in range(1, 1 + max(0, int(math.log2(most / largest))))]
+
+
+def device_of(config: Mapping[str, Any], subject: Subject) -> Device:
+    cluster = config["cluster"]
+    if subject.request.on_cuda:
+        return gpu_device(named_gpus(cluster)[0], subject.settings.precision, cluster)
+    return cpu_device(cluster, subject.cell.gpus)
+
+
+def why_unsuited(
+    config: Mapping[str, Any], study: Study, evidence: Evidence, workers: int
+) -> str | None:
+    """Why a strategy's cell on so many workers could not be trained, or would be of no use; else None."""
+    if why := study.why_refused(config, replace(evidence.last, gpus=workers)):
+        return why
+    cores = cores_of_node(evidence.records[-1][0]) if evidence.on_cpu else None
+    here = min(workers, config["cluster"]["gpus_per_node"])
+    if cores is not None and here > cores:
+        return (
+            f"{here} CPU processes of a node would share its {cores:g} cores, and more of them are no more "
+            "hardware"
+        )
+    return None
+
+
+def _on_links(
+    config: Mapping[str, Any],
+    study: Study,
+    evidence: Evidence,
+    at: Callable[[int], Subject],
+    device: Device,
+    counts: Sequence[int],
+) -> tuple[OnLinks | None, Queue | None, set[int]]:
+    """The replay on measured links where all measured counts have theirs, and the counts that have, too."""
+    points, path = evidence.points, Path(config["results"]) / study.name / "links" / "links.csv"
+    a_node, able = config["cluster"]["gpus_per_node"], set()
+    try:
+        on = on_measured_links(at, points[-1].workers, evidence.stated, device, path, a_node)
+        if on is None:
+            return None, None, able
+        for p in points:
+            if computing_of(on.replayed, p.workers, p.step_s) == 0:
+                print(
+                    f"{evidence.strategy}: on the measured links its collectives alone would take "
+                    f"longer than its whole step on {p.workers} workers did: measure links again on a quiet "
+                    "machine; the counts alone are used"
+                )
+                return None, None, able
+    except Unmeasured as error:
+        print(f"{evidence.strategy}: {error}; the counts alone are used")
+        return None, None, able
+    for n in counts:
+        suited = why_unsuited(config, study, evidence, n) is None
+        if suited and n <= MOST_TIMES * points[-1].workers:
+            with suppress(Unmeasured):
+                on.replayed(n, 1.0)
+                able.add(n)
+    queue = on.queue and on.queue(computing_of(on.replayed, points[-1].workers, points[-1].step_s))
+    return on, queue, able
