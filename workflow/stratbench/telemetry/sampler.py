@@ -9,6 +9,7 @@ and keeps off the cores that the watched processes are bound to. Columns: `timel
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import os
@@ -91,7 +92,7 @@ class Sampler:
         return self._process.pid if self._process else None
 
     def watch(self, label: str, pid: int) -> None:
-        """Sample process `pid` too, under `label` (rank0, server1): now, and with all others."""
+        """Sample process `pid` and what it has started, under `label` (rank0, server1): now, and with all."""
         with self._pids_file.open("a", encoding="utf-8") as file:
             file.write(f"{label} {pid}\n")
         if self._process is not None:
@@ -122,7 +123,7 @@ class CellProcesses:
         self._pids_file = pids_file
         self._lines_read = 0
         self._processes: dict[str, psutil.Process] = {}
-        self._before: dict[str, tuple[float, float]] = {}
+        self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
     def refresh(self) -> bool:
         """Read new lines of the file; returns whether there were any."""
@@ -144,30 +145,39 @@ class CellProcesses:
         return bool(new)
 
     def sample(self) -> list[dict[str, Any]]:
-        """A row for each process that lives; its first has no `cpu_pct`."""
+        """A row for each process that lives, with all below it; its first has no `cpu_pct`.
+
+        Memory that processes share counts for each of them.
+        """
         rows = []
         for label, process in list(self._processes.items()):
             try:
-                with process.oneshot():
-                    if process.status() == psutil.STATUS_ZOMBIE:  # its memory would read as 0
-                        raise psutil.ZombieProcess(process.pid)
-                    times = process.cpu_times()
-                    rss_bytes = process.memory_info().rss
+                figures = _figures_of(process)
+                below = process.children(recursive=True)
             except psutil.Error:
                 del self._processes[label]
                 continue
-            cpu_time_s = round(times.user + times.system, 2)
-            row = {"kind": "process", "id": label, "cpu_time_s": cpu_time_s, "rss_bytes": rss_bytes}
-            rows.append(row | self._share(label, cpu_time_s))
+            each = {process.pid: figures}
+            for other in below:
+                with contextlib.suppress(psutil.Error):
+                    each[other.pid] = _figures_of(other)
+            row = {
+                "kind": "process",
+                "id": label,
+                "cpu_time_s": round(sum(cpu_time_s for cpu_time_s, _ in each.values()), 2),
+                "rss_bytes": sum(rss_bytes for _, rss_bytes in each.values()),
+            }
+            rows.append(row | self._share(label, {pid: t for pid, (t, _) in each.items()}))
         return rows
 
-    def _share(self, label: str, cpu_time_s: float) -> dict[str, float]:
+    def _share(self, label: str, cpu_times_s: dict[int, float]) -> dict[str, float]:
         now_s = time.monotonic()
-        then_s, cpu_time_then_s = self._before.setdefault(label, (now_s, cpu_time_s))
+        then_s, before = self._before.setdefault(label, (now_s, cpu_times_s))
         if now_s - then_s < _SHORTEST_SHARE_S:
             return {}
-        self._before[label] = (now_s, cpu_time_s)
-        return {"cpu_pct": round(100 * (cpu_time_s - cpu_time_then_s) / (now_s - then_s), 1)}
+        self._before[label] = (now_s, cpu_times_s)
+        used_s = sum(t - before.get(pid, 0.0) for pid, t in cpu_times_s.items())
+        return {"cpu_pct": round(100 * used_s / (now_s - then_s), 1)}
 
     def cores(self) -> set[int]:
         """The cores that any of the processes may run on."""
@@ -178,6 +188,15 @@ class CellProcesses:
             except (psutil.Error, AttributeError):
                 continue
         return cores
+
+
+def _figures_of(process: psutil.Process) -> tuple[float, int]:
+    """CPU time in seconds and resident bytes of a process; psutil.Error if it has ended."""
+    with process.oneshot():
+        if process.status() == psutil.STATUS_ZOMBIE:  # its memory would read as 0
+            raise psutil.ZombieProcess(process.pid)
+        times = process.cpu_times()
+        return times.user + times.system, process.memory_info().rss
 
 
 class Host:

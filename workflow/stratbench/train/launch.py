@@ -50,7 +50,7 @@ from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models
-from stratbench.workload.users_code import ModelError, check_unchanged
+from stratbench.workload.users_code import ModelError, check_unchanged, digest_of, listed
 
 EVIDENCE_LINES = 20
 #: How long srun may take to end what it has started, in seconds.
@@ -145,7 +145,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
     RunFolder.of_logs(args.logs).create()
-    check_installed(cell.strategy, strategy_class(settings.strategy))
+    check_installed(cell.strategy, strategy_class(settings.strategy), settings.options)
     check_inputs(args.data, settings)
     with (
         hold_devices(settings, args.nodes) as use_cuda,
@@ -167,10 +167,20 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
 
 def check_inputs(data: Path, s: Settings) -> None:
     """ModelError or DataError where a user's code or the prepared data are not those of the settings."""
+    check_files(s)
     for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
         if spec:
             check_unchanged(what, spec)
     check_data(data, s)
+
+
+def check_files(s: Settings) -> None:
+    """ModelError where files that the strategy's options name are not those of the settings."""
+    files = strategy_class(s.strategy).files(s.options)
+    if files and digest_of(files) != s.options["sha256"]:
+        raise ModelError(
+            f"its files ({listed(list(files))}) have changed since the run was started; start it again"
+        )
 
 
 def check_data(folder: Path, s: Settings) -> None:
