@@ -195,9 +195,9 @@ class RunFolder:
         return self.path / f"{command_name(node)}.json"
 
     def command_ends(self, n_nodes: int) -> list[dict[str, Any]]:
-        """The same of the nodes on which it ended by itself."""
-        found = (_read(self.command_end(node)) for node in range(n_nodes))
-        return [end for end in found if end is not None]
+        """The same of the nodes on which it ended by itself, with their numbers."""
+        found = {node: _read(self.command_end(node)) for node in range(n_nodes)}
+        return [end | {"node": node} for node, end in found.items() if end is not None]
 
     @property
     def command_out(self) -> Path:

@@ -91,10 +91,13 @@ class Sampler:
         """Its process id, None where it could not be started."""
         return self._process.pid if self._process else None
 
-    def watch(self, label: str, pid: int) -> None:
-        """Sample process `pid` and what it has started, under `label` (rank0, server1): now, and with all."""
+    def watch(self, label: str, pid: int, below: bool = False) -> None:
+        """Sample process `pid` too, under `label` (rank0, server1): now, and with all others.
+
+        `below`: with all the processes that it has started.
+        """
         with self._pids_file.open("a", encoding="utf-8") as file:
-            file.write(f"{label} {pid}\n")
+            file.write(f"{label} {pid}{' below' if below else ''}\n")
         if self._process is not None:
             self._process.send_signal(_WAKE)
 
@@ -116,13 +119,15 @@ class Sampler:
 class CellProcesses:
     """The processes of the cell on this node, as the launcher lists them in a file.
 
-    Lines `label pid`, appended while the cell starts; a process that ended drops out.
+    Lines `label pid`, appended while the cell starts; a process that ended drops out. With `below` behind
+    it, a line stands for all that the process has started, too.
     """
 
     def __init__(self, pids_file: Path | None) -> None:
         self._pids_file = pids_file
         self._lines_read = 0
         self._processes: dict[str, psutil.Process] = {}
+        self._with_below: set[str] = set()
         self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
     def refresh(self) -> bool:
@@ -137,23 +142,25 @@ class CellProcesses:
             return False
         new, self._lines_read = lines[self._lines_read :], len(lines)
         for line in new:
-            label, _, pid = line.rpartition(" ")
+            label, *told = line.split(" ")
             try:
-                self._processes[label] = psutil.Process(int(pid))
-            except (ValueError, psutil.Error):
+                self._processes[label] = psutil.Process(int(told[0]))
+            except (ValueError, IndexError, psutil.Error):
                 continue
+            if told[1:] == ["below"]:
+                self._with_below.add(label)
         return bool(new)
 
     def sample(self) -> list[dict[str, Any]]:
-        """A row for each process that lives, with all below it; its first has no `cpu_pct`.
+        """A row for each process that lives; its first has no `cpu_pct`.
 
-        Memory that processes share counts for each of them.
+        Of several in one row, memory that they share counts for each.
         """
         rows = []
         for label, process in list(self._processes.items()):
             try:
                 figures = _figures_of(process)
-                below = process.children(recursive=True)
+                below = process.children(recursive=True) if label in self._with_below else []
             except psutil.Error:
                 del self._processes[label]
                 continue

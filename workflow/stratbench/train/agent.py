@@ -102,7 +102,7 @@ def run_node(job: Job, node: int) -> Exits:
             job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
-                sampler.watch(p.name, p.pid)
+                sampler.watch(p.name, p.pid, below=job.is_command)
             exits = supervise(job, servers, workers)
             failed = exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes)
             if failed and not job.is_command:  # which has no pulse

@@ -34,7 +34,7 @@ from stratbench.cell.blocks import BlockPlan
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import last_lines, write_atomic
 from stratbench.cell.parent import end_with
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, command_name, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
@@ -42,6 +42,7 @@ from stratbench.strategies.needs import check_installed
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train import agent, assemble, gpu_locks
+from stratbench.train.commands.results import keep_results
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
@@ -314,6 +315,8 @@ def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
         job.folder.secret.unlink(missing_ok=True)
         # Of a cell that was not evaluated.
         shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
+    if job.is_command:
+        keep_results(job)
     return exits, classify(job, exits, kills_before)
 
 
@@ -349,6 +352,9 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
         agent.ProcessExit(worker_name(r), _exit_code(job, r, standings.get(r)))
         for r in range(job.world_size)
     ]
+    if job.is_command:
+        ends = job.folder.command_ends(job.n_nodes)
+        processes = [agent.ProcessExit(command_name(e["node"]), e["exit_code"]) for e in ends]
     ended = process.returncode != 0
     hung = ended and why_hung(standings) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)

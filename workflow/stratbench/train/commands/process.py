@@ -46,7 +46,8 @@ class Command:
         arguments = filled(self._job.settings.options["command"], values_of(self._job, self._node))
         supervisor = [sys.executable, "-m", "stratbench.train.commands.supervisor"]
         supervisor += ["--logs", os.fspath(folder.logs), "--log", os.fspath(folder.log(self.name))]
-        supervisor += ["--end", os.fspath(folder.command_end(self._node)), "--", *arguments]
+        supervisor += ["--end", os.fspath(folder.command_end(self._node))]
+        supervisor += ["--origin-s", repr(self._job.origin_s), "--", *arguments]
         # A session of its own: a signal to the launcher's group must not reach it.
         self._process = subprocess.Popen(
             supervisor,

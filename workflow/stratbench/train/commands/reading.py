@@ -36,7 +36,7 @@ class Score:
 
 @dataclass
 class Told:
-    """A report. Times are seconds by the clock of its node; `finite`: whether every loss and score is."""
+    """A report. Times are seconds by the clock of its node; `not_finite`: the first loss that is not."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     #: (begin, end) of each time in which the clock of training ran.
@@ -45,16 +45,14 @@ class Told:
     samples: list[int] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     not_finite: str | None = None
+    #: When its last line was written, and whether the clock stood then.
+    latest_s: float = -math.inf
+    paused: bool = False
 
     @property
     def train_time_s(self) -> float:
         """Seconds of all steps."""
         return sum(self.step_s)
-
-    @property
-    def last_s(self) -> float | None:
-        """The end of the last step."""
-        return self.stretches[-1][1] if self.stretches else None
 
 
 def read_report(path: Path) -> Told:
@@ -92,7 +90,6 @@ class _Reader:
     def __init__(self) -> None:
         self.told = Told()
         self._clock_s: float | None = None  # where the next step begins; None: the clock stands
-        self._latest_s = -math.inf
         self._losses: list[float] = []
         self._begins_anew = True
         self._events: dict[str, Callable[[dict[str, Any], float], None]] = {
@@ -112,10 +109,10 @@ class _Reader:
             raise ValueError(f"event {str(event)[:40]!r} is none of {', '.join(self._events)}")
         if not self.told.facts and event != "start":
             raise ValueError(f"{event} comes before start")
-        if at_s < self._latest_s:
-            raise ValueError(f"t = {at_s} is before the line above")
-        self._latest_s = at_s
+        if at_s < self.told.latest_s:
+            raise ValueError(f"t = {at_s} is before that of the line above")
         self._events[event](line, at_s)
+        self.told.latest_s, self.told.paused = at_s, self._clock_s is None
 
     def _start(self, line: dict[str, Any], at_s: float) -> None:
         if self.told.facts:
