@@ -84,8 +84,8 @@ _LARGEST_BYTES = 1 << 20
 def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
     """The user's files that a command names, and what its Python files import from beside them.
 
-    By their names in the command, or below their folder. A module after `-m` is looked for here. Of an
-    installed package and of files above 1 MiB there is nothing.
+    By their names in the command, or below their folder. A module after `-m` is looked for here. Programs
+    and other files that are no text, files above 1 MiB and installed packages do not count.
     """
     found: dict[str, Path] = {}
     before = ""
@@ -93,11 +93,15 @@ def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
         path = Path(argument).expanduser()
         if before == "-m":
             found |= sources(argument, [Path.cwd()])
-        elif path.is_file() and path.stat().st_size <= _LARGEST_BYTES:
+        elif path.is_file() and path.stat().st_size <= _LARGEST_BYTES and _is_text(path):
             beside = sources(path.stem, [path.parent]) if path.suffix == ".py" else {}
-            found |= beside | {argument: path}
+            found |= {name: p for name, p in beside.items() if p != path} | {argument: path}
         before = argument
     return dict(sorted(found.items()))
+
+
+def _is_text(path: Path) -> bool:
+    return b"\0" not in path.read_bytes()
 
 
 def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:

@@ -60,6 +60,7 @@ STATUS_WORDS = {
     "error": "failed",
     "missing": "have no record yet",
     "unusable": "have a record that is no measurement",
+    "incomparable": "did other work than those beside them, or do not say what they did",
 }
 
 
