@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -56,4 +55,6 @@ def test_a_command_becomes_a_record(start_cell, trainer):
     assert code == 0, output
     found = record.read(launched.record)  # validates
     assert found["status"] == "ok"
-    import json; json.dump(found, open("/tmp/rec.json","w"), indent=1)
+    import json
+
+    json.dump(found, open("/tmp/rec.json", "w"), indent=1)

@@ -27,8 +27,8 @@ def option(
 class Options:
     """Base of all options: frozen dataclasses whose fields have defaults.
 
-    Types are int, float, bool, str, Literal, lists of one of them, and unions of all these. Making one with another value
-    raises ValueError, which names the field, the value and what it takes.
+    Types are int, float, bool, str, Literal, lists of one of them, and unions of all these. Making one with
+    another value raises ValueError, which names the field, the value and what it takes.
     """
 
     def __post_init__(self) -> None:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 #: The most parameters of a network that is tried with real numbers where fake tensors cannot follow it.
 MOST_REAL_PARAMETERS = 50_000_000
 #: Why a user's command has no footprint.
-BY_COMMAND = "memory and traffic of a command are unknown until it has run; its time follows from records"
+BY_COMMAND = (
+    "memory and traffic of a command are unknown until it has run; its time follows from records"
+)
 #: Why what was tried so has none.
 NO_PREDICTION = "its forward asks for the values of tensors, and a prediction has none"
 

@@ -51,12 +51,12 @@ class Command(Strategy):
 
     @dataclass(frozen=True)
     class Options(Options):
-        command: list[str] | None = option(
+        command: list[str] | None = option(  # noqa: RUF009 - it has no list as default
             None,
             "program and arguments, which no shell reads; {workers}, {seed}, {data} and others stand for "
             "values of the cell (docs/engines.md)",
         )
-        needs: list[str] | None = option(
+        needs: list[str] | None = option(  # noqa: RUF009 - nor has it
             None, "packages that it needs, pinned (accelerate==1.15.0): looked for before any job"
         )
         sha256: str | None = option(
@@ -73,7 +73,9 @@ class Command(Strategy):
                 )
             for pin in self.needs or ():
                 if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.]+", pin):
-                    raise ValueError(f"needs: {pin!r} is no pinned package, such as accelerate==1.15.0")
+                    raise ValueError(
+                        f"needs: {pin!r} is no pinned package, such as accelerate==1.15.0"
+                    )
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:

@@ -180,9 +180,7 @@ def intervals_of_gpus(job: Job) -> Intervals:
     return {(p["host"], str(p["gpu"]["index"])): trained for p in places}
 
 
-def energy_entry(
-    job: Job, run: dict[str, Any], intervals: Intervals
-) -> dict[str, float] | None:
+def energy_entry(job: Job, run: dict[str, Any], intervals: Intervals) -> dict[str, float] | None:
     """The record's `energy` from when each GPU trained; None where one is unknown."""
     joules = energy_within(job.folder.sample_files(), intervals)
     if joules is None:

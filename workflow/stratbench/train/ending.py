@@ -63,7 +63,9 @@ def classify_command(job: Job, exits: Exits, kills_before: int | None) -> Ending
         if line is None:
             return Ending("error", results.why_failed(job, exits.processes))
         if job.folder.read_strangers():
-            why = "had no memory left, and others computed on its GPUs: free them, and train it again"
+            why = (
+                "had no memory left, and others computed on its GPUs: free them, and train it again"
+            )
             return Ending("error", f"the command {why}; {line.strip()}")
         return Ending("oom", line.strip())
     if exits.timed_out:

@@ -37,8 +37,8 @@ from stratbench.analysis.audit.across_cells import (
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Key, Rule, key_of
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
-from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.analysis.records.same_work import INCOMPARABLE
+from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import blocks, record
 from stratbench.cell.coordinates import STATUSES
 from stratbench.cell.files import replacing

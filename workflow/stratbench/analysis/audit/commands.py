@@ -39,24 +39,26 @@ OPTIONS = relations(
     "settings.options == strategy.options",
     "settings.gpus == cell.gpus",
     "settings.strategy == strategy.name",
-    "strategy.details.engine == strategy.kind",
+    "strategy.details.engine == strategy.name",
 )
 MEMORY = relations("memory.peak_bytes == command.outside.largest_process_bytes")
 WORKERS = relations("command.said.workers == cell.gpus")
-EPOCHS = relations("command.said.samples == batch.steps_per_epoch * batch.global_batch * settings.epochs")
+EPOCHS = relations(
+    "command.said.samples == batch.steps_per_epoch * batch.global_batch * settings.epochs"
+)
 STEPS = relations("command.said.samples == batch.global_batch * settings.steps")
 CPU_TIME = relations(f"command.outside.cpu_time_s >= {WORKED} * time.train_time_s")
 
 
 @record_rule(
-    "word-against-outside",
+    "contradictory-report",
     "unusable",
     "all",
     "What a command says of its training cannot be, by what was measured of its processes from outside, or "
     "by its own other figures: its steps lie outside of its life, or its counts do not add up.",
     of="commands",
 )
-def word_against_outside(facts: Facts) -> Iterator[str]:
+def contradictory_report(facts: Facts) -> Iterator[str]:
     yield from unless_hold(facts, OPTIONS)
     if not facts.finished:
         return
@@ -68,14 +70,14 @@ def word_against_outside(facts: Facts) -> Iterator[str]:
 
 
 @record_rule(
-    "command-other-work",
+    "unlike-its-cell",
     "doubtful",
     "all",
     "A command says that it trained with other processes or on other samples than its cell asks for. It is "
     "not ranked beside those that did.",
     of="commands",
 )
-def command_other_work(facts: Facts) -> Iterator[str]:
+def unlike_its_cell(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
         return
     yield from unless_hold(facts, WORKERS)
@@ -83,12 +85,12 @@ def command_other_work(facts: Facts) -> Iterator[str]:
 
 
 @record_rule(
-    "command-idle",
+    "contradictory-cpu-time",
     "unusable",
     "time",
     "A command's processes used hardly any CPU time while it says that they trained.",
     of="commands",
 )
-def command_idle(facts: Facts) -> Iterator[str]:
+def contradictory_cpu_time(facts: Facts) -> Iterator[str]:
     if facts.finished:
         yield from unless_hold(facts, CPU_TIME)

@@ -68,7 +68,9 @@ def differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
         yield "there is nothing to compare it with"
         return
     for own, theirs, what in _COUNTS:
-        expected = {r[own if r["strategy_kind"] == "command" else theirs] for r in partners} - {None}
+        expected = {r[own if r["strategy_kind"] == "command" else theirs] for r in partners} - {
+            None
+        }
         if row[own] is None:
             yield f"it does not say how many {what} it has"
         elif expected and row[own] not in expected:
@@ -77,7 +79,7 @@ def differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def difference_of_score(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """How its score is outside of theirs, beyond the task's tolerance and what the test set's size explains."""
+    """How far its score is from theirs, beyond the task's tolerance and what so few test samples explain."""
     known = [r for r in partners if r["score_final"] is not None]
     if not known:
         return
@@ -89,7 +91,9 @@ def difference_of_score(row: Row, partners: Sequence[Row]) -> Iterator[str]:
     chance = max(1.96 * math.hypot(standard_error(row), standard_error(r)) for r in known)
     slack = (row["score_tolerance"] or 0.0) / factor + chance
     if not min(scores) - slack <= row["score_final"] <= max(scores) + slack:
-        beside = f"{min(scores):.4g} to {max(scores):.4g}" if len(scores) > 1 else f"{scores[0]:.4g}"
+        beside = (
+            f"{min(scores):.4g} to {max(scores):.4g}" if len(scores) > 1 else f"{scores[0]:.4g}"
+        )
         yield f"its {row['score_name']} is {row['score_final']:.4g}, and {beside} beside it"
 
 

@@ -13,7 +13,13 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import GIVEN, Settings
-from stratbench.strategies import REGISTRY, mesh_of, option_defaults, resolved_options, strategy_class
+from stratbench.strategies import (
+    REGISTRY,
+    mesh_of,
+    option_defaults,
+    resolved_options,
+    strategy_class,
+)
 from stratbench.study.config.consistency import check_experiment
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError

@@ -24,7 +24,7 @@ class ReportError(RuntimeError):
 
 @dataclass(frozen=True)
 class Score:
-    """What an evaluation gave, and when it was told; `train_loss`: mean of the losses since the one before."""
+    """What an evaluation gave, and when it was told; `train_loss`: the mean loss since the one before."""
 
     at_s: float
     train_time_s: float
@@ -116,7 +116,9 @@ class _Reader:
 
     def _start(self, line: dict[str, Any], at_s: float) -> None:
         if self.told.facts:
-            raise ValueError("a second start: the training began twice, so that its time is not one")
+            raise ValueError(
+                "a second start: the training began twice, so that its time is not one"
+            )
         facts = line["facts"]
         if not isinstance(facts, dict) or len(facts) > MOST_FACTS:
             raise ValueError(f"facts must be an object of at most {MOST_FACTS}")
@@ -131,7 +133,9 @@ class _Reader:
 
     def _step(self, line: dict[str, Any], at_s: float) -> None:
         if self._clock_s is None:
-            raise ValueError("a step while the clock stands; call resume() or score() after pause()")
+            raise ValueError(
+                "a step while the clock stands; call resume() or score() after pause()"
+            )
         self.told.samples.append(_whole(line["samples"], "samples", 1))
         if "loss" in line:
             self._take_losses([line["loss"]])
@@ -155,7 +159,9 @@ class _Reader:
 
     def _score(self, line: dict[str, Any], at_s: float) -> None:
         self._take_losses(line.get("losses", []))
-        given = {key: _number(line[key], key) for key in ("score", "test_loss", "error") if key in line}
+        given = {
+            key: _number(line[key], key) for key in ("score", "test_loss", "error") if key in line
+        }
         for key, value in given.items():
             if key != "error" and not math.isfinite(value):
                 self.told.not_finite = self.told.not_finite or f"the {key.replace('_', ' ')}"

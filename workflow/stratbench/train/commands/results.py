@@ -163,7 +163,9 @@ def provenance_of(job: Job, told: Told) -> dict[str, Any]:
     if version := told.facts.get("torch"):
         facts["software"] = {"torch": str(version)}
     places = [p["gpu"] for p in job.folder.read_places().values() if "gpu" in p]
-    gpu = Nvml().gpu_named(str(places[0].get("uuid", places[0].get("index", "")))) if places else None
+    gpu = (
+        Nvml().gpu_named(str(places[0].get("uuid", places[0].get("index", "")))) if places else None
+    )
     return facts | ({"gpu": gpu.static()} if gpu else {})
 
 
@@ -239,6 +241,6 @@ def why_no_timeout(job: Job) -> str | None:
     if told.paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
         return None
     return (
-        f"it hangs: {quiet_s:.1f} s before {limit} it reported the last of {len(told.step_s)} steps, of which "
+        f"it hangs: {quiet_s:.1f} s before {limit} it told of the last of {len(told.step_s)} steps, of which "
         f"none had taken longer than {longest_s:.3g} s"
     )

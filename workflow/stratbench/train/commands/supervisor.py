@@ -1,6 +1,6 @@
 """The supervisor: one process on each node that starts the command of a cell, and ends all that it starts.
 
-    python -m stratbench.train.commands.supervisor --logs DIR --log FILE --end FILE --origin-s S -- PROGRAM ARGUMENT...
+    python -m stratbench.train.commands.supervisor --logs DIR ... -- PROGRAM ARGUMENT...
 
 What the command starts stays below this process, even in a session of its own, and is killed when the
 command has ended, and when this process's input ends: so its agent stops it, and so it ends with a killed
@@ -58,7 +58,9 @@ def main() -> None:
     code = child.wait()
     ended_s = time.monotonic()
     end_descendants()
-    write_atomic(args.end, json.dumps({"origin_s": args.origin_s} | figures(code, begun_s, ended_s)))
+    write_atomic(
+        args.end, json.dumps({"origin_s": args.origin_s} | figures(code, begun_s, ended_s))
+    )
     sys.stdout.flush()
     os._exit(0)
 
