@@ -24,7 +24,8 @@ class ReportCallback(Callback):
     ) -> None:
         self.samples += len(batch[0]) * trainer.world_size
         if trainer.global_step > self.steps:  # else gradients are only accumulated
-            self.report.step(self.samples, outputs["loss"].detach())
+            whole = outputs["loss"].detach() * trainer.accumulate_grad_batches
+            self.report.step(self.samples, whole)
             self.steps, self.samples = trainer.global_step, 0
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
