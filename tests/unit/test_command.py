@@ -137,7 +137,15 @@ def test_a_command_has_its_values_devices_and_threads(start_cell, tmp_path):
         f"import json, os, sys\njson.dump([sys.argv[1:], dict(os.environ)], open({str(told)!r}, 'w'))\n"
         f"{REPORTS}report.step(16)\n"
     )
-    names = ["{workers}", "{node}/{nodes}", "{seed}", "{global_batch}", "{lr}", "{total_steps}", "{host}"]
+    names = [
+        "{workers}",
+        "{node}/{nodes}",
+        "{seed}",
+        "{global_batch}",
+        "{lr}",
+        "{total_steps}",
+        "{host}",
+    ]
     s = of_command([sys.executable, str(path), *names, "{out}", "$(id) 'a'"], threads=3)
     launched = start_cell(s)
     assert launched.finish()[0] == 0
@@ -200,8 +208,12 @@ def test_nothing_of_a_command_outlives_its_supervisor(start_cell, trainer, tmp_p
 def test_a_command_ends_with_all_that_it_has_started(start_cell, trainer, tmp_path):
     """One that leaves others behind has ended well, and they have ended, too."""
     told = tmp_path / "told"
-    code = FAMILY.replace("{told}", str(told)).replace("\ntime.sleep(600)", f"\n{REPORTS}report.step(16)")
-    launched = start_cell(trainer(code + f"while not os.path.exists({str(told)!r}): time.sleep(0.01)\n"))
+    code = FAMILY.replace("{told}", str(told)).replace(
+        "\ntime.sleep(600)", f"\n{REPORTS}report.step(16)"
+    )
+    launched = start_cell(
+        trainer(code + f"while not os.path.exists({str(told)!r}): time.sleep(0.01)\n")
+    )
     assert launched.finish()[0] == 0
     assert_gone([p for pid in told.read_text().split() for p in found_process(int(pid))])
 
@@ -320,11 +332,17 @@ def test_what_a_command_needs_is_looked_for_before_any_job(tmp_path, monkeypatch
             [
                 ("one", Command, options | {"command": ["no-such-program"]}),
                 ("two", Command, options | {"command": ["python", "there.py", "{out}/later.py"]}),
-                ("three", Command, options | {"command": ["python"], "needs": ["nothing-at-all==1.0"]}),
+                (
+                    "three",
+                    Command,
+                    options | {"command": ["python"], "needs": ["nothing-at-all==1.0"]},
+                ),
             ]
         )
     )
-    assert lacking[0].startswith("three: nothing-at-all==1.0 is needed, and this Python has none: pip")
+    assert lacking[0].startswith(
+        "three: nothing-at-all==1.0 is needed, and this Python has none: pip"
+    )
     assert lacking[1].startswith("one: its program 'no-such-program' is not found")
     assert lacking[2].startswith("two: its script 'there.py' is not here")
     assert len(lacking) == 3
@@ -340,7 +358,12 @@ def test_several_nodes_need_their_numbers_and_a_place_to_meet():
 
 def test_the_files_of_a_command_are_its_script_and_what_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in (("train.py", "import net, json"), ("net.py", ""), ("other.py", ""), ("c.yaml", "")):
+    for name, text in (
+        ("train.py", "import net, json"),
+        ("net.py", ""),
+        ("other.py", ""),
+        ("c.yaml", ""),
+    ):
         Path(name).write_text(text)
     Path("data.bin").write_bytes(b"\0\1")
     found = files_of_command(["python", "train.py", "c.yaml", "data.bin", "{seed}"])

@@ -55,7 +55,10 @@ ddp_rank, ddp_world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]
 master_process = ddp_rank == 0
 torch.manual_seed(seed)
 arrays = {
-    split: [torch.from_numpy(np.load(f"{given['data']}/{split}_{x}.npy").astype("int64")) for x in ("inputs", "targets")]
+    split: [
+        torch.from_numpy(np.load(f"{given['data']}/{split}_{x}.npy").astype("int64"))
+        for x in ("inputs", "targets")
+    ]
     for split in ("train", "test")
 }
 raw_model = Nano(1 + max(int(a.max()) for pair in arrays.values() for a in pair))
@@ -100,7 +103,12 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
     }  # fmt: skip
     config["models"] = {"nano": {"call": "model.GPT"}}
     first = config["studies"]["tiny"]["experiments"]["first"]
-    first |= {"dataset": "tiny-text", "models": ["nano"], "strategies": ["ddp", "mine"], "gpus": [2]}
+    first |= {
+        "dataset": "tiny-text",
+        "models": ["nano"],
+        "strategies": ["ddp", "mine"],
+        "gpus": [2],
+    }
     config["studies"]["tiny"] |= variants | {"experiments": {"first": first}}
     workflow = Workflow(tmp_path, config)
     (tmp_path / "model.py").write_text(MODEL)
