@@ -75,7 +75,7 @@ def by_command(record: Record) -> None:
     record["settings"] |= {"strategy": "command", "options": options}
     record["strategy"] |= {
         "name": "command",
-        "kind": "command",
+        "kind": "own",
         "options": options,
         "traits": asdict(traits_of("command", options, gpus)),
         "wrap_groups": [],
@@ -96,7 +96,7 @@ def by_command(record: Record) -> None:
     record |= {"communication": None, "compute": None}
     record["model"] |= {"trainable_parameters": None, "initial_weights_sha256": None}
     ended_s = times["total_s"] - 0.1
-    record["command"] = {
+    record["program"] = {
         "files": ["train.py"],
         "git": None,
         "outside": {

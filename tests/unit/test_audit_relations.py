@@ -214,7 +214,7 @@ def is_found(module: str, relation: Relation, name: str) -> bool:
     left, _, right = relation.sides
     of_commands = module == "commands"  # which no other rule judges by these
     for record in sorted(
-        HONEST.values(), key=lambda r: (r["strategy"]["kind"] == "command") != of_commands
+        HONEST.values(), key=lambda r: (r["strategy"]["kind"] == "own") != of_commands
     ):
         for *inner, last in places(name, record):
             for other in others(reduce(getitem, [*inner, last], record)):

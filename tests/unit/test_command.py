@@ -110,9 +110,9 @@ def test_a_command_becomes_a_record(start_cell, trainer):
     code, output = launched.finish()
     assert code == 0, output
     found = record.read(launched.record)  # validates
-    assert (found["status"], found["strategy"]["kind"]) == ("ok", "command")
+    assert (found["status"], found["strategy"]["kind"]) == ("ok", "own")
     assert found["strategy"]["details"] == {"engine": "command"}
-    said, outside = found["command"]["said"], found["command"]["outside"]
+    said, outside = found["program"]["said"], found["program"]["outside"]
     counts = {key: said[key] for key in ("workers", "parameters", "batch", "steps", "samples")}
     assert counts == {"workers": 2, "parameters": 1000, "batch": 16, "steps": 8, "samples": 128}
     assert said["facts"] == {"note": "a fact"}

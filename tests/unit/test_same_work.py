@@ -39,7 +39,7 @@ def fewer_samples(record):
 
 
 def smaller_batch(record):
-    record["command"]["said"]["batch"] //= 2
+    record["program"]["said"]["batch"] //= 2
 
 
 def larger_network(record):
@@ -51,7 +51,7 @@ def untold_network(record):
 
 
 def other_workers(record):
-    record["command"]["said"]["workers"] = 4
+    record["program"]["said"]["workers"] = 4
 
 
 def worse(record):

@@ -117,7 +117,7 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
     assert done.returncode == 0, done.stdout
     found = json.loads(workflow.record("first", "mine", "nano", "2gpu").read_text())
     assert found["status"] == "ok"
-    assert found["command"]["files"] == ["model.py", "train.py"]
+    assert found["program"]["files"] == ["model.py", "train.py"]
     study = tmp_path / "results" / "tiny"
     with (study / "cells.csv").open(newline="") as file:
         rows = {row["strategy"]: row for row in csv.DictReader(file)}

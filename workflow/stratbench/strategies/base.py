@@ -136,9 +136,9 @@ class Strategy:
     With a `summary` of its own a subclass is a strategy of its own, and makes its own `CLAIMS`.
     """
 
-    #: `collective`: all workers step together; `server`: workers talk to parameter servers; `command`: a
-    #: program of the user's trains, whose loop is not ours.
-    kind: ClassVar[Literal["collective", "server", "command"]] = "collective"
+    #: `collective`: all workers step together; `server`: workers talk to parameter servers; `own`: a
+    #: program of the user's trains, whose loop is its own.
+    kind: ClassVar[Literal["collective", "server", "own"]] = "collective"
     #: Distributions beyond stratbench's own that it needs, pinned: `name==version` (`strategies/needs.py`).
     needs: ClassVar[tuple[str, ...]] = ()
     #: The policy by which its servers update the weights (`ps/policies/policies.py`); None: no servers.

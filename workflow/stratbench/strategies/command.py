@@ -41,7 +41,7 @@ class Command(Strategy):
     What is measured of it from outside, and what is its own word, the record says apart.
     """
 
-    kind = "command"
+    kind = "own"
     family = "engines"
     summary: ClassVar[str] = "a trainer of your own, started as a command: its loop is not ours"
     rule: ClassVar[str] = "what the command does"
@@ -79,7 +79,7 @@ class Command(Strategy):
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
-        if not options["command"]:
+        if not arguments_of(options):
             raise ValueError(
                 "it has no command; name a variant in its place, such as "
                 "mine: {strategy: command, command: [python, train.py]}"
@@ -87,7 +87,7 @@ class Command(Strategy):
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        lacking = {"node", "host"} - set(placeholders(options["command"] or ()))
+        lacking = {"node", "host"} - set(placeholders(arguments_of(options)))
         if gpus > per_node and lacking:
             raise ValueError(
                 f"{gpus} workers span several nodes, on each of which its command is started; give it "
@@ -99,7 +99,7 @@ class Command(Strategy):
         for key in ("slowdown", "profile"):
             if values[key]:
                 yield f".{key} = {values[key]}: a command cannot be reached from outside"
-        for name in placeholders(options["command"] or ()):
+        for name in placeholders(arguments_of(options)):
             if name in GIVEN and values[name] is None:
                 yield f".{name} = null: a command has it as {{{name}}}"
 
@@ -109,11 +109,11 @@ class Command(Strategy):
 
     @classmethod
     def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        return files_of_command(options["command"] or ())
+        return files_of_command(arguments_of(options))
 
     @classmethod
     def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
-        program, *arguments = options["command"] or [""]
+        program, *arguments = arguments_of(options) or [""]
         if shutil.which(program) is None:
             yield f"its program {program!r} is not found; install it, or give its path"
         for script in arguments:
@@ -123,6 +123,11 @@ class Command(Strategy):
 
     def traits(self, gpus: int) -> Traits:
         return Traits(weight_parts=None, optimizer_parts=None, kept_copies=None)
+
+
+def arguments_of(options: Mapping[str, Any]) -> list[str]:
+    """The program and its arguments, with names in braces; empty where an option gives none."""
+    return options["command"] or []
 
 
 def placeholders(arguments: Iterable[str]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
-from stratbench.train.commands.results import command_entry
+from stratbench.train.commands.results import program_entry
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
 from stratbench.workload import tasks, users_code
@@ -70,7 +70,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "score": score_entry(job, ending, first, run, task["better"]),
         "server": {"servers": servers_entry(job, servers)} if servers else None,
         "workers": [worker_entry(w) for w in whole],
-        **({"command": command_entry(job)} if job.is_command else {}),
+        **({"program": program_entry(job)} if job.is_command else {}),
         "profile": efficiency.profile_entry(job),
         "provenance": launcher_provenance(job, finished_at),
     }

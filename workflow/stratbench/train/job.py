@@ -84,7 +84,7 @@ class Job:
     @property
     def is_command(self) -> bool:
         """Whether a program of the user's trains the cell."""
-        return strategy_class(self.settings.strategy).kind == "command"
+        return strategy_class(self.settings.strategy).kind == "own"
 
     @property
     def n_servers(self) -> int:

@@ -16,38 +16,38 @@ WORKED = 0.005
 
 # What follows from what; the rules below say which holds when.
 LIFETIME = relations(
-    ("command.said.first_s >= command.outside.begun_s", ROUNDING, READ_S),
-    ("command.said.last_s <= command.outside.ended_s", ROUNDING, READ_S),
+    ("program.said.first_s >= program.outside.begun_s", ROUNDING, READ_S),
+    ("program.said.last_s <= program.outside.ended_s", ROUNDING, READ_S),
     (
-        "time.train_time_s <= command.outside.ended_s - command.outside.begun_s",
+        "time.train_time_s <= program.outside.ended_s - program.outside.begun_s",
         ROUNDING,
         READ_S,
     ),
-    ("time.train_time_s <= command.said.last_s - command.said.first_s", ROUNDING, READ_S),
-    ("command.outside.ended_s <= time.total_s", ROUNDING, READ_S),
+    ("time.train_time_s <= program.said.last_s - program.said.first_s", ROUNDING, READ_S),
+    ("program.outside.ended_s <= time.total_s", ROUNDING, READ_S),
 )
 COUNTS = relations(
-    "time.step_ms.count == command.said.steps",
-    "batch.updates_applied == command.said.steps",
-    "batch.samples_seen == command.said.samples",
-    "batch.samples_applied == command.said.samples",
-    "command.said.samples <= command.said.steps * command.said.batch",
-    "model.parameters == command.said.parameters",
+    "time.step_ms.count == program.said.steps",
+    "batch.updates_applied == program.said.steps",
+    "batch.samples_seen == program.said.samples",
+    "batch.samples_applied == program.said.samples",
+    "program.said.samples <= program.said.steps * program.said.batch",
+    "model.parameters == program.said.parameters",
 )
-EQUAL_BATCHES = relations("command.said.samples == command.said.steps * command.said.batch")
+EQUAL_BATCHES = relations("program.said.samples == program.said.steps * program.said.batch")
 OPTIONS = relations(
     "settings.options == strategy.options",
     "settings.gpus == cell.gpus",
     "settings.strategy == strategy.name",
     "strategy.details.engine == strategy.name",
 )
-MEMORY = relations("memory.peak_bytes == command.outside.largest_process_bytes")
-WORKERS = relations("command.said.workers == cell.gpus")
+MEMORY = relations("memory.peak_bytes == program.outside.largest_process_bytes")
+WORKERS = relations("program.said.workers == cell.gpus")
 EPOCHS = relations(
-    "command.said.samples == batch.steps_per_epoch * batch.global_batch * settings.epochs"
+    "program.said.samples == batch.steps_per_epoch * batch.global_batch * settings.epochs"
 )
-STEPS = relations("command.said.samples == batch.global_batch * settings.steps")
-CPU_TIME = relations(f"command.outside.cpu_time_s >= {WORKED} * time.train_time_s")
+STEPS = relations("program.said.samples == batch.global_batch * settings.steps")
+CPU_TIME = relations(f"program.outside.cpu_time_s >= {WORKED} * time.train_time_s")
 
 
 @record_rule(
@@ -64,7 +64,7 @@ def contradictory_report(facts: Facts) -> Iterator[str]:
         return
     yield from unless_hold(facts, LIFETIME)
     yield from unless_hold(facts, COUNTS)
-    if facts("command.said.batches_differ") is False:
+    if facts("program.said.batches_differ") is False:
         yield from unless_hold(facts, EQUAL_BATCHES)
     yield from unless_hold(facts, MEMORY)
 

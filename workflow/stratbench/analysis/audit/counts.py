@@ -92,7 +92,7 @@ METHOD = relations("communication.method == registered_method")
 def contradictory_status(facts: Facts) -> Iterator[str]:
     status, entries = facts.status, facts("score.per_epoch")
     finite = all(e["train_loss"] is not None and e["test_loss"] is not None for e in entries)
-    if facts("strategy.kind") == "command":  # which need not tell its losses, parameters or score
+    if facts("strategy.kind") == "own":  # which need not tell its losses, parameters or score
         yield from faults_of_end(facts)
         return
     if status == "ok":

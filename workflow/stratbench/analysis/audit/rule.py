@@ -60,10 +60,10 @@ class Evidence:
         timelines: Mapping[Key, Timeline] | None = None,
     ) -> None:
         #: What a user's command trained is judged by rules of its own (`audit/commands.py`).
-        self.commands = [r for r in records if r["strategy"]["kind"] == "command"]
-        cells = cells[cells["strategy_kind"] != "command"]
+        self.commands = [r for r in records if r["strategy"]["kind"] == "own"]
+        cells = cells[cells["strategy_kind"] != "own"]
         self.cells = cells
-        self.records = [r for r in records if r["strategy"]["kind"] != "command"]
+        self.records = [r for r in records if r["strategy"]["kind"] != "own"]
         self.floors = floors or {}
         self.blocks = blocks
         self.timelines = timelines or {}

@@ -141,7 +141,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
     skipped = Jobs(config, study).skipped | {
         cell.path: "a command of yours cannot be stopped and begun in segments"
         for cell in study.cells
-        if study.strategy_kind(cell.strategy) == "command"
+        if study.strategy_kind(cell.strategy) == "own"
     }
     bouts = tuple(bouts_of(study, skipped))
     notes = [

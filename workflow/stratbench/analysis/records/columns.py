@@ -232,11 +232,11 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("staleness", "json", "", derived.staleness,
            "Pushes by staleness, which is the index: updates between a push and the weights that it "
            "was computed from."),
-    Column("command_workers", "number", "", "command.said.workers"),
-    Column("command_batch", "number", "samples", "command.said.batch"),
-    Column("command_cpu_time_s", "number", "s", "command.outside.cpu_time_s"),
-    Column("command_rss_bytes", "number", "bytes", "command.outside.node_rss_bytes"),
-    Column("command_gpu_bytes", "number", "bytes", "command.outside.gpu_bytes"),
+    Column("command_workers", "number", "", "program.said.workers"),
+    Column("command_batch", "number", "samples", "program.said.batch"),
+    Column("command_cpu_time_s", "number", "s", "program.outside.cpu_time_s"),
+    Column("command_rss_bytes", "number", "bytes", "program.outside.node_rss_bytes"),
+    Column("command_gpu_bytes", "number", "bytes", "program.outside.gpu_bytes"),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
     Column("processes", "number", "", derived.processes,
            "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "

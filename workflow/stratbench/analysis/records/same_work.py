@@ -34,7 +34,7 @@ def judge_same_work(rows: Sequence[Row]) -> None:
         (row, next(differences(row, partners_of(row, of_place)), None))
         for of_place in beside.values()
         for row in of_place
-        if row["strategy_kind"] == "command"
+        if row["strategy_kind"] == "own"
     ]
     for row, why in verdicts:
         row["same_work"] = f"no: {why}" if why else YES
@@ -49,7 +49,7 @@ def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
     commands.
     """
     others = [r for r in beside if r["strategy"] != row["strategy"]]
-    ours = [r for r in others if r["strategy_kind"] != "command"]
+    ours = [r for r in others if r["strategy_kind"] != "own"]
     for chosen in (
         [r for r in ours if r["equals_ddp"]],
         ours,
@@ -68,9 +68,7 @@ def differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
         yield "there is nothing to compare it with"
         return
     for own, theirs, what in _COUNTS:
-        expected = {r[own if r["strategy_kind"] == "command" else theirs] for r in partners} - {
-            None
-        }
+        expected = {r[own if r["strategy_kind"] == "own" else theirs] for r in partners} - {None}
         if row[own] is None:
             yield f"it does not say how many {what} it has"
         elif expected and row[own] not in expected:

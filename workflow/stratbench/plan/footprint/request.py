@@ -53,7 +53,7 @@ class Request:
         if planned.kind == "server":
             strategy, most = served_stand_in(), 1
             options = option_defaults(strategy)
-        elif planned.kind == "command":  # of which only the network is looked at
+        elif planned.kind == "own":  # of which only the network is looked at
             options, most = option_defaults(strategy), 1
         elif planned.alike_on_any_count:
             one, two = (traits_of(strategy, options, n) for n in (1, 2))
@@ -118,7 +118,7 @@ class Request:
     @property
     def by_command(self) -> bool:
         """Whether a command of the user's does it, of which nothing can be known."""
-        return strategy_class(self.strategy).kind == "command"
+        return strategy_class(self.strategy).kind == "own"
 
     @property
     def traits(self) -> Traits:

@@ -18,7 +18,7 @@ from stratbench.cell.files import read_json
 from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.cell.run_folder import command_name
 from stratbench.report import VARIABLE
-from stratbench.strategies.command import filled, placeholders
+from stratbench.strategies.command import arguments_of, filled, placeholders
 from stratbench.train.job import Job
 
 #: In the environment of all that belongs to a command: what is found with it after the end is killed.
@@ -43,7 +43,9 @@ class Command:
     def start(self) -> None:
         """Start it, once it is known where the processes of all nodes meet."""
         folder = self._job.folder
-        arguments = filled(self._job.settings.options["command"], values_of(self._job, self._node))
+        arguments = filled(
+            arguments_of(self._job.settings.options), values_of(self._job, self._node)
+        )
         supervisor = [sys.executable, "-m", "stratbench.train.commands.supervisor"]
         supervisor += ["--logs", os.fspath(folder.logs), "--log", os.fspath(folder.log(self.name))]
         supervisor += ["--end", os.fspath(folder.command_end(self._node))]
@@ -119,7 +121,7 @@ def values_of(job: Job, node: int) -> dict[str, Any]:
         "data": job.data_dir,
         "out": folder.command_out,
     }
-    if {"host", "port"} & set(placeholders(s.options["command"])):
+    if {"host", "port"} & set(placeholders(arguments_of(s.options))):
         values["host"], values["port"] = meeting_place(job, node)
     return values
 

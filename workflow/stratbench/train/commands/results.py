@@ -65,7 +65,7 @@ def as_worker(job: Job, told: Told) -> dict[str, Any]:
         "memory": memory_of(job),
         "model_states": {},
         "strategy": {
-            "details": {"engine": "command"},
+            "details": {"engine": job.settings.strategy},
             "evaluated_on": EVALUATED_ON,
             "updates_applied": len(told.step_s),
         },
@@ -76,7 +76,7 @@ def as_worker(job: Job, told: Told) -> dict[str, Any]:
 
 
 def said_by(told: Told, origin_s: float) -> dict[str, Any]:
-    """The record's `command.said`."""
+    """The record's `program.said`."""
     sizes = set(told.samples)
     return {
         "workers": told.facts["workers"],
@@ -169,8 +169,8 @@ def provenance_of(job: Job, told: Told) -> dict[str, Any]:
     return facts | ({"gpu": gpu.static()} if gpu else {})
 
 
-def command_entry(job: Job) -> dict[str, Any] | None:
-    """The record's `command`: what was measured from outside, and what it says itself; None of others."""
+def program_entry(job: Job) -> dict[str, Any] | None:
+    """The record's `program`: what was measured from outside, and what it says itself; None of others."""
     if not job.is_command:
         return None
     files = strategy_class(job.settings.strategy).files(job.settings.options)

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True, help="where the command's output goes")
     parser.add_argument("--end", type=Path, required=True, help="where to write how it ended")
     parser.add_argument("--origin-s", type=float, required=True, help="that the cell counts from")
-    parser.add_argument("command", nargs="+")
+    parser.add_argument("program", nargs="+", help="the command, with its arguments")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its agent says when to stop
@@ -49,10 +49,10 @@ def main() -> None:
     with args.log.open("ab") as log:
         try:
             child = subprocess.Popen(
-                args.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_begin
+                args.program, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_begin
             )
         except OSError as e:
-            log.write(f"{args.command[0]}: {e.strerror}\n".encode())
+            log.write(f"{args.program[0]}: {e.strerror}\n".encode())
             os._exit(127)
     threading.Thread(target=end_when_left, daemon=True).start()
     code = child.wait()
