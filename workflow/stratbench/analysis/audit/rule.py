@@ -61,6 +61,8 @@ class Evidence:
     ) -> None:
         #: What a user's command trained is judged by rules of its own (`audit/commands.py`).
         self.commands = [r for r in records if r["strategy"]["kind"] == "own"]
+        #: The cells with a result, of whichever loop.
+        self.of_any_loop = cells[cells["status"] == "ok"]
         cells = cells[cells["strategy_kind"] != "own"]
         self.cells = cells
         self.records = [r for r in records if r["strategy"]["kind"] != "own"]

@@ -158,6 +158,7 @@ def provenance_of(job: Job, told: Told) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "device": "cuda" if job.use_cuda else "cpu",
         "host": facts_of_node(),
+        "load_1m": os.getloadavg()[0],
         "environment": environment.of_training(os.environ),
     }
     if version := told.facts.get("torch"):
