@@ -27,10 +27,10 @@ FLOORS = [
     ("A config becomes cells", ["study"]),
     ("Ways to train with many workers", ["strategies"]),
     ("The parameter server", ["ps"]),
-    ("What everything rests on", ["cell", "statistics", "workload", "telemetry"]),
+    ("What everything rests on", ["report", "cell", "statistics", "workload", "telemetry"]),
 ]
 #: The parts that train and record. They import none that plans, judges or shows.
-MEASURING = ("cell", "telemetry", "workload", "ps", "strategies", "study", "train")
+MEASURING = ("report", "cell", "telemetry", "workload", "ps", "strategies", "study", "train")
 #: It judges blocks by their evidence alone: neither it nor the other rooms of its part import each other.
 RACE = "analysis.race"
 #: The most files side by side in a folder.

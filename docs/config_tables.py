@@ -65,7 +65,7 @@ def _type(hint: Any, bounds: Iterable[str]) -> str:
     """What an option takes: its literal values, or a type in words with the bounds of numbers."""
     if get_origin(hint) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(hint))
-    if get_args(hint):  # a union
+    if get_args(hint) and get_origin(hint) is not list:  # a union
         return "; or ".join(_type(part, bounds) for part in get_args(hint))
     return ", ".join([spell(hint), *bounds])
 

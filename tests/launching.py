@@ -38,9 +38,13 @@ TINY = {
 }  # fmt: skip
 
 
-def each_strategy(names: Iterable[str] = REGISTRY) -> list[Any]:
+#: The strategies that train in our loop; others are a program of the user's.
+IN_OUR_LOOP = [name for name in REGISTRY if strategy_class(name).kind != "own"]
+
+
+def each_strategy(names: Iterable[str] = IN_OUR_LOOP) -> list[Any]:
     """A test's parameters: names of strategies, skipped where what they need is not installed."""
-    lacking = {name: " ".join(faults([(name, strategy_class(name))])) for name in names}
+    lacking = {name: " ".join(faults([(name, strategy_class(name), {})])) for name in names}
     return [
         pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why))
         for name, why in lacking.items()

@@ -24,7 +24,11 @@ from stratbench.study.config.schema import schema
 from stratbench.workload.network.models import MODELS
 
 #: The strategies that this Python can run.
-INSTALLED = [name for name in REGISTRY if not any(faults([(name, strategy_class(name))]))]
+INSTALLED = [
+    name
+    for name in REGISTRY
+    if (cls := strategy_class(name)).kind != "own" and not any(faults([(name, cls, {})]))
+]
 COUNTS = (1, 2, 4, 8)
 DATASETS = {
     "images": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from stratbench.analysis.audit.rule import Evidence
 from stratbench.analysis.records.columns import COLUMNS, row_of_record
 from stratbench.cell import record as record_module
 from stratbench.cell.coordinates import Cell
+from stratbench.strategies import option_defaults, traits_of
 
 Record = dict[str, Any]
 #: experiment, strategy, workers, repeat
@@ -65,6 +66,61 @@ def study(records: Records, device: str) -> Evidence:
         for place, record in records.items()
     ]
     return Evidence(pd.DataFrame(rows, columns=list(COLUMNS)), list(records.values()))
+
+
+def by_command(record: Record) -> None:
+    """Make a sound record of workers that step together one of a command of the user's, as sound."""
+    options = option_defaults("command") | {"command": ["torchrun", "train.py"]}
+    gpus, worker, times = record["cell"]["gpus"], record["workers"][0], record["time"]
+    record["settings"] |= {"strategy": "command", "options": options}
+    record["strategy"] |= {
+        "name": "command",
+        "kind": "own",
+        "options": options,
+        "traits": asdict(traits_of("command", options, gpus)),
+        "wrap_groups": [],
+        "details": {"engine": "command"},
+    }
+    record["workers"] = [worker]
+    worker |= {"train_time_s": times["train_time_s"], "samples": record["batch"]["samples_seen"]}
+    peak_bytes = worker["memory"]["peak_bytes"]
+    record["memory"] = {
+        "method": "maxrss-since-process-start",
+        "peak_bytes": peak_bytes,
+        "peak_over_base_bytes": None,
+        "model_states": None,
+    }
+    steps, train_s = worker["steps"], times["train_time_s"]
+    times |= {"breakdown_ms": None, "start_skew_ms": None, "data_s": None, "warmup_s": None}
+    times["step_ms"] |= {"count": steps, "mean": 1e3 * train_s / steps}
+    record |= {"communication": None, "compute": None}
+    record["model"] |= {"trainable_parameters": None, "initial_weights_sha256": None}
+    ended_s = times["total_s"] - 0.1
+    record["program"] = {
+        "files": ["train.py"],
+        "git": None,
+        "outside": {
+            "exit_code": 0,
+            "begun_s": 0.5,
+            "ended_s": ended_s,
+            "cpu_time_s": 0.9 * gpus * train_s,
+            "largest_process_bytes": peak_bytes,
+            "node_rss_bytes": gpus * peak_bytes,
+            "gpu_bytes": None,
+        },
+        "said": {
+            "workers": gpus,
+            "parameters": record["model"]["parameters"],
+            "batch": record["batch"]["global_batch"],
+            "batches_differ": False,
+            "steps": steps,
+            "samples": record["batch"]["samples_seen"],
+            "first_s": 1.0,
+            "last_s": ended_s - 0.1,
+            "evaluations": len(record["score"]["per_epoch"]),
+            "facts": {"torch": "0.0.0+constructed"},
+        },
+    }
 
 
 @dataclass(frozen=True)

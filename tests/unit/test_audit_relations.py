@@ -13,7 +13,7 @@ from operator import getitem
 from typing import Any
 
 import pytest
-from planted import put, sound
+from planted import by_command, put, sound
 from test_audit_bounds import SLOWED, slowed
 from test_audit_faults import (
     ALONE,
@@ -54,6 +54,12 @@ def for_steps(record: Record) -> None:
     record["settings"] |= {"steps": 6 * record["batch"]["steps_per_epoch"]}
     record["score"] |= {"per_epoch": [], "final": None, "best": None}
     record["time"]["eval_s"] = 1e-9
+
+
+def by_command_for_steps(record: Record) -> None:
+    """A command that trained a number of steps."""
+    by_command(record)
+    for_steps(record)
 
 
 def stopped_late(record: Record) -> None:
@@ -99,6 +105,8 @@ def honest() -> dict[str, Record]:
         ("skipped", ASYNC, put(f"{LINK}.skips", 0)),
         ("rate of a push", ASYNC, put("strategy.details.push_lr", rate)),
         ("known GPUs", DDP, on_known_gpus),
+        ("command", DDP, by_command),
+        ("command in steps", DDP, by_command_for_steps),
     ):
         found[name] = copy.deepcopy(sound("cuda")[base])
         change(found[name])
@@ -204,7 +212,10 @@ def others(value: Any) -> list[Any]:
 def is_found(module: str, relation: Relation, name: str) -> bool:
     """Whether a fault in a figure of a relation is found by it in any honest record."""
     left, _, right = relation.sides
-    for record in HONEST.values():
+    of_commands = module == "commands"  # which no other rule judges by these
+    for record in sorted(
+        HONEST.values(), key=lambda r: (r["strategy"]["kind"] == "own") != of_commands
+    ):
         for *inner, last in places(name, record):
             for other in others(reduce(getitem, [*inner, last], record)):
                 changed = copy.deepcopy(record)

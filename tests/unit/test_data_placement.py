@@ -123,7 +123,7 @@ def train_all(rank: int, folder: Path, out: Path) -> None:
     found = {}
     for name in COLLECTIVES:
         cls = strategy_class(name)
-        if (rank == 0 or cls.max_workers != 1) and not any(faults([(name, cls)])):
+        if (rank == 0 or cls.max_workers != 1) and not any(faults([(name, cls, {})])):
             found[name] = [losses_of(name, folder, at, out, rank) for at in ("device", "host")]
     (out / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -48,7 +48,7 @@ from stratbench.workload.network.trial import take_trial
 
 ROOT = Path(__file__).parents[2]
 #: Why what needs DeepSpeed is skipped; empty: it is here.
-LACKING = " ".join(needs.faults([("deepspeed", DeepSpeed)]))
+LACKING = " ".join(needs.faults([("deepspeed", DeepSpeed, {})]))
 with_deepspeed = pytest.mark.skipif(bool(LACKING), reason=LACKING)
 slow = [pytest.mark.slow, pytest.mark.timeout(480), with_deepspeed]
 
@@ -489,9 +489,10 @@ def sentence(names: str, has: str) -> str:
 
 
 def test_what_is_missing_is_one_sentence_for_all_cells(installed):
-    cells = [("two", DeepSpeed), ("ddp", DDP), ("three", DeepSpeed), ("two", DeepSpeed)]
+    used = (("two", DeepSpeed), ("ddp", DDP), ("three", DeepSpeed), ("two", DeepSpeed))
+    cells = [(name, cls, {}) for name, cls in used]
     assert list(needs.faults(cells)) == [sentence("two, three", installed)]
-    assert list(needs.faults([("ddp", DDP)])) == []
+    assert list(needs.faults([("ddp", DDP, {})])) == []
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import odd_networks
 import pandas as pd
 import pytest
 
-from launching import TINY, LaunchedCell, each_strategy, settings, sharing
+from launching import IN_OUR_LOOP, TINY, LaunchedCell, each_strategy, settings, sharing
 from stratbench.analysis import audit
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
@@ -21,7 +21,7 @@ from stratbench.plan import check
 from stratbench.plan.footprint import footprint
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.pages.check_text import check_text
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import strategy_class
 from stratbench.study.config.config import load_config
 from stratbench.workload import users_code
 from stratbench.workload.data.datasets import describe
@@ -85,7 +85,7 @@ def trained(
 
 
 #: Strategies but those that need a plan of how layers are divided, which this network does not state.
-ABLE = [name for name in REGISTRY if strategy_class(name).family != "splits"]
+ABLE = [name for name in IN_OUR_LOOP if strategy_class(name).family != "splits"]
 
 
 @pytest.mark.parametrize("strategy", each_strategy(ABLE))

@@ -153,7 +153,7 @@ def test_tables_are_put_between_the_marks_of_their_page(tmp_path, monkeypatch):
     assert "STALE" not in text
 
 
-@pytest.mark.parametrize("kind", ["", "-deepspeed"])
+@pytest.mark.parametrize("kind", ["", "-deepspeed", "-accelerate"])
 def test_conda_environments_have_the_pins_of_the_requirements(kind):
     environment = yaml.safe_load((ROOT / f"envs/stratbench{kind}.yaml").read_text())
     pip = next(d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
@@ -172,7 +172,8 @@ def test_what_a_strategy_needs_has_its_pin_and_its_environment():
 def test_every_requirement_is_pinned_exactly_and_constrained_alike():
     constraints = pins("envs/constraints.txt")
     for path in [
-        f"envs/requirements{kind}.txt" for kind in ("", "-dev", "-analysis", "-deepspeed")
+        f"envs/requirements{kind}.txt"
+        for kind in ("", "-dev", "-analysis", "-deepspeed", "-accelerate")
     ]:
         for pin in pins(path):
             assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+", pin), f"{path}: {pin}"

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launching import each_strategy, settings
+from launching import IN_OUR_LOOP, each_strategy, settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.ps.server import serve
 from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.strategies.saved import SavedState
@@ -123,7 +123,7 @@ def both(folder: Path, name: str, **how: Any) -> tuple[list[Any], list[Any]]:
 
 
 #: Strategies that take any network; test_pipeline.py warms up the others.
-ABLE = [name for name in REGISTRY if not issubclass(strategy_class(name), Pipeline)]
+ABLE = [name for name in IN_OUR_LOOP if not issubclass(strategy_class(name), Pipeline)]
 
 
 @pytest.mark.parametrize("name", each_strategy(ABLE))

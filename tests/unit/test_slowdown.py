@@ -12,11 +12,11 @@ import torch.distributed as dist
 from ps_harness import Served
 from torch import nn
 
-from launching import each_strategy, settings
+from launching import IN_OUR_LOOP, each_strategy, settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
-from stratbench.strategies import REGISTRY, slowdown, strategy_class
+from stratbench.strategies import slowdown, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.strategies.slowdown import Slowdown
@@ -94,7 +94,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
 
 
 #: Strategies that can be slowed.
-ABLE = [name for name in REGISTRY if not issubclass(strategy_class(name), Pipeline)]
+ABLE = [name for name in IN_OUR_LOOP if not issubclass(strategy_class(name), Pipeline)]
 
 
 @pytest.mark.parametrize("name", each_strategy(ABLE))

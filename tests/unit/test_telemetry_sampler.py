@@ -91,7 +91,7 @@ def test_a_share_is_of_the_time_since_the_share_before(monkeypatch):
     watched, found = CellProcesses(None), []
     for at_s, cpu_time_s in ((10, 3.0), (12, 4.0), (12.001, 4.1), (14, 4.6)):
         now.s = at_s
-        found.append(watched._share("rank0", cpu_time_s))
+        found.append(watched._share("rank0", {1: cpu_time_s}))
     assert found == [{}, {"cpu_pct": 50.0}, {}, {"cpu_pct": 30.0}]
 
 

@@ -10,6 +10,7 @@ from snakemake.settings.types import DeploymentMethod
 
 from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
+from stratbench.cell.installation import ROOT
 from stratbench.cell.settings import Settings
 from stratbench.plan.device_rates import named_gpus
 from stratbench.strategies import strategy_class
@@ -233,17 +234,20 @@ def cells_of_block(wildcards):
     return [plan.cell(name) for name in plan.order]
 
 
-def classes_of(cells):
-    """The strategies of some cells: the name in the study and the class of each."""
-    return [(c.strategy, strategy_class(JOBS.settings_of(c).strategy)) for c in cells]
+def strategies_of(cells):
+    """The strategies of some cells: the name in the study, the class and the options of each."""
+    settings = [(c.strategy, JOBS.settings_of(c)) for c in cells]
+    return [(name, strategy_class(s.strategy), s.options) for name, s in settings]
 
 
 def env_of(cells):
     """The conda environment in which cells are trained: with what their strategies need."""
     needed = sorted(
-        {name for _, cls in classes_of(cells) for name in distributions(cls)}
+        {name for _, cls, o in strategies_of(cells) for name in distributions(cls, o)}
     )
-    return ENV.replace(".yaml", "".join(f"-{name}" for name in needed) + ".yaml")
+    env = ENV.replace(".yaml", "".join(f"-{name}" for name in needed) + ".yaml")
+    # What a user's command needs is in the user's own environment.
+    return env if Path(ROOT, "envs", Path(env).name).is_file() else ENV
 
 
 def missing_needs(cells):
@@ -251,7 +255,7 @@ def missing_needs(cells):
     others = {DeploymentMethod.CONDA, DeploymentMethod.APPTAINER}
     if others & set(workflow.deployment_settings.deployment_method):
         return []
-    return list(faults(classes_of(cells)))
+    return list(faults(strategies_of(cells)))
 
 
 def block_request(wildcards):

@@ -27,8 +27,8 @@ def option(
 class Options:
     """Base of all options: frozen dataclasses whose fields have defaults.
 
-    Types are int, float, bool, str, Literal and unions of these. Making one with another value
-    raises ValueError, which names the field, the value and what it takes.
+    Types are int, float, bool, str, Literal, lists of one of them, and unions of all these. Making one with
+    another value raises ValueError, which names the field, the value and what it takes.
     """
 
     def __post_init__(self) -> None:
@@ -47,6 +47,8 @@ _types = cache(get_type_hints)
 def _fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(v, get_args(hint)[0]) for v in value)
     if get_args(hint):  # a union such as `int | None`
         return any(_fits(value, part) for part in get_args(hint))
     if hint is float:
@@ -60,6 +62,8 @@ def spell(hint: Any) -> str:
     """The values of a type, in words."""
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) is list:
+        return f"a list ({spell(*get_args(hint))})"
     if get_args(hint):
         return " or ".join(map(spell, get_args(hint)))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

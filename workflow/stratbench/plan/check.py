@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 #: The most parameters of a network that is tried with real numbers where fake tensors cannot follow it.
 MOST_REAL_PARAMETERS = 50_000_000
-#: Why what was tried so has no footprint.
+#: Why a user's command has no footprint.
+BY_COMMAND = (
+    "memory and traffic of a command are unknown until it has run; its time follows from records"
+)
+#: Why what was tried so has none.
 NO_PREDICTION = "its forward asks for the values of tensors, and a prediction has none"
 
 
@@ -190,7 +194,7 @@ def rehearsals_of(
         sharing.setdefault(Network.of(request), []).append(request)
     # What only some of the cells ask of a network is judged with each of these.
     firsts = {
-        n: min(each, key=lambda r: r.settings.activation_checkpointing)
+        n: min(each, key=lambda r: (r.by_command, r.settings.activation_checkpointing))
         for n, each in sharing.items()
     }
     networks = results_of(
@@ -211,6 +215,7 @@ def rehearsals_of(
         for network, each in sharing.items()
         if networks[network].error is None
         for request in each
+        if not request.by_command
     }
     rehearsals = results_of(
         "kinds of cells to follow: {}; what is found is kept for the next time",
@@ -219,8 +224,12 @@ def rehearsals_of(
         jobs,
         folder,
     )
-    no = Rehearsal()
-    return networks, {r: rehearsals.get(r, no) for each in sharing.values() for r in each}
+    no, by_command = Rehearsal(), Rehearsal(unpredicted=BY_COMMAND)
+    return networks, {
+        r: by_command if r.by_command else rehearsals.get(r, no)
+        for each in sharing.values()
+        for r in each
+    }
 
 
 # --- one network ---------------------------------------------------------------------------------

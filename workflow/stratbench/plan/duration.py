@@ -200,6 +200,8 @@ def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | 
     if same:
         nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
         return _rescaled(nearest, cell.gpus)
+    # What a command of the user's does says nothing of others.
+    timed = [r for r in timed if "program" not in r]
     beside = [r for r in timed if r["cell"]["gpus"] == cell.gpus] or timed
     if not beside:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.cell import record, software_gpu
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import GIB, MIB
+from stratbench.cell.text.words import GIB, MIB, seconds_text
 from stratbench.plan.check import Checked, Network, other_resharding, resharded
 from stratbench.plan.device_rates import Device, devices_of, named_gpus
 from stratbench.plan.duration import Projected, Span, Step, span_by_records, times_on
@@ -198,7 +198,7 @@ def _planned(
             for device, span in zip(devices, spans, strict=False)
         }
     fit = next(iter(fits_on.values()), None)
-    state, why = _state(s, checked, record, needs, fit, results)
+    state, why = _state(s, checked, record, needs, fit, measured, results)
     return Planned(
         subject=s,
         state=state,
@@ -273,6 +273,7 @@ def _state(
     found: Mapping[str, Any] | None,
     needs: Needs | None,
     fit: DeviceFit | None,
+    measured: Span | None,
     results: str,
 ) -> tuple[str, str]:
     """The state of a cell and why it is so."""
@@ -291,6 +292,9 @@ def _state(
         return "failed", failed
     if fit is None:
         why = checked.rehearsals[s.request].unpredicted
+        if s.request.by_command and measured is not None:
+            span = seconds_text(measured.low_s), seconds_text(measured.high_s)
+            why = f"{why}: {' to '.join(span)} by {measured.source}"
         return "to do", f"could not be predicted: {why}"
     if not fit.fits:
         return (

@@ -26,6 +26,7 @@ REGISTRY: dict[str, str] = {
     "zero1": "stratbench.strategies.sharding.zero:ZeRO1",
     "zero1-torch": "stratbench.strategies.sharding.zero:TorchZeRO1",
     "deepspeed": "stratbench.strategies.deepspeed:DeepSpeed",
+    "command": "stratbench.strategies.command:Command",
     "tensor": "stratbench.strategies.splitting.tensor:TensorParallel",
     "pipeline": "stratbench.strategies.splitting.pipeline:Pipeline",
     "local-sgd": "stratbench.strategies.local.local_sgd:LocalSGD",

@@ -20,6 +20,8 @@ from stratbench.workload.tasks import Classification, Task
 from stratbench.workload.users_code import listed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -134,8 +136,9 @@ class Strategy:
     With a `summary` of its own a subclass is a strategy of its own, and makes its own `CLAIMS`.
     """
 
-    #: `collective`: all workers step together; `server`: workers talk to parameter servers.
-    kind: ClassVar[Literal["collective", "server"]] = "collective"
+    #: `collective`: all workers step together; `server`: workers talk to parameter servers; `own`: a
+    #: program of the user's trains, whose loop is its own.
+    kind: ClassVar[Literal["collective", "server", "own"]] = "collective"
     #: Distributions beyond stratbench's own that it needs, pinned: `name==version` (`strategies/needs.py`).
     needs: ClassVar[tuple[str, ...]] = ()
     #: The policy by which its servers update the weights (`ps/policies/policies.py`); None: no servers.
@@ -216,6 +219,21 @@ class Strategy:
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         """Why it, with all its `options`, cannot train by an experiment's `values`: `.key = ...: why`."""
+        yield from ()
+
+    @classmethod
+    def packages(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The distributions that it needs with these options: `needs`, and what options name."""
+        return cls.needs
+
+    @classmethod
+    def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
+        """The user's files that its options name, by their names: changed ones train a cell again."""
+        return {}
+
+    @classmethod
+    def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
+        """What its options name and this machine lacks: sentences, before anything is trained."""
         yield from ()
 
     def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:

@@ -302,7 +302,7 @@ class DeepSpeed(base.Collective):
     @classmethod
     @contextmanager
     def on_fakes(cls) -> Iterator[None]:
-        check_installed("deepspeed", cls)
+        check_installed("deepspeed", cls, {})
         imported("cpu")
         import torch.nn.functional as F
         from deepspeed.runtime import utils

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from stratbench.cell.installation import ROOT
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -15,26 +16,34 @@ class Missing(ModelError):
     """A distribution that a strategy needs is not installed, or in another version."""
 
 
-def distributions(cls: type[Strategy]) -> dict[str, str]:
-    """Of each distribution that the strategy needs, the version."""
-    return dict(pin.split("==") for pin in cls.needs)
+#: What the study calls a strategy, its class, and its options.
+Used = tuple[str, "type[Strategy]", Mapping[str, Any]]
 
 
-def check_installed(name: str, cls: type[Strategy]) -> None:
+def distributions(cls: type[Strategy], options: Mapping[str, Any]) -> dict[str, str]:
+    """Of each distribution that the strategy needs with these options, the version."""
+    return dict(pin.split("==") for pin in cls.packages(options))
+
+
+def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
     """Missing where this Python lacks what the strategy `cls`, which the study calls `name`, needs."""
-    for why in faults([(name, cls)]):
+    for why in faults([(name, cls, options)]):
         raise Missing(why)
 
 
-def faults(strategies: Iterable[tuple[str, type[Strategy]]]) -> Iterator[str]:
-    """A sentence for each distribution that strategies lack, with the command that installs it.
+def faults(strategies: Iterable[Used]) -> Iterator[str]:
+    """A sentence for all that strategies lack here, of a distribution with the command that installs it."""
+    strategies = list(strategies)
+    wanted: dict[tuple[str, str], dict[str, None]] = {}
+    for name, cls, options in strategies:
+        for pin in distributions(cls, options).items():
+            wanted.setdefault(pin, {})[name] = None
+    yield from _missing(wanted)
+    lacks = (f"{name}: {why}" for name, cls, o in strategies for why in cls.faults_here(o))
+    yield from dict.fromkeys(lacks)
 
-    `strategies`: what the study calls each, and its class.
-    """
-    wanted: dict[tuple[str, str], list[str]] = {}
-    for name, cls in dict.fromkeys(strategies):
-        for pin in distributions(cls).items():
-            wanted.setdefault(pin, []).append(name)
+
+def _missing(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
     if not wanted:
         return
     from importlib import metadata  # here: few studies need it, and every command would wait for it
@@ -45,7 +54,9 @@ def faults(strategies: Iterable[tuple[str, type[Strategy]]]) -> Iterator[str]:
         except metadata.PackageNotFoundError:
             found = "none"
         if found != version:
+            ours = f"envs/requirements-{distribution}.txt"
+            source = f"-r {ours}" if (ROOT / ours).is_file() else f"{distribution}=={version}"
             yield (
                 f"{', '.join(names)}: {distribution}=={version} is needed, and this Python has {found}: "
-                f"pip install -r envs/requirements-{distribution}.txt"
+                f"pip install {source}"
             )

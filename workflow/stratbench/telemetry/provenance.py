@@ -11,17 +11,13 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import re
-import socket
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from stratbench.telemetry.machine import environment
-from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.node import facts_of_node
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import cuda_uuid
 from stratbench.telemetry.shards import whole_tensor
@@ -53,21 +49,11 @@ def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> d
 
 def host_facts() -> dict[str, Any]:
     """Name, CPU, cores, affinity and memory of this node as this process may use them."""
-    cores = {
-        "cores_logical": os.cpu_count(),
-        "cores_physical": psutil.cpu_count(logical=False),
-        "cpu_quota_cores": _cgroup_cpu_quota_cores(),
-    }
-    return {
-        "name": socket.gethostname(),
-        "os": platform.platform(),
-        "cpu_model": _cpu_model(),
-        **{name: value for name, value in cores.items() if value is not None},
-        "affinity": sorted(usable_cores()),
+    threads = {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
     }
+    return facts_of_node() | threads
 
 
 def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
@@ -160,21 +146,3 @@ def _gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
     if topology := nvml.topology():
         facts["topology"] = topology
     return facts
-
-
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
-
-
-def _cgroup_cpu_quota_cores() -> float | None:
-    """Cores that the container's CPU quota amounts to (cgroup v2), None without a limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)

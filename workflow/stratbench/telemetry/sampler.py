@@ -9,6 +9,7 @@ and keeps off the cores that the watched processes are bound to. Columns: `timel
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import os
@@ -90,10 +91,13 @@ class Sampler:
         """Its process id, None where it could not be started."""
         return self._process.pid if self._process else None
 
-    def watch(self, label: str, pid: int) -> None:
-        """Sample process `pid` too, under `label` (rank0, server1): now, and with all others."""
+    def watch(self, label: str, pid: int, below: bool = False) -> None:
+        """Sample process `pid` too, under `label` (rank0, server1): now, and with all others.
+
+        `below`: with all the processes that it has started.
+        """
         with self._pids_file.open("a", encoding="utf-8") as file:
-            file.write(f"{label} {pid}\n")
+            file.write(f"{label} {pid}{' below' if below else ''}\n")
         if self._process is not None:
             self._process.send_signal(_WAKE)
 
@@ -115,14 +119,16 @@ class Sampler:
 class CellProcesses:
     """The processes of the cell on this node, as the launcher lists them in a file.
 
-    Lines `label pid`, appended while the cell starts; a process that ended drops out.
+    Lines `label pid`, appended while the cell starts; a process that ended drops out. With `below` behind
+    it, a line stands for all that the process has started, too.
     """
 
     def __init__(self, pids_file: Path | None) -> None:
         self._pids_file = pids_file
         self._lines_read = 0
         self._processes: dict[str, psutil.Process] = {}
-        self._before: dict[str, tuple[float, float]] = {}
+        self._with_below: set[str] = set()
+        self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
     def refresh(self) -> bool:
         """Read new lines of the file; returns whether there were any."""
@@ -136,38 +142,49 @@ class CellProcesses:
             return False
         new, self._lines_read = lines[self._lines_read :], len(lines)
         for line in new:
-            label, _, pid = line.rpartition(" ")
+            label, *told = line.split(" ")
             try:
-                self._processes[label] = psutil.Process(int(pid))
-            except (ValueError, psutil.Error):
+                self._processes[label] = psutil.Process(int(told[0]))
+            except (ValueError, IndexError, psutil.Error):
                 continue
+            if told[1:] == ["below"]:
+                self._with_below.add(label)
         return bool(new)
 
     def sample(self) -> list[dict[str, Any]]:
-        """A row for each process that lives; its first has no `cpu_pct`."""
+        """A row for each process that lives; its first has no `cpu_pct`.
+
+        Of several in one row, memory that they share counts for each.
+        """
         rows = []
         for label, process in list(self._processes.items()):
             try:
-                with process.oneshot():
-                    if process.status() == psutil.STATUS_ZOMBIE:  # its memory would read as 0
-                        raise psutil.ZombieProcess(process.pid)
-                    times = process.cpu_times()
-                    rss_bytes = process.memory_info().rss
+                figures = _figures_of(process)
+                below = process.children(recursive=True) if label in self._with_below else []
             except psutil.Error:
                 del self._processes[label]
                 continue
-            cpu_time_s = round(times.user + times.system, 2)
-            row = {"kind": "process", "id": label, "cpu_time_s": cpu_time_s, "rss_bytes": rss_bytes}
-            rows.append(row | self._share(label, cpu_time_s))
+            each = {process.pid: figures}
+            for other in below:
+                with contextlib.suppress(psutil.Error):
+                    each[other.pid] = _figures_of(other)
+            row = {
+                "kind": "process",
+                "id": label,
+                "cpu_time_s": round(sum(cpu_time_s for cpu_time_s, _ in each.values()), 2),
+                "rss_bytes": sum(rss_bytes for _, rss_bytes in each.values()),
+            }
+            rows.append(row | self._share(label, {pid: t for pid, (t, _) in each.items()}))
         return rows
 
-    def _share(self, label: str, cpu_time_s: float) -> dict[str, float]:
+    def _share(self, label: str, cpu_times_s: dict[int, float]) -> dict[str, float]:
         now_s = time.monotonic()
-        then_s, cpu_time_then_s = self._before.setdefault(label, (now_s, cpu_time_s))
+        then_s, before = self._before.setdefault(label, (now_s, cpu_times_s))
         if now_s - then_s < _SHORTEST_SHARE_S:
             return {}
-        self._before[label] = (now_s, cpu_time_s)
-        return {"cpu_pct": round(100 * (cpu_time_s - cpu_time_then_s) / (now_s - then_s), 1)}
+        self._before[label] = (now_s, cpu_times_s)
+        used_s = sum(t - before.get(pid, 0.0) for pid, t in cpu_times_s.items())
+        return {"cpu_pct": round(100 * used_s / (now_s - then_s), 1)}
 
     def cores(self) -> set[int]:
         """The cores that any of the processes may run on."""
@@ -178,6 +195,15 @@ class CellProcesses:
             except (psutil.Error, AttributeError):
                 continue
         return cores
+
+
+def _figures_of(process: psutil.Process) -> tuple[float, int]:
+    """CPU time in seconds and resident bytes of a process; psutil.Error if it has ended."""
+    with process.oneshot():
+        if process.status() == psutil.STATUS_ZOMBIE:  # its memory would read as 0
+            raise psutil.ZombieProcess(process.pid)
+        times = process.cpu_times()
+        return times.user + times.system, process.memory_info().rss
 
 
 class Host:

@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,6 +28,7 @@ from stratbench.telemetry.machine.tenants import gpu_place
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train import gpu_locks, standing
+from stratbench.train.commands.process import Command
 from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
 from stratbench.train.locks import scratch
@@ -84,18 +86,7 @@ def run_node(job: Job, node: int) -> Exits:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
         gpu_locks.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
-    with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
-        text = job.to_json()
-        servers = [
-            Process(
-                path, server_name(c.server), "server", json.dumps(asdict(c)), str(job.folder.path)
-            )
-            for c in servers_of(job, node)
-        ]
-        workers = [
-            Process(path, worker_name(rank), "worker", text, rank, local_rank)
-            for local_rank, rank in enumerate(job.ranks_of(node))
-        ]
+    with processes_of(job, node) as (servers, workers):
         processes = [*servers, *workers]
         gpus = gpus_of(job, node)
         job.folder.write_places(node, places_of([p.name for p in processes], gpus))
@@ -111,9 +102,10 @@ def run_node(job: Job, node: int) -> Exits:
             job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
-                sampler.watch(p.name, p.pid)
+                sampler.watch(p.name, p.pid, below=job.is_command)
             exits = supervise(job, servers, workers)
-            if exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes):
+            failed = exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes)
+            if failed and not job.is_command:  # which has no pulse
                 standing.note_standing(job, node, processes, exits.timed_out)
             return exits
         finally:
@@ -121,11 +113,32 @@ def run_node(job: Job, node: int) -> Exits:
             sampler.stop()
 
 
+@contextmanager
+def processes_of(job: Job, node: int) -> Iterator[tuple[list[Process], list[Process | Command]]]:
+    """The servers and workers of this node, not yet started; in their place, the user's command."""
+    if job.is_command:
+        yield [], [Command(job, node)]
+        return
+    with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
+        text = job.to_json()
+        servers = [
+            Process(
+                path, server_name(c.server), "server", json.dumps(asdict(c)), str(job.folder.path)
+            )
+            for c in servers_of(job, node)
+        ]
+        workers: list[Process | Command] = [
+            Process(path, worker_name(rank), "worker", text, rank, local_rank)
+            for local_rank, rank in enumerate(job.ranks_of(node))
+        ]
+        yield servers, workers
+
+
 def gpus_of(job: Job, node: int) -> dict[str, str]:
     """The GPU of each worker on this node, by the worker's name, as CUDA_VISIBLE_DEVICES names it."""
     if not job.use_cuda:
         return {}
-    names = map(worker_name, job.ranks_of(node))
+    names = map(worker_name, job.ranks_of(node))  # of a command, too: these are its GPUs
     return dict(zip(names, gpu_locks.visible_gpus(), strict=False))
 
 
@@ -135,7 +148,7 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
     nvml = Nvml() if gpus else None
     return {
         name: host | ({"gpu": gpu_place(nvml, gpus[name])} if name in gpus else {})
-        for name in names
+        for name in dict.fromkeys([*names, *gpus])
     }
 
 
@@ -153,7 +166,7 @@ def servers_of(job: Job, node: int) -> list[ServerConfig]:
 def supervise(
     job: Job,
     servers: list[Process],
-    workers: list[Process],
+    workers: Sequence[Process | Command],
 ) -> Exits:
     """Wait for the end of the processes or the deadline; returns how they exited.
 
@@ -172,7 +185,7 @@ def supervise(
         if grace_ends is not None and now >= grace_ends:
             break
         if now >= next_look:
-            if standing.hung_for_good(job, workers):
+            if not job.is_command and standing.hung_for_good(job, workers):
                 return Exits(_exits(processes, ended), timed_out=False, hung=True)
             next_look = now + LOOK_S
         poll_s = 0.5 if job.has_servers else LOOK_S
@@ -193,7 +206,7 @@ def supervise(
 def stuck(
     job: Job,
     servers: list[Process],
-    workers: list[Process],
+    workers: Sequence[Process | Command],
     ended: dict[str, int],
 ) -> bool:
     """Whether the processes that still run can no longer reach an orderly end.
@@ -222,11 +235,11 @@ def workers_given_up(job: Job) -> set[str]:
     return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
 
-def _exits(processes: list[Process], ended: dict[str, int]) -> list[ProcessExit]:
+def _exits(processes: Sequence[Process | Command], ended: dict[str, int]) -> list[ProcessExit]:
     return [ProcessExit(p.name, ended.get(p.name)) for p in processes]
 
 
-def end_all(processes: list[Process]) -> None:
+def end_all(processes: Sequence[Process | Command]) -> None:
     """Kill what still runs; training processes have nothing to save."""
     for p in processes:
         if p.pid is not None and p.is_alive():

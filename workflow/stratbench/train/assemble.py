@@ -21,6 +21,7 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
+from stratbench.train.commands.results import program_entry
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
 from stratbench.workload import tasks, users_code
@@ -69,6 +70,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "score": score_entry(job, ending, first, run, task["better"]),
         "server": {"servers": servers_entry(job, servers)} if servers else None,
         "workers": [worker_entry(w) for w in whole],
+        **({"program": program_entry(job)} if job.is_command else {}),
         "profile": efficiency.profile_entry(job),
         "provenance": launcher_provenance(job, finished_at),
     }
@@ -263,8 +265,9 @@ def applied_pushes(servers: list[dict[str, Any]]) -> float:
 
 def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
     """The record's `model` if no worker lived long enough to describe it."""
+    told = (job.folder.read_worker(0) or {}).get("told") or {}
     return {
-        "parameters": None,
+        "parameters": told.get("parameters"),  # of a command
         "trainable_parameters": None,
         "initial_weights_sha256": None,
         "input_shape": list(models.input_shape(models.model_of(job.settings), job.data_shape)),
@@ -345,8 +348,8 @@ def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """The longest time that a worker spent in a phase, in seconds; None without workers."""
-    return max((w["phases_s"].get(key, 0.0) for w in workers), default=None)
+    """The longest time that a worker spent in a phase, in seconds; None where nobody says so."""
+    return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
 
 
 def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -364,7 +367,7 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "method": worst["method"],
         "peak_bytes": worst["peak_bytes"],
         "peak_over_base_bytes": worst["peak_over_base_bytes"],
-        "model_states": largest,
+        "model_states": largest or None,  # what a command holds is not known
         **{key: worst[key] for key in ("requested_peak_bytes", "cublas_bytes") if key in worst},
     }
 

@@ -105,7 +105,8 @@ class BlockRun:
             old.unlink(missing_ok=True)
         any_settings = self._settings[plan.order[0]]  # all are of one experiment, model and number
         for name in plan.order:
-            check_installed(name, strategy_class(self._settings[name].strategy))
+            s = self._settings[name]
+            check_installed(name, strategy_class(s.strategy), s.options)
         check_inputs(args.data, any_settings)
         with hold_devices(any_settings, args.nodes) as self._use_cuda:
             started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices

@@ -13,6 +13,8 @@ from stratbench.telemetry.machine.hardware import datasheet_of
 from stratbench.telemetry.timeline import energy_within, read_phases
 from stratbench.train.job import Job
 
+#: Of each GPU, by its node and number, when it trained: (start_s, end_s).
+Intervals = dict[tuple[str, str], list[tuple[float, float]]]
 _RATES = ("sent_bytes_per_step", "received_bytes_per_step")
 _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_steps")
 
@@ -150,9 +152,13 @@ def energy_figures(
 
     CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown.
     """
-    if not run.get("samples_applied") or len(workers) < job.world_size:
+    if not run.get("samples_applied"):
         return None
-    intervals = {}
+    if job.is_command:
+        return energy_entry(job, run, intervals_of_gpus(job))
+    if len(workers) < job.world_size:
+        return None
+    intervals: Intervals = {}
     for w in workers:
         index = w["provenance"].get("gpu", {}).get("index")
         if index is None:
@@ -161,6 +167,21 @@ def energy_figures(
         intervals[w["provenance"]["host"]["name"], str(index)] = [
             (i.start_s, i.end_s) for i in read_phases([log]) if i.phase == "train"
         ]
+    return energy_entry(job, run, intervals)
+
+
+def intervals_of_gpus(job: Job) -> Intervals:
+    """When a command trained, as it says, for each GPU of the cell; none where one has no number."""
+    places = [p for p in job.folder.read_places().values() if "gpu" in p]
+    if any(p["gpu"].get("index") is None for p in places):
+        return {}
+    log = read_phases([job.folder.phases(0)])
+    trained = [(i.start_s, i.end_s) for i in log if i.phase == "train"]
+    return {(p["host"], str(p["gpu"]["index"])): trained for p in places}
+
+
+def energy_entry(job: Job, run: dict[str, Any], intervals: Intervals) -> dict[str, float] | None:
+    """The record's `energy` from when each GPU trained; None where one is unknown."""
     joules = energy_within(job.folder.sample_files(), intervals)
     if joules is None:
         return None

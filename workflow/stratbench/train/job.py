@@ -82,6 +82,11 @@ class Job:
         return strategy_class(self.settings.strategy).kind == "server"
 
     @property
+    def is_command(self) -> bool:
+        """Whether a program of the user's trains the cell."""
+        return strategy_class(self.settings.strategy).kind == "own"
+
+    @property
     def n_servers(self) -> int:
         """How many parameter servers the cell has; 0 for a collective strategy."""
         return self.settings.options["servers"] if self.has_servers else 0

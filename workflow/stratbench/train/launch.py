@@ -34,7 +34,7 @@ from stratbench.cell.blocks import BlockPlan
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import last_lines, write_atomic
 from stratbench.cell.parent import end_with
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, command_name, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
@@ -42,6 +42,7 @@ from stratbench.strategies.needs import check_installed
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train import agent, assemble, gpu_locks
+from stratbench.train.commands.results import keep_results
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
@@ -50,7 +51,7 @@ from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models
-from stratbench.workload.users_code import ModelError, check_unchanged
+from stratbench.workload.users_code import ModelError, check_unchanged, digest_of, listed
 
 EVIDENCE_LINES = 20
 #: How long srun may take to end what it has started, in seconds.
@@ -145,7 +146,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
     RunFolder.of_logs(args.logs).create()
-    check_installed(cell.strategy, strategy_class(settings.strategy))
+    check_installed(cell.strategy, strategy_class(settings.strategy), settings.options)
     check_inputs(args.data, settings)
     with (
         hold_devices(settings, args.nodes) as use_cuda,
@@ -167,10 +168,20 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
 
 def check_inputs(data: Path, s: Settings) -> None:
     """ModelError or DataError where a user's code or the prepared data are not those of the settings."""
+    check_files(s)
     for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
         if spec:
             check_unchanged(what, spec)
     check_data(data, s)
+
+
+def check_files(s: Settings) -> None:
+    """ModelError where files that the strategy's options name are not those of the settings."""
+    files = strategy_class(s.strategy).files(s.options)
+    if files and digest_of(files) != s.options["sha256"]:
+        raise ModelError(
+            f"its files ({listed(list(files))}) have changed since the run was started; start it again"
+        )
 
 
 def check_data(folder: Path, s: Settings) -> None:
@@ -304,6 +315,8 @@ def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
         job.folder.secret.unlink(missing_ok=True)
         # Of a cell that was not evaluated.
         shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
+    if job.is_command:
+        keep_results(job)
     return exits, classify(job, exits, kills_before)
 
 
@@ -339,6 +352,9 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
         agent.ProcessExit(worker_name(r), _exit_code(job, r, standings.get(r)))
         for r in range(job.world_size)
     ]
+    if job.is_command:
+        ends = job.folder.command_ends(job.n_nodes)
+        processes = [agent.ProcessExit(command_name(e["node"]), e["exit_code"]) for e in ends]
     ended = process.returncode != 0
     hung = ended and why_hung(standings) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)

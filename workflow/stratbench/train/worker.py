@@ -43,6 +43,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
+from stratbench.train.out_of_memory import says_out_of_memory
 from stratbench.workload import tasks
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.sources import DataError
@@ -386,7 +387,7 @@ def is_out_of_memory(e: BaseException) -> bool:
         return e.errno == errno.ENOMEM
     if not isinstance(e, RuntimeError):
         return False
-    if any(sign in str(e) for sign in OUT_OF_MEMORY_SIGNS):
+    if says_out_of_memory(str(e)):
         return True
     # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
     return "was unable to find an engine to execute" in str(e) and gpu_is_full()
@@ -406,13 +407,6 @@ def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
         return None
     taken_bytes = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
     return others_on(gpu, os.getppid(), os.getpid(), taken_bytes or None)
-
-
-#: The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.
-OUT_OF_MEMORY_SIGNS = (
-    "allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED", "ALLOCATION_FAILED",
-    "bad_alloc", "Failed to CUDA calloc", "Failed to CUDA malloc", "Failed to CUDA host alloc",
-)  # fmt: skip
 
 
 def gpu_is_full() -> bool:

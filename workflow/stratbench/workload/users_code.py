@@ -77,6 +77,33 @@ def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+#: The largest file that counts as a part of a command: what is larger is data.
+_LARGEST_BYTES = 1 << 20
+
+
+def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
+    """The user's files that a command names, and what its Python files import from beside them.
+
+    By their names in the command, or below their folder. A module after `-m` is looked for here. Programs
+    and other files that are no text, files above 1 MiB and installed packages do not count.
+    """
+    found: dict[str, Path] = {}
+    before = ""
+    for argument in arguments:
+        path = Path(argument).expanduser()
+        if before == "-m":
+            found |= sources(argument, [Path.cwd()])
+        elif path.is_file() and path.stat().st_size <= _LARGEST_BYTES and _is_text(path):
+            beside = sources(path.stem, [path.parent]) if path.suffix == ".py" else {}
+            found |= {name: p for name, p in beside.items() if p != path} | {argument: path}
+        before = argument
+    return dict(sorted(found.items()))
+
+
+def _is_text(path: Path) -> bool:
+    return b"\0" not in path.read_bytes()
+
+
 def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:
     package, module = folder / name, folder / f"{name}.py"
     if (package / "__init__.py").is_file():
@@ -104,12 +131,17 @@ def _imported(path: Path) -> list[str]:
 def fingerprint(call: str, folders: Iterable[Path]) -> dict[str, str | None]:
     """What a model's code is known by: `sha256` of its files in `folders`, else the package's `version`."""
     if files := sources(call, folders):
-        digest = hashlib.sha256()
-        for name, path in files.items():
-            content = path.read_bytes()
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
-        return {"sha256": digest.hexdigest(), "version": None}
+        return {"sha256": digest_of(files), "version": None}
     return {"sha256": None, "version": _version_of(top_of(call))}
+
+
+def digest_of(files: Mapping[str, Path]) -> str:
+    """SHA-256 of the names and contents of some files, in their order."""
+    digest = hashlib.sha256()
+    for name, path in files.items():
+        content = path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def _version_of(package: str) -> str | None:

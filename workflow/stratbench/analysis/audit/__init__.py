@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import (
+    commands,
     counts,
     efficiency,
     memory,
@@ -36,6 +37,7 @@ from stratbench.analysis.audit.across_cells import (
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Key, Rule, key_of
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
+from stratbench.analysis.records.same_work import INCOMPARABLE
 from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import blocks, record
 from stratbench.cell.coordinates import STATUSES
@@ -61,6 +63,7 @@ KINDS = (
     full_runs,
     machines,
     timelines,
+    commands,
 )
 
 
@@ -118,7 +121,7 @@ def read_records(
     cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read
 ) -> list[Record]:
     """The records of the rows of cells.csv that have a usable one, below results/<study>."""
-    paths = cells.loc[cells["status"].isin(STATUSES), "record_path"].dropna()
+    paths = cells.loc[cells["status"].isin([*STATUSES, INCOMPARABLE]), "record_path"].dropna()
     return [read(study_dir / path) for path in paths]
 
 

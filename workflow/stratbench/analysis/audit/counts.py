@@ -87,10 +87,14 @@ METHOD = relations("communication.method == registered_method")
     "all",
     "What the record says of its end does not go with what it holds: a cell that finished has all "
     "its results and no reason, one that did not has a reason and no final score.",
+    of="both",
 )
 def contradictory_status(facts: Facts) -> Iterator[str]:
     status, entries = facts.status, facts("score.per_epoch")
     finite = all(e["train_loss"] is not None and e["test_loss"] is not None for e in entries)
+    if facts("strategy.kind") == "own":  # which need not tell its losses, parameters or score
+        yield from faults_of_end(facts)
+        return
     if status == "ok":
         why = "although the cell ended well"
         if facts("reason") is not None:
@@ -113,6 +117,18 @@ def contradictory_status(facts: Facts) -> Iterator[str]:
     evaluated = not facts("settings.steps")  # else its loss after an epoch is not in the record
     if status == "diverged" and facts.finished and finite and evaluated:
         yield "the cell ended as diverged, although every loss is finite"
+
+
+def faults_of_end(facts: Facts) -> Iterator[str]:
+    """Checks what a command's cell must state by how it ended."""
+    status = facts.status
+    if (status == "ok") == bool(facts("reason")):
+        yield f"the reason is {facts('reason')!r}, although the cell ended as {status}"
+    for path in RESULTS[1:]:
+        if status == "ok":
+            yield from unless_given(path, facts(path), "although the cell ended well")
+        elif status in ("oom", "timeout"):
+            yield from unless_absent(path, facts(path), f"although the cell ended as {status}")
 
 
 @record_rule(

@@ -30,6 +30,8 @@ SEVERITIES = ("unusable", "doubtful", "note")
 Severity = Literal["unusable", "doubtful", "note"]
 #: The figures of the cells that a rule casts doubt on.
 Affects = Literal["time", "memory", "score", "all"]
+#: Whose records a rule judges.
+Of = Literal["ours", "commands", "both"]
 #: The coordinates of a cell within its study, in the order of `coordinates_of_cell`.
 Key = tuple[Any, ...]
 
@@ -57,8 +59,13 @@ class Evidence:
         blocks: Sequence[Block] = (),
         timelines: Mapping[Key, Timeline] | None = None,
     ) -> None:
+        #: What a user's command trained is judged by rules of its own (`audit/commands.py`).
+        self.commands = [r for r in records if r["strategy"]["kind"] == "own"]
+        #: The cells with a result, of whichever loop.
+        self.of_any_loop = cells[cells["status"] == "ok"]
+        cells = cells[cells["strategy_kind"] != "own"]
         self.cells = cells
-        self.records = records
+        self.records = [r for r in records if r["strategy"]["kind"] != "own"]
         self.floors = floors or {}
         self.blocks = blocks
         self.timelines = timelines or {}
@@ -136,13 +143,17 @@ def rule(
 
 
 def record_rule(
-    id: str, severity: Severity, affects: Affects, explanation: str
+    id: str, severity: Severity, affects: Affects, explanation: str, of: Of = "ours"
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
-    """A decorator that makes a rule of a check over one record, which yields a sentence for each fault."""
+    """A decorator that makes a rule of a check over one record, which yields a sentence for each fault.
+
+    `of`: records of our own loop (`ours`), those of users' commands (`commands`), or `both`.
+    """
 
     def made(check: Callable[[Facts], Iterator[str]]) -> Rule:
         def over_records(evidence: Evidence) -> Iterator[Found]:
-            for record in evidence.records:
+            ours = evidence.records if of != "commands" else ()
+            for record in (*ours, *(evidence.commands if of != "ours" else ())):
                 where = coordinates_of_cell(record["cell"])
                 facts = Facts(record, evidence.timelines.get(key_of(record["cell"])))
                 yield from (Found(where, text) for text in faults_of_record(check, facts))

@@ -175,7 +175,7 @@ def same_value_twice(evidence: Evidence) -> Iterator[Found]:
     "Some steps take much longer than most: a straggler, a busy machine, or waits at a server.",
 )
 def steps_uneven(evidence: Evidence) -> Iterator[Found]:
-    for row in evidence.rows:
+    for row in evidence.of_any_loop.itertuples():
         if row.step_p99_ms > UNEVEN_STEPS * row.step_p50_ms:
             figures = f"99th percentile {row.step_p99_ms:.4g} ms, median {row.step_p50_ms:.4g} ms"
             yield Found(coordinates_of_row(row), figures)

@@ -274,6 +274,7 @@ def is_at_its_limit(worker: dict[str, Any], one: Series) -> bool:
     "time",
     "Others used the machine while the cell trained: more processes wanted a core than the cell's own and "
     "the cores explain, or cores were busy with none of the cell's processes.",
+    of="both",
 )
 def loaded_machine(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
@@ -296,6 +297,8 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
         one = facts.samples_on(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
+        if facts("strategy.kind") == "own":  # whose processes have one entry
+            processes = min(per_node, facts.gpus)
         most = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
         load = load_while_running(facts("time.total_s"), before, max(ends), one)
         if load > most:

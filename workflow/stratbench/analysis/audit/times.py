@@ -93,6 +93,7 @@ THREADS = relations("threads_of_a_worker == provenance.threads_per_worker")
     "time",
     "Times of the record that follow from each other do not agree: throughput and training time, "
     "epochs and their sum, steps and phases, training and the whole.",
+    of="both",
 )
 def contradictory_time(facts: Facts) -> Iterator[str]:
     if facts.finished:
@@ -112,7 +113,7 @@ def faults_of_training(facts: Facts) -> Iterator[str]:
     yield from unless_hold(facts, THROUGHPUT)
     slowest = max((w["train_time_s"] for w in facts.workers if w["train_time_s"]), default=None)
     served = max((s["train_time_s"] for s in facts.servers), default=None)
-    kept = COLLECTIVE if facts("strategy.kind") == "collective" else SERVED_TIME
+    kept = SERVED_TIME if facts("strategy.kind") == "server" else COLLECTIVE
     yield from unless_hold(facts, kept, slowest_worker_s=slowest, slowest_server_s=served)
     if train_time_s is not None and not train_time_s > 0:
         yield f"time.train_time_s is {train_time_s}"

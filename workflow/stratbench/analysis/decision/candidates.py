@@ -142,6 +142,8 @@ def exclude_by_records(
                 candidate.exclude("worse score", f"{share}training diverged")
             case "unusable":
                 candidate.exclude(UNUSABLE, f"{share}{reason}")
+            case "incomparable":
+                candidate.exclude("other work", f"{share}{reason.removeprefix('other work: ')}")
             case "refused":
                 candidate.exclude("refused", f"{share}{reason}")
             case "error":

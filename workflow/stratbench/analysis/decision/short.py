@@ -34,6 +34,7 @@ NONE_LEFT = {
     "failed": ("Every cell failed.", "failed"),
     "does not learn": ("No candidate learns.", "do not learn"),
     "unusable record": ("No record can be used.", "are unusable"),
+    "other work": ("No candidate did the work of another.", "did other work"),
     "worse score": ("Every candidate loses too much.", "lose too much"),
 }
 #: What is said of the answers that are not sure, by kind: of one, of several.

@@ -138,7 +138,11 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
     study = Study(config, config["study"])
     given = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skipped
+    skipped = Jobs(config, study).skipped | {
+        cell.path: "a command of yours cannot be stopped and begun in segments"
+        for cell in study.cells
+        if study.strategy_kind(cell.strategy) == "own"
+    }
     bouts = tuple(bouts_of(study, skipped))
     notes = [
         f"{path} is not raced: {why}" for path, why in skipped.items() if path.endswith("rep0")

@@ -2,7 +2,8 @@
 
 Every expected cell gets its row, in the order of the config. A cell without a record is `missing`,
 `error` if a failure left evidence, or `infeasible` if the plan skipped it; one whose record is no
-measurement is `unusable`, without figures. No cell is left out.
+measurement is `unusable`, without figures; one of a user's command that did other work than those beside
+it is `incomparable`. No cell is left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stratbench.analysis.records.columns import (
     on_one_line,
     row_of_record,
 )
+from stratbench.analysis.records.same_work import judge_same_work
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import replacing
@@ -186,7 +188,9 @@ def collect(
         epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
         cells_csv.writeheader()
         epochs_csv.writeheader()
-        for row, epochs in rows_of_cells(cells, study_dir, asked or Expected(), read):
+        found = list(rows_of_cells(cells, study_dir, asked or Expected(), read))
+        judge_same_work([row for row, _ in found])
+        for row, epochs in found:
             cells_csv.writerow(row)
             epochs_csv.writerows(epochs)
             if row["status"] in UNMEASURED:

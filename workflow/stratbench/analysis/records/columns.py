@@ -75,8 +75,12 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
            "How the cell ended: ok, oom, timeout, diverged or refused; without a usable record missing, "
-           "error or infeasible; unusable, if the record is no measurement."),
+           "error or infeasible; unusable, if the record is no measurement; incomparable, if a command of "
+           "the user's did other work than its comparison."),
     Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
+    Column("same_work", "text", "", None,
+           "Of a cell that a command of the user's trained: whether its samples, batch, parameters and "
+           "score are those of the cells beside it; if not, why. Empty for others, which share one loop."),
     Column("strategy_base", "text", "", "strategy.name"),
     Column("strategy_kind", "text", "", "strategy.kind"),
     *(
@@ -228,6 +232,11 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("staleness", "json", "", derived.staleness,
            "Pushes by staleness, which is the index: updates between a push and the weights that it "
            "was computed from."),
+    Column("command_workers", "number", "", "program.said.workers"),
+    Column("command_batch", "number", "samples", "program.said.batch"),
+    Column("command_cpu_time_s", "number", "s", "program.outside.cpu_time_s"),
+    Column("command_rss_bytes", "number", "bytes", "program.outside.node_rss_bytes"),
+    Column("command_gpu_bytes", "number", "bytes", "program.outside.gpu_bytes"),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
     Column("processes", "number", "", derived.processes,
            "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "

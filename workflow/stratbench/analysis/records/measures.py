@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from stratbench.analysis.records.columns import BY_NAME
+from stratbench.analysis.records.same_work import INCOMPARABLE
 from stratbench.analysis.records.score import Score, score_of
 from stratbench.cell.text.words import MIB
 
@@ -264,4 +265,4 @@ def status_label(status: str, time_limit_s: float | None, reason: str | None = N
         return f"infeasible ({reason})"
     if status == "timeout":
         return f">{time_limit_s:g} s" if time_limit_s else "timeout"
-    return {"oom": "OOM", "diverged": "div."}.get(status, status)
+    return {"oom": "OOM", "diverged": "div.", INCOMPARABLE: "other work"}.get(status, status)

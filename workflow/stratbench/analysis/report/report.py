@@ -19,6 +19,7 @@ from stratbench.analysis.decision.raced import read_verdict
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
+from stratbench.analysis.records.same_work import YES
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore
 from stratbench.analysis.report.answer_rows import first_screen, named_bases
@@ -61,6 +62,7 @@ STATUS_WORDS = {
     "error": "failed",
     "missing": "have no record yet",
     "unusable": "have a record that is no measurement",
+    "incomparable": "did other work than those beside them, or do not say what they did",
 }
 
 
@@ -102,6 +104,22 @@ def length_of_training(rows: pd.DataFrame) -> str:
     return distinct_values(rows, "epochs")
 
 
+def notices_of_commands(rows: pd.DataFrame) -> Iterator[str]:
+    """Notices on cells that commands of the user's trained: whose word their figures are, and whether all rank."""
+    if not len(rows):
+        return
+    names = ", ".join(dict.fromkeys(rows["strategy"]))
+    same = (rows["same_work"] == YES).sum()
+    yield (
+        f"{names}: trained by commands with loops of their own. Their times and scores are their own word, "
+        f"which the audit holds against what was measured from outside. Same work as beside them: {same} of "
+        f"{counted(len(rows), 'cell')}; others are not ranked."
+    )
+    for why, other in rows[rows["same_work"] != YES].groupby("same_work", sort=False):
+        where = ", ".join(dict.fromkeys(f"{r.strategy} on {r.gpus}" for r in other.itertuples()))
+        yield f"Other work: {where}: {str(why).removeprefix('no: ')}."
+
+
 def notices_above(
     cells: pd.DataFrame, partial: bool, findings: Sequence[Row] = ()
 ) -> Iterator[str]:
@@ -110,6 +128,7 @@ def notices_above(
     cpu = known[known["device_kind"] == "cpu"]
     if (unusable := (cells["status"] == "unusable").sum()) > 0:
         yield f"{unusable} of {len(cells)} cells have a record that is no measurement, and no figure here."
+    yield from notices_of_commands(cells[cells["same_work"].notna()])
     if partial and cells["status"].isin(["missing", "error"]).any():
         yield "This report is partial: cells without a usable record are marked, not left out."
     if 0 < len(cpu) < len(known):

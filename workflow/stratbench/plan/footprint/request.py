@@ -53,6 +53,8 @@ class Request:
         if planned.kind == "server":
             strategy, most = served_stand_in(), 1
             options = option_defaults(strategy)
+        elif planned.kind == "own":  # of which only the network is looked at
+            options, most = option_defaults(strategy), 1
         elif planned.alike_on_any_count:
             one, two = (traits_of(strategy, options, n) for n in (1, 2))
             most = 2 if one == two else min(2, s.gpus)  # one that differs is no such count
@@ -112,6 +114,11 @@ class Request:
     def served(self) -> bool:
         """Whether it is a worker of a parameter server."""
         return strategy_class(self.strategy).kind == "server"
+
+    @property
+    def by_command(self) -> bool:
+        """Whether a command of the user's does it, of which nothing can be known."""
+        return strategy_class(self.strategy).kind == "own"
 
     @property
     def traits(self) -> Traits:

@@ -98,6 +98,9 @@ def _network(
         yield f"   {found.unseen}"
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
         own = [s.cell for s in subjects if s.cell.strategy == strategy]
+        if next(s for s in subjects if s.cell.strategy == strategy).request.by_command:
+            yield f"   {strategy}: is a command of yours, which is not tried before it trains"
+            continue
         if works := [c for c in own if c not in refused]:
             yield f"   {strategy}: works with {_where(works, own)}"
         for why in dict.fromkeys(refused[c] for c in own if c in refused):

@@ -96,6 +96,8 @@ def _evidence(
         unfit = "its records have neither one global batch nor one batch a worker"
     elif len(points) < 2:
         unfit = "it has records of one count alone; train it on another"
+    if "program" in first:
+        unfit = "a command of yours has steps of which nothing is known"
     return Evidence(
         experiment, strategy, model, tuple(points), stated, tuple(cells), tuple(timed), unfit
     )

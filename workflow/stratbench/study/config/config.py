@@ -13,7 +13,13 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import GIVEN, Settings
-from stratbench.strategies import REGISTRY, mesh_of, resolved_options, strategy_class
+from stratbench.strategies import (
+    REGISTRY,
+    mesh_of,
+    option_defaults,
+    resolved_options,
+    strategy_class,
+)
 from stratbench.study.config.consistency import check_experiment
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError
@@ -76,7 +82,7 @@ class Study:
         base, given = self.base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
-        options = resolved_options(base, given, cell.gpus)
+        options = resolved_options(base, given, cell.gpus) | self.own_files(cell.strategy)
         return Settings(
             strategy=base,
             options=options,
@@ -113,6 +119,15 @@ class Study:
             return None
         return self._with_fingerprint(f"task {name}", {"call": name})
 
+    def own_files(self, strategy: str) -> dict[str, Any]:
+        """The option with the hash of the user's files that a strategy's options name; empty without any."""
+        key = f"strategy {strategy}"
+        if key not in self._own_code:
+            base, given = self.base_strategy(strategy)
+            files = strategy_class(base).files(option_defaults(base) | given)
+            self._own_code[key] = {"sha256": users_code.digest_of(files)} if files else None
+        return self._own_code[key] or {}
+
     def _with_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
             folders = [Path(folder).expanduser() for folder in self._own.get("code", [])]
@@ -126,6 +141,7 @@ class Study:
         """
         for cell in self.cells:
             self.own_model(cell.model)
+            self.own_files(cell.strategy)
         for experiment in self.experiments.values():
             self.own_task(experiment.values["task"])
         return {name: spec for name, spec in self._own_code.items() if spec}

@@ -53,7 +53,8 @@ def throttled(evidence: Evidence) -> Iterator[Found]:
     "Other processes used the machine when the cell started: it measures them too.",
 )
 def busy_machine(evidence: Evidence) -> Iterator[Found]:
-    for row in rows_of(evidence.ok[evidence.ok["other_cpu_cores"] > OTHERS]):
+    found = evidence.of_any_loop
+    for row in rows_of(found[found["other_cpu_cores"] > OTHERS]):
         yield Found(coordinates_of_row(row), f"others used {row.other_cpu_cores:.2g} CPU cores")
 
 
@@ -142,6 +143,7 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
     "time",
     "A process of somebody else computed on a GPU of the cell, or held memory there: what it did there "
     "slowed the cell.",
+    of="both",
 )
 def stranger_on_gpu(facts: Facts) -> Iterator[str]:
     if facts.status != "oom":
@@ -154,6 +156,7 @@ def stranger_on_gpu(facts: Facts) -> Iterator[str]:
     "unusable",
     "all",
     "The cell ran out of memory while somebody else held a part of its GPU: alone it may not.",
+    of="both",
 )
 def memory_held_by_others(facts: Facts) -> Iterator[str]:
     if facts.status == "oom":

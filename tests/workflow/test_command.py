@@ -1,0 +1,141 @@
+"""docs/engines.md, from train.py to a row of the table: its own lines, in a run of the real workflow."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_study import Workflow, tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+#: A network for both: as our strategies call it, and as nanoGPT's loop does.
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, width=16):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+
+    def forward(self, idx):
+        return self.head(self.embed(idx))
+
+
+class Nano(GPT):
+    def get_num_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(self, idx, targets=None):
+        logits = super().forward(idx)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+#: What stands before the loop in nanoGPT's train.py, cut down.
+BEFORE_THE_LOOP = """
+import os, sys
+import numpy as np, torch
+from torch.distributed import init_process_group, destroy_process_group
+from torch.nn.parallel import DistributedDataParallel as DDP
+from model import Nano
+
+given = dict(a.removeprefix("--").split("=") for a in sys.argv[1:])
+max_iters, eval_interval, batch_size, seed = (
+    int(given[key]) for key in ("max_iters", "eval_interval", "batch_size", "seed")
+)
+ddp, gradient_accumulation_steps, iter_num = True, 1, 0
+init_process_group("gloo")
+ddp_rank, ddp_world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+master_process = ddp_rank == 0
+torch.manual_seed(seed)
+arrays = {
+    split: [
+        torch.from_numpy(np.load(f"{given['data']}/{split}_{x}.npy").astype("int64"))
+        for x in ("inputs", "targets")
+    ]
+    for split in ("train", "test")
+}
+raw_model = Nano(1 + max(int(a.max()) for pair in arrays.values() for a in pair))
+model = DDP(raw_model)
+optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+
+
+def get_batch(split):
+    inputs, targets = arrays[split]
+    ix = torch.randint(len(inputs), (batch_size,))
+    return inputs[ix], targets[ix]
+
+
+@torch.no_grad()
+def estimate_loss():
+    return {"val": float(raw_model(*arrays["test"])[1])}
+
+
+X, Y = get_batch("train")
+"""
+
+
+def block(kind: str, after: str = "## A trainer of your own") -> str:
+    """The first block of this kind after a heading of the page."""
+    return re.search(rf"```{kind}\n(.*?)```", PAGE.split(after)[1], re.DOTALL)[1]
+
+
+def trainer() -> str:
+    """train.py with the page's lines."""
+    loop = "\n".join(line[1:] for line in block("diff").splitlines())
+    return f"{BEFORE_THE_LOOP}{loop}\ndestroy_process_group()\n"
+
+
+def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
+    added = [line for line in block("diff").splitlines() if line.startswith("+")]
+    variants = yaml.safe_load(block("yaml"))
+    assert len(added) == 6
+    config = tiny_config()
+    config["datasets"] = {
+        "tiny-text": {"source": "markov-text", "train_samples": 128, "test_samples": 64,
+                      "vocabulary": 17, "sequence": 8},
+    }  # fmt: skip
+    config["models"] = {"nano": {"call": "model.GPT"}}
+    first = config["studies"]["tiny"]["experiments"]["first"]
+    first |= {
+        "dataset": "tiny-text",
+        "models": ["nano"],
+        "strategies": ["ddp", "mine"],
+        "gpus": [2],
+    }
+    config["studies"]["tiny"] |= variants | {"experiments": {"first": first}}
+    workflow = Workflow(tmp_path, config)
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "train.py").write_text(trainer())
+    done = workflow.run()
+    assert done.returncode == 0, done.stdout
+    found = json.loads(workflow.record("first", "mine", "nano", "2gpu").read_text())
+    assert found["status"] == "ok"
+    assert found["program"]["files"] == ["model.py", "train.py"]
+    study = tmp_path / "results" / "tiny"
+    with (study / "cells.csv").open(newline="") as file:
+        rows = {row["strategy"]: row for row in csv.DictReader(file)}
+    assert rows["mine"]["same_work"] == "yes"
+    assert rows["ddp"]["same_work"] == ""
+    with (study / "audit.csv").open(newline="") as file:
+        assert [f for f in csv.DictReader(file) if f["strategy"] == "mine"] == []
+    assert "mine" in (study / "report.html").read_text()
+    # A changed script, or one beside it, trains its cells again, and no others.
+    assert workflow.jobs() == {}
+    (tmp_path / "model.py").write_text(MODEL + "\n# changed\n")
+    assert workflow.jobs()["train_cell"] == 2  # ddp has the network's file
+    (tmp_path / "model.py").write_text(MODEL)
+    assert workflow.jobs() == {}
+    (tmp_path / "train.py").write_text(trainer() + "# changed\n")
+    assert workflow.jobs()["train_cell"] == 1
+    # What is not there is told before any job.
+    (tmp_path / "train.py").unlink()
+    told = workflow.run()
+    assert told.returncode != 0
+    assert "mine: its script 'train.py' is not here" in told.stdout

@@ -1,0 +1,108 @@
+"""Whether a cell that a user's command trains did the work of those it is compared with.
+
+Its figures are its own word. They are ranked beside others' where samples, batch, parameters and score agree
+with theirs; else the cell is `incomparable`, with the reason, and no table or decision ranks it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from stratbench.analysis.records.columns import Row
+
+#: The status of a cell that did other work, or does not say what it did.
+INCOMPARABLE = "incomparable"
+#: What the column `same_work` says of one that did.
+YES = "yes"
+#: Of a command and of others: the column with the figure, and its name in a sentence.
+_COUNTS = (
+    ("samples_seen", "samples_seen", "samples"),
+    ("command_batch", "global_batch", "samples a step"),
+    ("model_parameters", "model_parameters", "parameters"),
+)
+
+
+def judge_same_work(rows: Sequence[Row]) -> None:
+    """Fill in `same_work` in the rows of cells.csv that a command trained, and the status of those unlike."""
+    beside: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["status"] == "ok":
+            beside[row["experiment"], row["model"]].append(row)
+    verdicts = [
+        (row, next(differences(row, partners_of(row, of_place)), None))
+        for of_place in beside.values()
+        for row in of_place
+        if row["strategy_kind"] == "own"
+    ]
+    for row, why in verdicts:
+        row["same_work"] = f"no: {why}" if why else YES
+        if why:
+            row["status"], row["reason"] = INCOMPARABLE, f"other work: {why}"
+
+
+def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
+    """The cells that a command's is held to: on as many workers, if there are any.
+
+    Of those whose loop is ours the ones that train as DDP does, if there are any; without ours, other
+    commands.
+    """
+    others = [r for r in beside if r["strategy"] != row["strategy"]]
+    ours = [r for r in others if r["strategy_kind"] != "own"]
+    for chosen in (
+        [r for r in ours if r["equals_ddp"]],
+        ours,
+        others,
+    ):
+        if chosen:
+            return [r for r in chosen if r["gpus"] == row["gpus"]] or chosen
+    return []
+
+
+def differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
+    """How the work of a command differs from its partners', in words."""
+    if row["command_workers"] != row["gpus"]:
+        yield f"it says that {row['command_workers']} processes train, and the cell has {row['gpus']}"
+    if not partners:
+        yield "there is nothing to compare it with"
+        return
+    for own, theirs, what in _COUNTS:
+        expected = {r[own if r["strategy_kind"] == "own" else theirs] for r in partners} - {None}
+        if row[own] is None:
+            yield f"it does not say how many {what} it has"
+        elif expected and row[own] not in expected:
+            yield f"{row[own]:,} {what}, and {_listed(expected)} beside it"
+    yield from difference_of_score(row, partners)
+
+
+def difference_of_score(row: Row, partners: Sequence[Row]) -> Iterator[str]:
+    """How far its score is from theirs, beyond the task's tolerance and what so few test samples explain."""
+    known = [r for r in partners if r["score_final"] is not None]
+    if not known:
+        return
+    if row["score_final"] is None:
+        yield f"it tells no {row['score_name']}"
+        return
+    factor = 100.0 if row["score_unit"] == "share" else 1.0
+    scores = [r["score_final"] for r in known]
+    chance = max(1.96 * math.hypot(standard_error(row), standard_error(r)) for r in known)
+    slack = (row["score_tolerance"] or 0.0) / factor + chance
+    if not min(scores) - slack <= row["score_final"] <= max(scores) + slack:
+        beside = (
+            f"{min(scores):.4g} to {max(scores):.4g}" if len(scores) > 1 else f"{scores[0]:.4g}"
+        )
+        yield f"its {row['score_name']} is {row['score_final']:.4g}, and {beside} beside it"
+
+
+def standard_error(row: Row) -> float:
+    """The standard error of a score: as recorded, or of a share from its binomial variance; else 0."""
+    if row["score_error"] is not None:
+        return row["score_error"]
+    if row["score_unit"] != "share" or not row["test_samples"]:
+        return 0.0
+    return math.sqrt(max(0.0, row["score_final"] * (1 - row["score_final"])) / row["test_samples"])
+
+
+def _listed(values: set[float]) -> str:
+    return " or ".join(f"{value:,}" for value in sorted(values))

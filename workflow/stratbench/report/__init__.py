@@ -1,0 +1,72 @@
+"""What a trainer of your own tells stratbench of itself: its steps and scores, in a small file.
+
+    from stratbench.report import Report
+
+    report = Report(parameters=123_456)   # just before the first step
+    report.step(samples, loss)            # after each step; the samples of all workers together
+    report.score(value)                   # after each evaluation, which is no training time
+
+It needs nothing but Python, and this file may be copied. The process of rank 0 writes, others keep
+silent, and outside of a cell of stratbench nobody writes. docs/engines.md says what becomes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+#: Where the file goes: the environment variable that a cell of stratbench sets.
+VARIABLE = "STRATBENCH_REPORT"
+
+
+class Report:
+    """A report, begun: the clock of training runs from here on. Times are seconds of `time.monotonic`."""
+
+    def __init__(self, **facts: str | float) -> None:
+        """`facts`: `parameters` of the network, by which equal work is known; any others as you like."""
+        first = os.environ.get("RANK", "0") == "0"
+        path = os.environ.get(VARIABLE) if first else None
+        self._file = open(path, "a", encoding="utf-8", buffering=1) if path else None  # noqa: SIM115
+        self._losses: list[Any] = []
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
+        torch = sys.modules.get("torch")
+        known = {"torch": str(torch.__version__)} if torch else {}
+        self._write("start", facts={"workers": workers, **known, **facts})
+
+    def step(self, samples: int, loss: Any = None) -> None:
+        """A step of the optimizer is done, on so many samples of all workers together.
+
+        `loss`: their mean loss. A tensor is read at the next `pause` or `score`, so that no step waits.
+        """
+        now = isinstance(loss, float)
+        if loss is not None and not now:
+            self._losses.append(loss)
+        self._write("step", samples=int(samples), **({"loss": loss} if now else {}))
+
+    def pause(self) -> None:
+        """Stop the clock until `score` or `resume`: before an evaluation, a checkpoint. Waits for a GPU."""
+        torch = sys.modules.get("torch")
+        if torch and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._write("pause", losses=self._read_losses())
+
+    def resume(self) -> None:
+        """Let the clock go on after a `pause` that no `score` has ended."""
+        self._write("resume")
+
+    def score(self, value: Any = None, test_loss: Any = None, error: Any = None) -> None:
+        """The score of an evaluation, in the task's unit, and its standard error. The clock goes on."""
+        given = {"score": value, "test_loss": test_loss, "error": error}
+        told = {key: float(v) for key, v in given.items() if v is not None}
+        self._write("score", losses=self._read_losses(), **told)
+
+    def _read_losses(self) -> list[float]:
+        losses, self._losses = [float(loss) for loss in self._losses], []
+        return losses
+
+    def _write(self, event: str, **told: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, "t": time.monotonic(), **told}) + "\n")

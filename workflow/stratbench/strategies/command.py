@@ -1,0 +1,141 @@
+"""`command`: a trainer of the user's own, started as a command: `torchrun train.py`, `accelerate launch`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from stratbench.cell.options import option
+from stratbench.cell.settings import GIVEN
+from stratbench.strategies.base import Options, Strategy, Traits
+from stratbench.workload.users_code import files_of_command
+
+#: What stands for what in an argument, beside the settings that an experiment gives, by their names.
+PLACEHOLDERS = {
+    "workers": "processes on all nodes: the cell's `gpus`",
+    "nodes": "nodes, on each of which the command is started once",
+    "workers_per_node": "the most processes of a node",
+    "node": "number of this node, from 0",
+    "host": "where the processes of all nodes meet: a name of node 0",
+    "port": "a free port there",
+    "seed": "seed of the cell: the same for all strategies of a repeat",
+    "global_batch": "samples of a step, of all workers together",
+    "per_worker_batch": "the same of one worker",
+    "total_steps": "steps of the whole training",
+    "model": "name of the model",
+    "dataset": "name of the data set",
+    "data": "folder of the prepared data set",
+    "out": "an empty folder for what the command writes, kept with the cell's log",
+}
+NAMES = (*PLACEHOLDERS, *GIVEN)
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+class Command(Strategy):
+    """The command trains by itself: its loop, its data, its evaluation. `stratbench.report` tells of them.
+
+    What is measured of it from outside, and what is its own word, the record says apart.
+    """
+
+    kind = "own"
+    family = "engines"
+    summary: ClassVar[str] = "a trainer of your own, started as a command: its loop is not ours"
+    rule: ClassVar[str] = "what the command does"
+    collectives = ()
+    buffers_note = "as the command has it"
+    breakdown_note: ClassVar[str] = "a command is not looked into"
+
+    @dataclass(frozen=True)
+    class Options(Options):
+        command: list[str] | None = option(  # noqa: RUF009 - it has no list as default
+            None,
+            "program and arguments, which no shell reads; {workers}, {seed}, {data} and others stand for "
+            "values of the cell (docs/engines.md)",
+        )
+        needs: list[str] | None = option(  # noqa: RUF009 - nor has it
+            None, "packages that it needs, pinned (accelerate==1.15.0): looked for before any job"
+        )
+        sha256: str | None = option(
+            None, "hash of the command's files that are found here; filled in"
+        )
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.command == []:
+                raise ValueError("command = []: names no program")
+            if unknown := [n for n in placeholders(self.command or ()) if n not in NAMES]:
+                raise ValueError(
+                    f"command: {{{unknown[0]}}} stands for nothing. There are: {', '.join(NAMES)}"
+                )
+            for pin in self.needs or ():
+                if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.]+", pin):
+                    raise ValueError(
+                        f"needs: {pin!r} is no pinned package, such as accelerate==1.15.0"
+                    )
+
+    @classmethod
+    def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
+        if not arguments_of(options):
+            raise ValueError(
+                "it has no command; name a variant in its place, such as "
+                "mine: {strategy: command, command: [python, train.py]}"
+            )
+
+    @classmethod
+    def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
+        lacking = {"node", "host"} - set(placeholders(arguments_of(options)))
+        if gpus > per_node and lacking:
+            raise ValueError(
+                f"{gpus} workers span several nodes, on each of which its command is started; give it "
+                f"{' and '.join(f'{{{name}}}' for name in sorted(lacking))}, or use fewer workers"
+            )
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        for key in ("slowdown", "profile"):
+            if values[key]:
+                yield f".{key} = {values[key]}: a command cannot be reached from outside"
+        for name in placeholders(arguments_of(options)):
+            if name in GIVEN and values[name] is None:
+                yield f".{name} = null: a command has it as {{{name}}}"
+
+    @classmethod
+    def packages(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(options["needs"] or ())
+
+    @classmethod
+    def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
+        return files_of_command(arguments_of(options))
+
+    @classmethod
+    def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
+        program, *arguments = arguments_of(options) or [""]
+        if shutil.which(program) is None:
+            yield f"its program {program!r} is not found; install it, or give its path"
+        for script in arguments:
+            plain = script.endswith(".py") and not list(placeholders([script]))
+            if plain and not Path(script).expanduser().is_file():
+                yield f"its script {script!r} is not here ({Path.cwd()}); give its path from there"
+
+    def traits(self, gpus: int) -> Traits:
+        return Traits(weight_parts=None, optimizer_parts=None, kept_copies=None)
+
+
+def arguments_of(options: Mapping[str, Any]) -> list[str]:
+    """The program and its arguments, with names in braces; empty where an option gives none."""
+    return options["command"] or []
+
+
+def placeholders(arguments: Iterable[str]) -> Iterator[str]:
+    """The names in braces, in their order."""
+    for argument in arguments:
+        yield from _PLACEHOLDER.findall(argument)
+
+
+def filled(arguments: Iterable[str], values: Mapping[str, Any]) -> list[str]:
+    """The arguments with `values` in place of their names in braces. Nothing else is read into them."""
+    return [_PLACEHOLDER.sub(lambda found: str(values[found[1]]), a) for a in arguments]

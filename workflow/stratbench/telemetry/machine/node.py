@@ -1,0 +1,49 @@
+"""What a node is: its name, processor, cores and memory. No torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from stratbench.telemetry.machine.cores import usable_cores
+
+
+def facts_of_node() -> dict[str, Any]:
+    """Name, CPU, cores, affinity and memory of this node as this process may use them."""
+    cores = {
+        "cores_logical": os.cpu_count(),
+        "cores_physical": psutil.cpu_count(logical=False),
+        "cpu_quota_cores": _cgroup_cpu_quota_cores(),
+    }
+    return {
+        "name": socket.gethostname(),
+        "os": platform.platform(),
+        "cpu_model": _cpu_model(),
+        **{name: value for name, value in cores.items() if value is not None},
+        "affinity": sorted(usable_cores()),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def _cgroup_cpu_quota_cores() -> float | None:
+    """Cores that the container's CPU quota amounts to (cgroup v2), None without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)

@@ -1,0 +1,1 @@
+"""Cells that a command of the user's trains: started, watched from outside, and what it reports."""

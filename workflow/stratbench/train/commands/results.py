@@ -1,0 +1,247 @@
+"""What a cell's command left, in the form in which a worker of ours leaves it, and how it ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from stratbench.cell.files import last_lines
+from stratbench.cell.run_folder import command_name
+from stratbench.cell.settings import Settings
+from stratbench.strategies import strategy_class
+from stratbench.telemetry.git import git_state
+from stratbench.telemetry.machine import environment
+from stratbench.telemetry.machine.node import facts_of_node
+from stratbench.telemetry.machine.nvml import Nvml
+from stratbench.telemetry.timeline import PhaseLog, read_samples
+from stratbench.train.commands.reading import ReportError, Told, read_report
+from stratbench.train.job import Job
+from stratbench.train.out_of_memory import line_out_of_memory
+
+#: A command whose last step is so long before its limit was hung, and not slow: in seconds, and in multiples
+#: of its longest step.
+QUIET_S, QUIET_STEPS = 60.0, 10.0
+#: Its own word for what it evaluated.
+EVALUATED_ON = "what the command says that it evaluated"
+
+
+def keep_results(job: Job) -> None:
+    """Keep what a command that has ended says of its training, as that of worker 0; a fault as its reason."""
+    try:
+        told = read_report(job.folder.report)
+    except ReportError as e:
+        job.folder.write_worker(0, {"status": "error", "reason": str(e)})
+        return
+    write_phases(job, told)
+    for entry in epochs_of(job.settings, told):
+        job.folder.add_epoch(entry)
+    job.folder.write_worker(0, as_worker(job, told))
+
+
+def as_worker(job: Job, told: Told) -> dict[str, Any]:
+    """What a worker writes of its training, as far as the command tells it."""
+    origin_s = origin_of(job)
+    starts = [begin - origin_s for begin, _ in told.stretches]
+    evaluated_s = sum(s.at_s - e for s, e in zip(told.scores, ends_before(told), strict=True))
+    phases = {"build_s": starts[0]}
+    if told.scores and not job.settings.steps:
+        phases["eval_s"] = evaluated_s
+    return {
+        "status": "diverged" if told.not_finite else "ok",
+        "reason": told.not_finite and f"{told.not_finite} is not a finite number",
+        "rank": 0,
+        "steps": len(told.step_s),
+        "samples": sum(told.samples),
+        "train_time_s": told.train_time_s,
+        "epoch_starts_s": [begin for begin, _ in told.stretches],
+        "epoch_times_s": epoch_times_s(job.settings, told),
+        "step_ms": [1e3 * t for t in told.step_s],
+        "breakdown_ms": {},
+        "phases_s": phases,
+        "started_s": 0.0,
+        "per_epoch": epochs_of(job.settings, told),
+        "losses": {},
+        "memory": memory_of(job),
+        "model_states": {},
+        "strategy": {
+            "details": {"engine": job.settings.strategy},
+            "evaluated_on": EVALUATED_ON,
+            "updates_applied": len(told.step_s),
+        },
+        "communication": None,
+        "provenance": provenance_of(job, told),
+        "told": said_by(told, origin_s),
+    }
+
+
+def said_by(told: Told, origin_s: float) -> dict[str, Any]:
+    """The record's `program.said`."""
+    sizes = set(told.samples)
+    return {
+        "workers": told.facts["workers"],
+        "parameters": told.facts.get("parameters"),
+        # The last step of a pass may have fewer.
+        "batch": max(sizes),
+        "batches_differ": len(sizes) > 1,
+        "steps": len(told.step_s),
+        "samples": sum(told.samples),
+        "first_s": told.stretches[0][0] - origin_s,
+        "last_s": told.stretches[-1][1] - origin_s,
+        "evaluations": len(told.scores),
+        "facts": {k: v for k, v in told.facts.items() if k not in ("workers", "parameters")},
+    }
+
+
+def ends_before(told: Told) -> list[float]:
+    """When the clock had stopped before each score: the end of the last step, or the score before."""
+    ends, latest = [], told.stretches[0][0]
+    for score in told.scores:
+        done = [end for _, end in told.stretches if end <= score.at_s]
+        ends.append(max([latest, *done]))
+        latest = score.at_s
+    return ends
+
+
+def epochs_of(s: Settings, told: Told) -> list[dict[str, Any]]:
+    """The record's `score.per_epoch`: an entry an evaluation that follows training."""
+    if s.steps:
+        return []
+    scores = [score for score in told.scores if score.train_time_s > 0]
+    return [
+        {
+            "epoch": i,
+            "train_time_s": score.train_time_s,
+            "train_loss": score.train_loss,
+            "test_loss": score.test_loss,
+            "score": score.score,
+            "score_error": score.error,
+        }
+        for i, score in enumerate(scores, 1)
+    ]
+
+
+def epoch_times_s(s: Settings, told: Told) -> list[float]:
+    """Seconds of training before each score since the one before, and after the last."""
+    ends = [e["train_time_s"] for e in epochs_of(s, told)]
+    spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    rest = told.train_time_s - (ends[-1] if ends else 0.0)
+    return [*spans, rest] if rest > 1e-9 else spans
+
+
+def origin_of(job: Job) -> float:
+    """The origin of the cell's times by the clock of node 0, where rank 0 wrote the report."""
+    ends = job.folder.command_ends(1)
+    return ends[0]["origin_s"] if ends else job.origin_s
+
+
+def write_phases(job: Job, told: Told) -> None:
+    """Write when the command trained, for the timeline and the energy."""
+    log = PhaseLog(job.folder.phases(0), 0, origin_of(job))
+    for begin, end in told.stretches:
+        log.write("train", "start", at_s=begin)
+        log.write("train", "end", at_s=end)
+
+
+def memory_of(job: Job) -> dict[str, Any]:
+    """The peak of the process that used most, as the kernel counted it from the process' start."""
+    most = max((end["max_rss_bytes"] for end in job.folder.command_ends(job.n_nodes)), default=None)
+    return {
+        "method": "maxrss-since-process-start",
+        "peak_bytes": most,
+        "peak_over_base_bytes": None,
+    }
+
+
+def provenance_of(job: Job, told: Told) -> dict[str, Any]:
+    """The node of the launcher, and what the command says of its PyTorch."""
+    facts: dict[str, Any] = {
+        "device": "cuda" if job.use_cuda else "cpu",
+        "host": facts_of_node(),
+        "load_1m": os.getloadavg()[0],
+        "environment": environment.of_training(os.environ),
+    }
+    if version := told.facts.get("torch"):
+        facts["software"] = {"torch": str(version)}
+    places = [p["gpu"] for p in job.folder.read_places().values() if "gpu" in p]
+    gpu = (
+        Nvml().gpu_named(str(places[0].get("uuid", places[0].get("index", "")))) if places else None
+    )
+    return facts | ({"gpu": gpu.static()} if gpu else {})
+
+
+def program_entry(job: Job) -> dict[str, Any] | None:
+    """The record's `program`: what was measured from outside, and what it says itself; None of others."""
+    if not job.is_command:
+        return None
+    files = strategy_class(job.settings.strategy).files(job.settings.options)
+    worker = job.folder.read_worker(0) or {}
+    return {
+        "files": list(files),
+        "git": git_state(next(iter(files.values())).parent) if files else None,
+        "outside": outside(job),
+        "said": worker.get("told"),
+    }
+
+
+def outside(job: Job) -> dict[str, Any]:
+    """What was measured from outside of the command's processes on all nodes; None where it is not known."""
+    ends = job.folder.command_ends(job.n_nodes)
+    processes, gpus = sampled(job, "process", "rss_bytes"), sampled(job, "gpu", "mem_used_bytes")
+    whole = len(ends) == job.n_nodes
+    return {
+        "exit_code": next((e["exit_code"] for e in ends if e["exit_code"]), 0) if whole else None,
+        "begun_s": ends[0]["begun_s"] - origin_of(job) if whole else None,
+        "ended_s": ends[0]["ended_s"] - origin_of(job) if whole else None,
+        "cpu_time_s": sum(e["cpu_time_s"] for e in ends) if whole else None,
+        "largest_process_bytes": max(e["max_rss_bytes"] for e in ends) if whole else None,
+        "node_rss_bytes": max(processes, default=None),
+        "gpu_bytes": max(gpus, default=None),
+    }
+
+
+def sampled(job: Job, kind: str, column: str) -> list[int]:
+    """All samples of a column of the cell's processes or GPUs."""
+    rows = (row for path in job.folder.sample_files() for row in read_samples(path))
+    return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
+
+
+# --- how it ended --------------------------------------------------------------------------------
+
+
+def why_failed(job: Job, exits: Sequence[Any]) -> str:
+    """Why a command failed: its exit code, and the last line of its log."""
+    failed = next(p for p in exits if p.exit_code not in (0, None))
+    lines = [line for line in log_of(job) if line.strip()]
+    return f"{failed}{f'; its last line: {lines[-1].strip()[:200]}' if lines else ''}"
+
+
+def lacked_memory(job: Job) -> str | None:
+    """The line of its log by which a command had no memory left; None without one."""
+    return line_out_of_memory(log_of(job))
+
+
+def log_of(job: Job) -> list[str]:
+    """The ends of the command's logs, of all nodes."""
+    paths = (job.folder.log(command_name(node)) for node in range(job.n_nodes))
+    return [line for path in paths if path.exists() for line in last_lines(path)]
+
+
+def why_no_timeout(job: Job) -> str | None:
+    """Why a command that was ended at its limit failed; None if it was slow, which is a result.
+
+    Whether it got on is known by the steps that it reports alone.
+    """
+    limit = f"the cell's limit of {job.time_limit_s:g} s"
+    try:
+        told = read_report(job.folder.report)
+    except ReportError as e:
+        return f"no step within {limit}: {e}"
+    quiet_s = origin_of(job) + job.time_limit_s - told.latest_s
+    longest_s = max(told.step_s)
+    if told.paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
+        return None
+    return (
+        f"it hangs: {quiet_s:.1f} s before {limit} it told of the last of {len(told.step_s)} steps, of which "
+        f"none had taken longer than {longest_s:.3g} s"
+    )
