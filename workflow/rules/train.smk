@@ -97,6 +97,7 @@ rule train_cell:
         # What depends on `input` is no reason to run again: the parameters above are, one by one.
         settings=lambda w, input: JOBS.settings_of(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
+        worker_job=lambda w, resources: worker_job_of(cell_of(w), resources),
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
     message:
         "train {wildcards.study}/{wildcards.experiment}: {wildcards.strategy}, {wildcards.model},"
@@ -111,6 +112,7 @@ rule train_cell:
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
         " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
+        " --worker-job {params.worker_job:q}"
         " >> {log:q} 2>&1"
 
 

@@ -125,7 +125,7 @@ class Worker:
 
 
 #: What a strategy states itself: one that is made from another does not inherit it.
-CLAIMS = ("rule", "alike_on_any_count", "collectives", "first_choice", "traits")
+CLAIMS = ("rule", "alike_on_any_count", "collectives", "first_choice", "rigid", "traits")
 
 
 class Strategy:
@@ -174,6 +174,8 @@ class Strategy:
     #: The kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of
     #: links; None: it does not say, and all are measured.
     collectives: ClassVar[tuple[str, ...] | None] = None
+    #: Why its workers cannot join and leave while it trains (`elastic: true`), in a clause; None: they can.
+    rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
     #: Whether its first steps do what later ones do not: the plan then looks at later ones.
     warms_up: ClassVar[bool] = False
     #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
