@@ -18,6 +18,12 @@ class Ticket(NamedTuple):
     slice: int
 
 
+class Evaluation(NamedTuple):
+    """In place of a ticket: evaluate the state that the servers kept after `epoch`."""
+
+    epoch: int
+
+
 @dataclass(frozen=True)
 class TicketPlan:
     """Every batch of a run: `epochs` x `steps_per_epoch` global batches x `slices` of each.
