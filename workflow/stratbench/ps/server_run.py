@@ -221,16 +221,14 @@ class ServerRun:
                 self._store.join(member.place)
             elif not member.pulled:
                 member.pulled = True
-                self._ask_for_weights()
-                if self._initialised:
-                    self._store.join(member.place)
-                late = self._started or self.done
-                self._start_if_ready()
-                if late:
-                    self._take_in_late(member)
+                self._take_in(member)
 
-    def _take_in_late(self, member: Member) -> None:
-        """A worker is ready when training has begun; in a gang it was lost, or nothing is left for it."""
+    def _take_in(self, member: Member) -> None:
+        """A worker is ready to start; `_lock` is held."""
+        self._ask_for_weights()
+        if self._initialised:
+            self._store.join(member.place)
+        self._start_if_ready()
 
     def _ask_for_weights(self) -> None:
         asked = self._initialiser

@@ -132,15 +132,15 @@ class ElasticRun(ServerRun):
     def _snapshots_kept(self) -> int:
         return min(_SNAPSHOTS_KEPT, self.config.epochs)
 
-    def _on_pull(self, member: Member, frame: Frame) -> None:
-        joins = self._first and not member.pulled
-        super()._on_pull(member, frame)
-        if joins:
+    def _take_in(self, member: Member) -> None:
+        if self._first and not self.done:
             self._journal.note("join", worker=member.worker, place=member.place)
+        late = self._started or self.done
+        super()._take_in(member)
+        if late and self._first:
+            self._take_in_late(member)
 
     def _take_in_late(self, member: Member) -> None:
-        if not self._first:
-            return
         if self.done:
             member.tell(Frame(Kind.DONE, shard=self._evaluator))
         else:
@@ -235,7 +235,8 @@ class ElasticRun(ServerRun):
         return member
 
     def _end_if_empty(self) -> None:
-        if self.done and not self._membership.live:
+        """Who is still warming up is not waited for: it will see that the run is over."""
+        if self.done and not self._membership.ready:
             self.over.set()
 
     def _look_further(self, age_s: float) -> None:
@@ -247,8 +248,11 @@ class ElasticRun(ServerRun):
                 self._end_if_empty()
 
     def close(self) -> None:
-        if self._started and not self.done and self.error is None:
-            self._membership_gone()
+        goes_on = self._started and not self.done and self.error is None
+        with self._lock:
+            live = self._membership.live
+        self._cut_off([m for m in live if goes_on or not m.pulled])
+        if goes_on:
             self._save_last()
         super().close()
         if self._saver is not None:
@@ -259,10 +263,10 @@ class ElasticRun(ServerRun):
             self._journal.close()
             self._ledger.close()
 
-    def _membership_gone(self) -> None:
-        """Close all connections: nothing is taken any more."""
+    def _cut_off(self, members: list[Member]) -> None:
+        """Close their connections: nothing of theirs is taken any more."""
         with self._lock:
-            for member in self._membership.live:
+            for member in members:
                 member.alive = False
                 member.connection.close()
 
