@@ -47,6 +47,7 @@ class Kind(IntEnum):
     HEARTBEAT = 15  # both
     ERR = 16  # S  why the run, or this worker's part in it, is over; C  relayed to other servers
     BYE = 17  # C  leaving in order, with the worker's own measurements
+    TALK = 32  # both: JSON, between an elastic cell's coordinator and its members
     APPLY = 18  # C  none of the ticket's gradients has overflowed: apply what was pushed
 
 
