@@ -7,13 +7,12 @@ import json
 import os
 import random
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from launching import LIMIT_S, LaunchedCell, settings, until
+from launching import LaunchedCell, settings, until
 from stratbench.cell import record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -42,23 +41,24 @@ def losses(launched: LaunchedCell) -> list[float]:
 #: fp64, with all that an update may have: momentum, decay, a schedule, clipping; slow enough to be disturbed.
 EXACT: dict[str, Any] = {
     "precision": "fp64", "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True, "schedule": "cosine",
-    "clip_norm": 0.5, "lr": 0.02, "global_batch": 16, "warmup_steps": 1, "epochs": 40,
+    "clip_norm": 0.5, "lr": 0.02, "global_batch": 16, "warmup_steps": 1, "epochs": 25,
 }  # fmt: skip
 
 
 def disturb(launched: LaunchedCell, changes: int, seed: int) -> list[str]:
     """Have workers leave by SIGTERM and be lost by SIGKILL, each time that a new one has come."""
     chance, done = random.Random(seed), []
-    known: set[int] = set()
+    known, chosen = set(), set()
     while len(done) < changes:
         def new() -> list[int] | None:
             assert launched.process.poll() is None, launched.process.communicate()[0]
-            now = inside(launched)
+            now = [n for n in inside(launched) if n not in chosen]
             return now if set(now) - known else None
 
         now = until(new)
         known |= set(now)
         number = chance.choice(now)
+        chosen.add(number)
         how = chance.choice((signal.SIGTERM, signal.SIGKILL))
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(jobs(launched)[number]["id"]), how)
@@ -74,7 +74,7 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     slow = {"workers": [0, 1, 2], "factor": 8}
     s = settings("ddp", gpus=3, per_worker_batch=5, elastic=True, slowdown=slow, **EXACT)
     launched = start_cell(s, env=warm)
-    history = disturb(launched, changes=6, seed=random.randrange(1 << 30))
+    history = disturb(launched, changes=5, seed=random.randrange(1 << 30))
     code, output = launched.finish()
     assert code == 0, output
     found = launched.read_record()
@@ -82,4 +82,4 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     told = found["elastic"]
     assert told["joins"] >= 3 + 1 and told["losses"] + told["leaves"] >= len(history)
     assert told["pauses"]["count"] >= 1
-    record.check(found)
+    record.validate(found)
