@@ -112,7 +112,7 @@ rule train_cell:
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
         " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
-        " --worker-job {params.worker_job:q}"
+        " --worker-job={params.worker_job:q}"
         " >> {log:q} 2>&1"
 
 

@@ -21,6 +21,7 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
+from stratbench.train.elastic import accounts
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
 from stratbench.workload import tasks, users_code
@@ -35,7 +36,7 @@ def make_record(job: Job, ending: Ending) -> Record:
     """The record of a cell that ended with a result."""
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)  # what follows may take seconds
     s = job.settings
-    whole = [w for w in job.folder.read_workers(job.world_size).values() if "phases_s" in w]
+    whole = [w for w in accounts.members_of(job).values() if "phases_s" in w]
     servers = job.folder.read_servers(job.n_servers)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
@@ -70,6 +71,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "server": {"servers": servers_entry(job, servers)} if servers else None,
         "workers": [worker_entry(w) for w in whole],
         "profile": efficiency.profile_entry(job),
+        **({"elastic": accounts.entry_of(job)} if s.elastic else {}),
         "provenance": launcher_provenance(job, finished_at),
     }
 
@@ -83,6 +85,8 @@ def run_of(
         return {}
     if servers:
         return served_run(workers, servers, samples_per_step(s))
+    if s.elastic:
+        return accounts.run_of_members(job, job.folder.read_epochs())
     return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
 
 

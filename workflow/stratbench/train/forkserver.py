@@ -331,9 +331,14 @@ def entries() -> dict[str, Callable[..., Any]]:
     """The functions that a process can run, by name. Imports PyTorch."""
     import stratbench.workload.with_torch  # noqa: F401
     from stratbench.train import worker
+    from stratbench.train.elastic import worker as elastic_worker
 
     gc.freeze()  # else every full collection in a child would look at these objects
-    return {"worker": worker.main, "server": worker.serve_parameters}
+    return {
+        "worker": worker.main,
+        "server": worker.serve_parameters,
+        "elastic worker": elastic_worker.main,
+    }
 
 
 if __name__ == "__main__":

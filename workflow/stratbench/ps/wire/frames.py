@@ -48,6 +48,7 @@ class Kind(IntEnum):
     ERR = 16  # S  why the run, or this worker's part in it, is over; `count` 1: come again later;
     #          C  relayed to other servers
     BYE = 17  # C  leaving in order, with the worker's own measurements
+    TALK = 32  # both: JSON, between an elastic cell's coordinator and its members
     APPLY = 18  # C  none of the ticket's gradients has overflowed: apply what was pushed
     # Of elastic runs:
     LEAVE = 19  # C  leaving before the end, as BYE: give my ticket to another

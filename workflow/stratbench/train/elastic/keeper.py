@@ -88,7 +88,7 @@ class Keeper:
         self._next_number = 0
         self._lock = threading.Lock()  # guards the entries
         self._wake = threading.Condition()
-        self._soon = self._stopped = False
+        self._soon = self._stopped = self._finishing = False
         self._gave_up: str | None = None
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
@@ -111,6 +111,10 @@ class Keeper:
         now = time.time()
         for slot in list(self._live):
             self._end(slot, Seen("ended", "cancelled: the cell ended", ended_unix_s=now))
+
+    def finish(self) -> None:
+        """Submit no more: the training is over, and who is there may end in peace."""
+        self._finishing = True
 
     def look_soon(self) -> None:
         """Look at the jobs at once: a worker has come or gone."""
@@ -203,7 +207,9 @@ class Keeper:
         """Submit a job for each slot without one; returns whether any was submitted."""
         submitted = False
         for slot in range(self._slots):
-            if slot in self._live or self._not_before[slot] > time.monotonic() or self._stopped:
+            if self._stopped or self._finishing:
+                return submitted
+            if slot in self._live or self._not_before[slot] > time.monotonic():
                 continue
             number = self._next_number
             try:

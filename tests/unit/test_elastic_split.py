@@ -1,0 +1,85 @@
+"""Split synchronous training by real processes: whoever comes and goes, the arithmetic is one worker's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from launching import LaunchedCell, settings, until
+from stratbench.cell import record
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def jobs(launched: LaunchedCell) -> dict[int, dict[str, Any]]:
+    """The worker jobs by number, each as it was last seen."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = launched.folder.worker_jobs.read_text().split("\n")[:-1]
+        return {entry["number"]: entry for entry in map(json.loads, lines)}
+    return {}
+
+
+def inside(launched: LaunchedCell) -> list[int]:
+    """The numbers of the workers that run and have trained."""
+    alive = [n for n, entry in jobs(launched).items() if entry["ended_unix_s"] is None]
+    phases = {n: launched.folder.phases(n) for n in alive}
+    return [n for n, path in phases.items() if path.exists() and '"join"' in path.read_text()]
+
+
+def losses(launched: LaunchedCell) -> list[float]:
+    """The test losses after each epoch, which tell the weights."""
+    return [entry["test_loss"] for entry in launched.read_record()["score"]["per_epoch"]]
+
+
+#: fp64, with all that an update may have: momentum, decay, a schedule, clipping; slow enough to be disturbed.
+EXACT: dict[str, Any] = {
+    "precision": "fp64", "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True, "schedule": "cosine",
+    "clip_norm": 0.5, "lr": 0.02, "global_batch": 16, "warmup_steps": 1, "epochs": 25,
+}  # fmt: skip
+
+
+def disturb(launched: LaunchedCell, changes: int, seed: int) -> list[str]:
+    """Have workers leave by SIGTERM and be lost by SIGKILL, each time that a new one has come."""
+    chance, done = random.Random(seed), []
+    known, chosen = set(), set()
+    while len(done) < changes:
+        def new() -> list[int] | None:
+            assert launched.process.poll() is None, launched.process.communicate()[0]
+            now = [n for n in inside(launched) if n not in chosen]
+            return now if set(now) - known else None
+
+        now = until(new)
+        known |= set(now)
+        number = chance.choice(now)
+        chosen.add(number)
+        how = chance.choice((signal.SIGTERM, signal.SIGKILL))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(jobs(launched)[number]["id"]), how)
+            done.append(f"{how.name} to worker {number} of {now}")
+    return done
+
+
+def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
+    start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
+) -> None:
+    alone = start_cell(settings("single", gpus=1, per_worker_batch=16, **EXACT), env=warm)
+    assert alone.finish()[0] == 0
+    slow = {"workers": [0, 1, 2], "factor": 8}
+    s = settings("ddp", gpus=3, per_worker_batch=5, elastic=True, slowdown=slow, **EXACT)
+    launched = start_cell(s, env=warm)
+    history = disturb(launched, changes=5, seed=random.randrange(1 << 30))
+    code, output = launched.finish()
+    assert code == 0, output
+    found = launched.read_record()
+    assert losses(launched) == pytest.approx(losses(alone), rel=1e-12), history
+    told = found["elastic"]
+    assert told["joins"] >= 3 + 1 and told["losses"] + told["leaves"] >= len(history)
+    assert told["pauses"]["count"] >= 1
+    record.validate(found)
