@@ -133,18 +133,7 @@ class Worked:
     def _run(self) -> None:
         config, secret, worker, transport, wire, dtype, before_push, rehearsals = self._args
         try:
-            self.channel = Channel.connect(
-                config.rendezvous,
-                worker,
-                self.flat,
-                secret,
-                transport,
-                wire,
-                DEADLINE_S,
-                self.scale,
-                config.n_servers,
-                self._life,
-            )
+            self.channel = self.connect(config, secret, worker, transport, wire)
             send_initial = self.channel._send_initial
             self.channel._send_initial = lambda link: (self.asked.set(), send_initial(link))
             try:
@@ -171,6 +160,22 @@ class Worked:
                 self.channel.close()
         except Exception as error:
             self.error = error
+
+    def connect(
+        self, config: ServerConfig, secret: bytes, worker: int, transport: str, wire: str
+    ) -> Channel:
+        return Channel.connect(
+            config.rendezvous,
+            worker,
+            self.flat,
+            secret,
+            transport,
+            wire,
+            DEADLINE_S,
+            self.scale,
+            config.n_servers,
+            self._life,
+        )
 
     @property
     def running(self) -> bool:

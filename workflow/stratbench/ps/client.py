@@ -230,8 +230,7 @@ class Channel:
         The initial weights are one worker's own: call it when the model is as training shall begin.
         """
         self._rehearsing = False
-        for link in self._links:
-            link.bytes_out = link.bytes_in = 0
+        self.count_anew()
         self._expect()
         if self._staging is not None:
             self._staging.accept_weights()
@@ -240,6 +239,12 @@ class Channel:
         ticket = self._await_reply(time.perf_counter())
         self.wait_s = 0.0  # waiting for the other workers to be ready is none of it
         return ticket
+
+    def count_anew(self) -> None:
+        """Forget the bytes and the waiting so far."""
+        self.wait_s = 0.0
+        for link in self._links:
+            link.bytes_out = link.bytes_in = 0
 
     def arm(self) -> None:
         """CUDA: let the next backward's gradients leave while it still runs, bucket by bucket.
@@ -265,6 +270,8 @@ class Channel:
         """Say what the evaluation that was asked for gave; wait for weights and a ticket, as `push_pull`."""
         self._told.clear()
         self._next = None
+        if self._staging is not None:
+            self._staging.accept_weights()  # the evaluation is over
         self._send(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
         if self._error is not None:
             raise self._error

@@ -193,7 +193,8 @@ class ElasticRun(ServerRun):
             if not member.alive or member.evaluates is None:
                 raise ProtocolError("malformed frame: SCORE that was not asked for")
             epoch, member.evaluates = self._evaluations.settle(member.worker, figures), None
-            self._journal.note("score", worker=member.worker, epoch=epoch, **figures)
+            end_s = self.epochs.ends[epoch]["end_s"]
+            self._journal.note("score", worker=member.worker, epoch=epoch, end_s=end_s, **figures)
             self._finish_if_over()
             if member.idle and member.evaluates is None:
                 self._hand_ticket(member)
