@@ -98,7 +98,8 @@ def samples_per_step(s: Settings) -> int:
 def strategy_entry(s: Settings, worker: dict[str, Any]) -> dict[str, Any]:
     """The record's `strategy`; `worker`: what one says of it."""
     details = worker.get("strategy", {}).get("details", {})
-    traits = traits_of(s.strategy, s.options, s.gpus, bool(details.get("moved_by_zeros")))
+    by_zeros = bool(details.get("moved_by_zeros"))
+    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros, s.elastic)
     return {
         "name": s.strategy,
         "kind": strategy_class(s.strategy).kind,
@@ -146,7 +147,7 @@ def time_figures(
     return {
         "train_time_s": train_time_s,
         "epoch_times_s": run.get("epoch_times_s", []),
-        "start_skew_ms": start_skew_ms(workers),
+        "start_skew_ms": None if s.elastic else start_skew_ms(workers),
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy_class(s.strategy).breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,

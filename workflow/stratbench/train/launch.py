@@ -160,6 +160,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
             raise Failure(reason)
         if settings.elastic:
+            job = elastic.since_the_first(job)
             exits, ending = agent.Exits([], False), elastic.launch(job, asked_of_workers(args))
         else:
             exits, ending = launch(job, args.cpus_per_node)

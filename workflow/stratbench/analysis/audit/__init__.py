@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import (
+    elastic,
     counts,
     efficiency,
     memory,
@@ -51,6 +52,7 @@ KINDS = (
     times,
     scores,
     servers,
+    elastic,
     traffic,
     memory,
     efficiency,

@@ -74,7 +74,9 @@ def entry_of(job: Job) -> dict[str, Any]:
     held_up = [x for c in checkpoints for x in c["held_up_s"]]
     return {
         "lives": len(lives),
-        "queue_wait_s": min(started) - min(j["submitted_s"] for j in jobs) if started else None,
+        "queue_wait_s": max(0.0, min(started) - min(j["submitted_s"] for j in jobs))
+        if started
+        else None,
         "first_step_s": min(first_steps, default=None),
         "allocated_s": allocated_s,
         "idle_s": max(0.0, allocated_s - inside_s),
@@ -149,4 +151,4 @@ def _inside_s(generations: list[dict[str, Any]]) -> float:
 def _repeated(generations: list[dict[str, Any]]) -> int:
     """Steps that were taken and lost, so that they were taken again."""
     following = zip(generations, generations[1:], strict=False)
-    return sum(max(0, (a["to_step"] or 0) - b["from_step"]) for a, b in following)
+    return sum(max(0, (a["to_step"] or a["from_step"]) - b["from_step"]) for a, b in following)

@@ -311,7 +311,8 @@ class Coordinator:
     def _end_generation(self, step: int, now: float) -> None:
         generation = self.history.generations[-1]
         generation.ended_unix_s = now
-        generation.to_step = max(step, generation.to_step or 0)
+        # A member that never got the generation's state has one of its own.
+        generation.to_step = max(step, generation.to_step or generation.from_step)
 
     # ------------------------------------------------------------ deciding
 

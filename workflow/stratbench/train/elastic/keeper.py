@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 #: The shortest and the longest time between two looks at the jobs, in seconds. It doubles while nothing changes.
-LOOK_S, LONGEST_LOOK_S = 2.0, 30.0
+LOOK_S, LONGEST_LOOK_S = 0.5, 30.0
 #: Failures of a slot's jobs after which the cell is given up.
 MOST_FAILURES = 20
 #: A job that fails within so many seconds after its start is replaced later: after 5 s, 10 s, ... 5 minutes.

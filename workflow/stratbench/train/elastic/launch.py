@@ -49,12 +49,19 @@ def goes_on(folder: RunFolder, cell: dict[str, Any], settings: dict[str, Any]) -
     return kept["cell"] == cell and kept["settings"] == settings and not folder.ended.exists()
 
 
+def since_the_first(job: Job) -> Job:
+    """The same job, whose times count from the start of the first launcher that worked on it."""
+    try:
+        first = Job.from_json(job.folder.job.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return job
+    spent_s = job.origin_unix_s - first.origin_unix_s
+    return replace(job, origin_unix_s=first.origin_unix_s, origin_s=job.origin_s - spent_s)
+
+
 def launch(job: Job, asked: WorkerJob | None) -> Ending:
     """Train the cell; `asked`: of SLURM for each worker, None: workers are processes of this machine."""
     folder = job.folder
-    if folder.job.exists():  # times go on from the first launcher's start
-        first = Job.from_json(folder.job.read_text(encoding="utf-8"))
-        job = replace(job, origin_unix_s=first.origin_unix_s)
     # A worker on another node has a local folder of its own.
     folder.write_job(replace(job, folder=replace(folder, local=None)).to_json())
     if not folder.secret.exists():

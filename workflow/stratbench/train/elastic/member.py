@@ -56,11 +56,6 @@ class Seat:
             raise Over(said.get("why", "the training is over"))
         return said
 
-    def part(self) -> None:
-        """Close the connection."""
-        self._ended.set()
-        self._connection.close()
-
     def _listen(self) -> None:
         try:
             while True:

@@ -132,7 +132,6 @@ def train(job: Job, number: int, local_rank: int, leaving: threading.Event) -> d
     measured["provenance"] = worker_provenance(device)
     if slowdown.factors:
         measured["strategy"]["details"]["slowdown"] = slowdown.summary()
-    seat.part()
     return measured
 
 
