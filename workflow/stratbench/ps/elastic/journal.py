@@ -45,6 +45,11 @@ def read_journal(folder: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]  # the last may be half written
 
 
+def last_life(folder: str | Path) -> int:
+    """The number of the last life that has begun; 0 before the first."""
+    return max((entry["life"] for entry in read_journal(folder)), default=0)
+
+
 class SettledTickets:
     """A byte a ticket: 0, or the life of the server in which it was settled last (255 for later ones).
 

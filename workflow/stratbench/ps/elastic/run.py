@@ -44,6 +44,7 @@ class ElasticRun(ServerRun):
         self.suspended = False
         self._began_unix_s: float | None = None  # the first ticket of the first life
         self._done_twice: list[int] = []
+        self._begun: set[int] = set()  # workers that have had a ticket
         self._settled_before = 0  # tickets of earlier lives
         self._saver: Saver | None = None
         self._saved_s = 0.0  # time.monotonic() of the last saving
@@ -179,6 +180,9 @@ class ElasticRun(ServerRun):
             self._let_evaluate(member, epoch)
         else:
             super()._hand_ticket(member)
+        if member.ticket is not None and member.worker not in self._begun:
+            self._begun.add(member.worker)
+            self._journal.note("begin", worker=member.worker)
 
     def _let_evaluate(self, member: Member, epoch: int) -> None:
         """For the others it is idle meanwhile: nobody waits for it."""
@@ -205,6 +209,10 @@ class ElasticRun(ServerRun):
         if self._first:
             raise ProtocolError("malformed frame: DONE for server 0, which says it")
         self.done = True
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._journal.note("end", workers=[m.worker for m in self._membership.ready])
 
     # --- leaving -------------------------------------------------------------------------------------
 
@@ -291,6 +299,8 @@ class ElasticRun(ServerRun):
             "done_twice": len(self._done_twice),
             "began_unix_s": self._began_unix_s,
             "finished_at_epoch": self._finished_at,
+            "saves": self._saver.count if self._saver is not None else 0,
+            "held_up_s": self._saver.held_up_s if self._saver is not None else 0.0,
             "scores": [{"epoch": e, **s} for e, s in sorted(self._evaluations.scores.items())],
         }
         return found

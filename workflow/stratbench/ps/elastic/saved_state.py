@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict
@@ -73,15 +74,20 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
     return tensor
 
 
-def save_state(folder: Path, server: int, facts: dict[str, Any], store: Store) -> None:
-    """Save what `store` holds, one shard after the other, and `facts`, which are JSON-able."""
+def save_state(folder: Path, server: int, facts: dict[str, Any], store: Store) -> float:
+    """Save what `store` holds, one shard after the other, and `facts`, which are JSON-able.
+
+    Returns for how many seconds pushes may have had to wait, each for the copy of its shard.
+    """
     old = sorted(folder.glob(f"state{server}.*.bin"))
     n = max((int(path.name.split(".")[1]) for path in old), default=-1) + 1
     path = folder / f"state{server}.{n}.bin"
-    shards, taken = [], []
+    shards, taken, held_up_s = [], [], 0.0
     with path.open("wb") as file:
         for k, shard in store.shards.items():
+            began = time.perf_counter()
             state = shard.state()
+            held_up_s += time.perf_counter() - began
             taken.append([state["floor"], sorted(state["above"])])
             shards.append((k, pack(state, file)))
         buffers = pack(store.buffers.state(), file) if store.buffers is not None else None
@@ -94,6 +100,7 @@ def save_state(folder: Path, server: int, facts: dict[str, Any], store: Store) -
     write_atomic(_manifest(folder, server), json.dumps(manifest))
     for other in old:
         other.unlink(missing_ok=True)
+    return held_up_s
 
 
 class Saved(NamedTuple):
@@ -146,6 +153,10 @@ class Saver:
         """`on_failure(reason)` is called, from that thread, where it cannot be written."""
         self._folder, self._server, self._store = folder, server, store
         self._on_failure = on_failure
+        self.count, self.held_up_s = (
+            0,
+            0.0,
+        )  # states saved, and how long pushes had to wait for that
         self._thread: threading.Thread | None = None
 
     @property
@@ -164,7 +175,8 @@ class Saver:
     def _save(self, facts: dict[str, Any], before: Callable[[], None]) -> None:
         try:
             before()
-            save_state(self._folder, self._server, facts, self._store)
+            self.held_up_s += save_state(self._folder, self._server, facts, self._store)
+            self.count += 1
         except OSError as error:
             self._on_failure(
                 f"the servers' state could not be saved in {self._folder}: {error.strerror or error}"

@@ -55,7 +55,9 @@ class SlurmJobs:
         script = f"#!/bin/sh\nexec {shlex.join(map(str, step))}\n"
         done = _run(command, script)
         if done is None or done.returncode != 0:
-            raise Refused(done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s")
+            raise Refused(
+                done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s"
+            )
         return done.stdout.strip().partition(";")[0]
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
