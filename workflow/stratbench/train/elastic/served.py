@@ -123,13 +123,12 @@ def _ending_of(job: Job, servers: list[Process]) -> Ending:
 
 def _await_last_words(job: Job, keeper: Keeper) -> None:
     """Let the workers that are still there write what they have measured."""
+    joined = {e["worker"] for e in read_journal(job.folder.servers) if e["event"] == "join"}
     ends = time.monotonic() + LAST_WORDS_S
-    keeper.look_soon()
     while time.monotonic() < ends:
-        joined = {e["worker"] for e in read_journal(job.folder.servers) if e["event"] == "join"}
-        running = [e.number for e in keeper.jobs() if e.ended_unix_s is None and e.number in joined]
-        if all(job.folder.read_worker(number) for number in running):
+        if not any(e.ended_unix_s is None and e.number in joined for e in keeper.jobs()):
             return
+        keeper.look_soon()
         time.sleep(LOOK_S)
 
 
