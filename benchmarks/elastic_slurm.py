@@ -114,7 +114,9 @@ class Cluster(SlurmCluster):
             f"SchedulerParameters={SCHEDULER}\nPriorityType=priority/basic\n"
             "PreemptType=preempt/partition_prio\nPreemptMode=CANCEL\n"
         )
-        self.conf.write_text(text.replace("Default=YES", "Default=YES PriorityTier=10 PreemptMode=OFF"))
+        self.conf.write_text(
+            text.replace("Default=YES", "Default=YES PriorityTier=10 PreemptMode=OFF")
+        )
 
 
 def others(jobs: int, load: float, seed: int) -> list[Arrival]:
@@ -245,7 +247,10 @@ def run_arm(name: str, jobs: int, load: float, seed: int, moments: int, out: Pat
     arm, arrivals = ARMS[name], others(jobs, load, seed)
     at = [arrivals[-1].submit_s * (k + 1) / (moments + 1) for k in range(moments)]
     trainings: list[Training] = []
-    with tempfile.TemporaryDirectory(prefix="sb-") as folder, Cluster(Path(folder), gpus=GPUS) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="sb-") as folder,
+        Cluster(Path(folder), gpus=GPUS) as cluster,
+    ):
         # What `SlurmJobs` asks is asked of this cluster.
         os.environ.clear()
         os.environ.update(cluster.env)
@@ -337,7 +342,9 @@ def page(found: dict[str, dict], given: argparse.Namespace, load: tuple[float, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=200, help="jobs of others")
-    parser.add_argument("--load", type=float, default=0.6, help="that they offer, without trainings")
+    parser.add_argument(
+        "--load", type=float, default=0.6, help="that they offer, without trainings"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the others' jobs")
     parser.add_argument("--moments", type=int, default=12, help="trainings in each arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -365,7 +372,9 @@ def main() -> None:
         rows = [t for told in found.values() for t in told["trainings"]]
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows({k: round(v, 2) if isinstance(v, float) else v for k, v in r.items()} for r in rows)
+        writer.writerows(
+            {k: round(v, 2) if isinstance(v, float) else v for k, v in r.items()} for r in rows
+        )
     text = page(found, given, (begun, os.getloadavg()[0]))
     (given.out / "experiment.md").write_text(text, encoding="utf-8")
     print(text)

@@ -41,7 +41,9 @@ class Elastic:
         """The numbers of the workers that have trained, ended ones too."""
         logs = self.run.phase_logs()
         return [
-            int(p.stem.removeprefix("phases")) for p in logs if '"join", "event": "end"' in p.read_text()
+            int(p.stem.removeprefix("phases"))
+            for p in logs
+            if '"join", "event": "end"' in p.read_text()
         ]
 
     def coordinator(self) -> str:
@@ -50,7 +52,9 @@ class Elastic:
 
 
 @pytest.fixture
-def elastic(slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Elastic]:
+def elastic(
+    slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Elastic]:
     yield Elastic(tmp_path / "w", request.param, slurm)
 
 
@@ -73,5 +77,3 @@ def test_a_lost_worker_is_replaced_and_none_outlives_the_cell(elastic: Elastic) 
     finally:
         output = elastic.workflow.finish(run, 300)
     assert "CANCELLED" in output
-
-

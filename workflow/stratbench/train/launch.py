@@ -46,7 +46,7 @@ from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.elastic import launch as elastic
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
-from stratbench.train.locks import hold_cell, scratch
+from stratbench.train.locks import Held, hold_cell, scratch
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     settings = Settings.from_json(args.settings)
 
     def train(held: ExitStack) -> None:
-        waited = held.enter_context(hold_cell(args.logs))
+        # A second server of an elastic cell would wait, and hold its place, for as long as the first trains.
+        waited = held.enter_context(hold_cell(args.logs, wait=not settings.elastic))
         # Snakemake deletes a record before it has the cell trained again.
         foreign = waited or args.parent is not None
         if foreign and record.is_of(args.record, args.cell, args.settings):
@@ -110,6 +111,9 @@ def run_to_end(
         except agent.Stopped as stopped:
             print(f"{title_of(of)}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
+        except Held as e:  # the evidence in the cell's folder is the holder's
+            print(f"{title_of(of)}: {e}", flush=True)
+            return 1
         except Failure as e:
             return fail(logs(), of, str(e), e.processes)
         except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:

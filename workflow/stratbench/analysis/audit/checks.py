@@ -37,10 +37,7 @@ class Facts:
         self.lost = {str(entry) for server in self.servers for entry in server.get("lost") or ()}
         #: Whether no worker was lost, and every worker states its totals.
         self.whole = (
-            self.finished
-            and not self.elastic
-            and not self.lost
-            and len(self.workers) == self.gpus
+            self.finished and not self.elastic and not self.lost and len(self.workers) == self.gpus
         )
 
     def __call__(self, path: str) -> Any:

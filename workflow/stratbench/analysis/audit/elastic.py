@@ -100,7 +100,10 @@ def _faults_of_generations(
                 yield f"{of} has member {number}, which no job was"
             elif g["ended_s"] is not None and (ended := by_number[number]["ended_s"]) is not None:
                 yield from unless_at_most(
-                    f"the end of {of}", g["ended_s"], f"that of its worker {number}", ended + DATES_S
+                    f"the end of {of}",
+                    g["ended_s"],
+                    f"that of its worker {number}",
+                    ended + DATES_S,
                 )
     for earlier, later in pairwise(generations):
         yield from _faults_of_change(facts, earlier, later)
@@ -111,9 +114,7 @@ def _faults_of_generations(
         for g in generations
         if g["began_s"] is not None and g["ended_s"] is not None
     )
-    yield from unless_hold(
-        facts, IDLE, allocated_s=facts("elastic.allocated_s"), inside_s=inside_s
-    )
+    yield from unless_hold(facts, IDLE, allocated_s=facts("elastic.allocated_s"), inside_s=inside_s)
     yield from unless_hold(facts, STEPS, steps_taken=taken)
     for worker in facts.workers:
         most = steps_of.get(worker["rank"])

@@ -369,7 +369,10 @@ def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
 #: What an experiment with elastic workers cannot have, with the value that it must be, and why.
 _RIGID_SETTINGS = {
     "accumulate": (1, "workers share a batch by how many they are, so that it has no equal parts"),
-    "compile": (False, "each number of workers has shares of another size, and would compile again"),
+    "compile": (
+        False,
+        "each number of workers has shares of another size, and would compile again",
+    ),
     "partition": ("iid", "no worker stays that could have data of its own"),
     "profile": (False, "no worker is sure to be there at the end"),
 }

@@ -111,9 +111,7 @@ def _lives(job: Job) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.lives()]
 
 
-def _job_entry(
-    entry: dict[str, Any], lives: list[dict[str, Any]], origin: float
-) -> dict[str, Any]:
+def _job_entry(entry: dict[str, Any], lives: list[dict[str, Any]], origin: float) -> dict[str, Any]:
     dates = next((x for life in lives if (x := life["dates"].get(str(entry["number"])))), {})
     started = entry["started_unix_s"] or dates.get("admitted")  # it ended between two looks
     ended = entry["ended_unix_s"]

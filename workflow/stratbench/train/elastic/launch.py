@@ -93,7 +93,9 @@ def _wait(job: Job, coordinator: Coordinator, keeper: Keeper) -> Ending:
         try:
             keeper.check()
         except GaveUp as gave_up:
-            reason = next((r["reason"] for r in _results(job.folder, keeper) if r["status"] == "error"), None)
+            reason = next(
+                (r["reason"] for r in _results(job.folder, keeper) if r["status"] == "error"), None
+            )
             return Ending("error", f"{gave_up}: {reason}" if reason else str(gave_up))
         # Time in the queue is none of the training's.
         if limit_s is not None and deadline is None and coordinator.has_begun:

@@ -30,9 +30,7 @@ class Seat:
     thread, when the generation cannot go on.
     """
 
-    def __init__(
-        self, connection: Connection, place: int, break_up: Callable[[int], None]
-    ) -> None:
+    def __init__(self, connection: Connection, place: int, break_up: Callable[[int], None]) -> None:
         self.place = place
         self.change = threading.Event()
         self._connection, self._break_up = connection, break_up

@@ -52,7 +52,9 @@ class SlurmJobs:
         ]
         done = _run(command, self.script(number))
         if done is None or done.returncode != 0:
-            raise Refused(done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s")
+            raise Refused(
+                done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s"
+            )
         return done.stdout.strip().partition(";")[0]
 
     def script(self, number: int) -> str:

@@ -241,7 +241,9 @@ class Split:
             self._evaluate_where_due()
             if self._step >= self._total or self._status[0] == "diverged":
                 return True
-            ends = min((self._step // self._steps_per_epoch + 1) * self._steps_per_epoch, self._total)
+            ends = min(
+                (self._step // self._steps_per_epoch + 1) * self._steps_per_epoch, self._total
+            )
             if not self._steps_to(ends, done):
                 return False
 
@@ -317,7 +319,12 @@ class Split:
             return
         with self._phases("eval"):
             evaluated = loop.evaluate(
-                self.strategy, self.data, self._task, self._rank, Mesh(self._world), self.worker.pulse
+                self.strategy,
+                self.data,
+                self._task,
+                self._rank,
+                Mesh(self._world),
+                self.worker.pulse,
             )
         self._epochs_done = epoch
         if self._rank == 0:
@@ -366,5 +373,3 @@ def leave_on(signals: tuple[signal.Signals, ...], leaving: threading.Event) -> N
 
     for each in signals:
         signal.signal(each, leave)
-
-

@@ -150,5 +150,3 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
     os._exit(0)
-
-
