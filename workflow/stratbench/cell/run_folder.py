@@ -150,6 +150,11 @@ class RunFolder:
         """A file that is there once an elastic cell's training is over: a late worker has nothing to do."""
         return self.path / "ended"
 
+    @property
+    def servers(self) -> Path:
+        """The folder that the lives of an elastic cell's parameter servers share (`ps.elastic`)."""
+        return self.path / "servers"
+
     def lives(self) -> list[Path]:
         """What each launcher of an elastic cell kept of its members, in order."""
         return sorted(self.path.glob("life*.json"), key=lambda p: int(p.stem.removeprefix("life")))

@@ -82,6 +82,9 @@ class Settings:
     data_spec: dict[str, Any] | None = derived(default=None,
         help="What decides the samples of the data set: source, sizes and seed, or a user's kind and keys "
         "with the hash of the files or code; null: its name says all.")
+    ends_at: float | None = derived(default=None,
+        help="Of an elastic cell the target_score at which its training ends, that of the first epoch that "
+        "reaches it. null: after all epochs, as that of any other cell.")
     epochs: int | None = setting(None, minimum=1,
         help="Passes over the training set, each followed by an evaluation; null: `steps` says how long.")
     steps: int | None = setting(None, minimum=1,

@@ -9,6 +9,7 @@ reads strategies' names and options on every parse.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -104,6 +105,8 @@ class Worker:
     mesh: Mesh | None = None
     #: Of one sample, as the network takes it.
     input_shape: tuple[int, ...] = ()
+    #: Set when this worker of an elastic cell shall leave before the end.
+    leaving: threading.Event | None = None
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh(self.world_size)

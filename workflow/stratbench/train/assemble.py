@@ -21,7 +21,7 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
-from stratbench.train.elastic import accounts
+from stratbench.train.elastic import accounts, served_accounts
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
 from stratbench.workload import tasks, users_code
@@ -71,7 +71,11 @@ def make_record(job: Job, ending: Ending) -> Record:
         "server": {"servers": servers_entry(job, servers)} if servers else None,
         "workers": [worker_entry(w) for w in whole],
         "profile": efficiency.profile_entry(job),
-        **({"elastic": accounts.entry_of(job)} if s.elastic else {}),
+        **(
+            {"elastic": (served_accounts if servers else accounts).entry_of(job)}
+            if s.elastic
+            else {}
+        ),
         "provenance": launcher_provenance(job, finished_at),
     }
 
@@ -84,7 +88,8 @@ def run_of(
     if ending.status not in ("ok", "diverged") or not workers:
         return {}
     if servers:
-        return served_run(workers, servers, samples_per_step(s))
+        per_epoch = served_accounts.epochs_of(job) if s.elastic else None
+        return served_run(workers, servers, samples_per_step(s), per_epoch)
     if s.elastic:
         return accounts.run_of_members(job, job.folder.read_epochs())
     return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
@@ -164,7 +169,7 @@ def score_entry(
     job: Job, ending: Ending, worker: dict[str, Any], run: dict[str, Any], better: str
 ) -> dict[str, Any]:
     """The record's `score`; `worker`: which evaluated. `better`: `higher` or `lower` scores."""
-    per_epoch = run.get("per_epoch") or job.folder.read_epochs()
+    per_epoch = run.get("per_epoch") or finished_epochs(job)
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     return {
@@ -173,6 +178,13 @@ def score_entry(
         "per_epoch": per_epoch,
         "evaluated_on": worker.get("strategy", {}).get("evaluated_on"),
     }
+
+
+def finished_epochs(job: Job) -> list[dict[str, Any]]:
+    """The epochs that were evaluated before the cell ended, however it ended."""
+    if job.settings.elastic and job.has_servers:
+        return served_accounts.epochs_of(job)
+    return job.folder.read_epochs()
 
 
 def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
@@ -218,23 +230,31 @@ def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
 
 
 def served_run(
-    workers: list[dict[str, Any]], servers: list[dict[str, Any]], samples_per_step: int
+    workers: list[dict[str, Any]],
+    servers: list[dict[str, Any]],
+    samples_per_step: int,
+    evaluated: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The same as the parameter servers saw it: from the first ticket to the last applied push.
 
     An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next
     epoch. The samples of a lost worker count if its pushes were taken. A late push may have been
     dropped by some shards and applied by others: `samples_applied` is the mean over the shards.
+    `evaluated`: an elastic cell's epochs; server 0 knows when its training ended.
     """
     first = servers[0]
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
     per_epoch = next((w["per_epoch"] for w in workers if w["per_epoch"]), [])
+    timed = servers
+    if evaluated is not None:
+        per_epoch, timed = evaluated, servers[:1]
+        ends = ends[: len(evaluated)] if evaluated else ends
     for entry in per_epoch:
         parts = [w["losses"].get(str(entry["epoch"] - 1), (0.0, 0)) for w in workers]
         if all(total is not None for total, _ in parts):
             entry["train_loss"] = sum(t for t, _ in parts) / max(1, sum(n for _, n in parts))
     return {
-        "train_time_s": max(server["train_time_s"] for server in servers),
+        "train_time_s": max(server["train_time_s"] for server in timed),
         "samples_seen": first["tickets_settled"] * samples_per_step,
         "samples_applied": round(samples_per_step * applied_pushes(servers)),
         "updates_applied": max(version for server in servers for version in server["updates"]),

@@ -44,6 +44,7 @@ from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.elastic import launch as elastic
+from stratbench.train.elastic import served
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import Held, hold_cell, scratch
@@ -165,7 +166,8 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
             raise Failure(reason)
         if settings.elastic:
             job = elastic.since_the_first(job)
-            exits, ending = agent.Exits([], False), elastic.launch(job, asked_of_workers(args))
+            by = served if job.has_servers else elastic
+            exits, ending = agent.Exits([], False), by.launch(job, asked_of_workers(args))
         else:
             exits, ending = launch(job, args.cpus_per_node)
     if ending.status == "error":

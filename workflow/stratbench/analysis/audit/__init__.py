@@ -16,9 +16,9 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import (
-    elastic,
     counts,
     efficiency,
+    elastic,
     memory,
     scores,
     servers,

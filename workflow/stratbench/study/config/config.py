@@ -87,6 +87,7 @@ class Study:
             own_model=self.own_model(cell.model),
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
+            ends_at=values["target_score"] if values["elastic"] else None,
             global_batch=batch,
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
             **{key: values[key] for key in GIVEN},

@@ -17,7 +17,7 @@ def members_of(job: Job) -> dict[int, dict[str, Any]]:
     """What each worker of the cell wrote at its end, by number or rank; those that wrote nothing are absent."""
     if not job.settings.elastic:
         return job.folder.read_workers(job.world_size)
-    found = {entry["number"]: job.folder.read_worker(entry["number"]) for entry in _jobs(job)}
+    found = {entry["number"]: job.folder.read_worker(entry["number"]) for entry in worker_jobs(job)}
     return {number: result for number, result in sorted(found.items()) if result is not None}
 
 
@@ -59,7 +59,7 @@ def entry_of(job: Job) -> dict[str, Any]:
     """The record's `elastic`."""
     origin = job.origin_unix_s
     lives = _lives(job)
-    jobs = [_job_entry(entry, lives, origin) for entry in _jobs(job)]
+    jobs = [job_entry(entry, _dates_of(entry, lives), origin) for entry in worker_jobs(job)]
     generations = [
         {**_generation_entry(g, origin), "life": number}
         for number, life in enumerate(lives)
@@ -97,7 +97,7 @@ def entry_of(job: Job) -> dict[str, Any]:
     }
 
 
-def _jobs(job: Job) -> list[dict[str, Any]]:
+def worker_jobs(job: Job) -> list[dict[str, Any]]:
     """All worker jobs, by number, each as it was seen last."""
     try:
         text = job.folder.worker_jobs.read_text(encoding="utf-8")
@@ -111,8 +111,12 @@ def _lives(job: Job) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.lives()]
 
 
-def _job_entry(entry: dict[str, Any], lives: list[dict[str, Any]], origin: float) -> dict[str, Any]:
-    dates = next((x for life in lives if (x := life["dates"].get(str(entry["number"])))), {})
+def _dates_of(entry: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, float]:
+    return next((x for life in lives if (x := life["dates"].get(str(entry["number"])))), {})
+
+
+def job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float) -> dict[str, Any]:
+    """What the record says of a worker job; `dates`: when it was admitted, ready, and at its first step."""
     started = entry["started_unix_s"] or dates.get("admitted")  # it ended between two looks
     ended = entry["ended_unix_s"]
     return {

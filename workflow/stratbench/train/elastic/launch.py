@@ -62,12 +62,9 @@ def since_the_first(job: Job) -> Job:
 def launch(job: Job, asked: WorkerJob | None) -> Ending:
     """Train the cell; `asked`: of SLURM for each worker, None: workers are processes of this machine."""
     folder = job.folder
-    # A worker on another node has a local folder of its own.
-    folder.write_job(replace(job, folder=replace(folder, local=None)).to_json())
-    if not folder.secret.exists():
-        write_secret(folder.secret, new_secret())
+    hand_out(job)
     life = len(folder.lives())
-    with _backend(job, asked) as backend, _coordinator(job, asked is not None) as coordinator:
+    with backend_of(job, asked) as backend, _coordinator(job, asked is not None) as coordinator:
         try:
             with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
                 coordinator.on_change = keeper.look_soon
@@ -83,20 +80,20 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
     return ending
 
 
+def hand_out(job: Job) -> None:
+    """Write what worker jobs read: the job, and the secret, which stays that of the first launcher."""
+    # A worker on another node has a local folder of its own.
+    job.folder.write_job(replace(job, folder=replace(job.folder, local=None)).to_json())
+    if not job.folder.secret.exists():
+        write_secret(job.folder.secret, new_secret())
+
+
 def _wait(job: Job, coordinator: Coordinator, keeper: Keeper) -> Ending:
     """Wait until the training is over, its time is, or nobody can go on."""
     limit_s, deadline = job.time_limit_s, None
     while not coordinator.done.wait(LOOK_S):
-        for result in _results(job.folder, keeper):
-            if result["status"] in ("oom", "refused"):
-                return Ending(result["status"], result["reason"])
-        try:
-            keeper.check()
-        except GaveUp as gave_up:
-            reason = next(
-                (r["reason"] for r in _results(job.folder, keeper) if r["status"] == "error"), None
-            )
-            return Ending("error", f"{gave_up}: {reason}" if reason else str(gave_up))
+        if ending := ended_by_workers(job.folder, keeper):
+            return ending
         # Time in the queue is none of the training's.
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
@@ -104,6 +101,19 @@ def _wait(job: Job, coordinator: Coordinator, keeper: Keeper) -> Ending:
             return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
     diverged = coordinator.diverged()
     return Ending("diverged", diverged) if diverged else Ending("ok", None)
+
+
+def ended_by_workers(folder: RunFolder, keeper: Keeper) -> Ending | None:
+    """How the cell ends because of what its workers said at their end; None: it goes on."""
+    for result in _results(folder, keeper):
+        if result["status"] in ("oom", "refused"):
+            return Ending(result["status"], result["reason"])
+    try:
+        keeper.check()
+    except GaveUp as gave_up:
+        reasons = (r["reason"] for r in _results(folder, keeper) if r["status"] == "error")
+        return Ending("error", ": ".join([str(gave_up), *list(reasons)[:1]]))
+    return None
 
 
 def _results(folder: RunFolder, keeper: Keeper) -> Iterator[dict[str, Any]]:
@@ -144,7 +154,7 @@ def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def _backend(job: Job, asked: WorkerJob | None) -> Iterator[Backend]:
+def backend_of(job: Job, asked: WorkerJob | None) -> Iterator[Backend]:
     """Where workers run."""
     folder = job.folder
     agent.set_environment(job, on_one_host=asked is None)

@@ -8,6 +8,7 @@ of its members, who vote in each step on whether to go on; the vote travels whil
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -365,11 +366,20 @@ def _first(error: BaseException) -> str:
 
 
 def leave_on(signals: tuple[signal.Signals, ...], leaving: threading.Event) -> None:
-    """Set `leaving` when one of the signals comes: SLURM's warning, or the end of a job's time."""
+    """Set `leaving` when one of the signals comes: SLURM's warning, or the end of a job's time.
 
-    def leave(number: int, frame: Any) -> None:
-        print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
+    At once, by a thread of its own: the main one may compute for seconds without looking.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+
+    def wait() -> None:
+        number = reading.recv(1)[0]
         leaving.set()
+        print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
+        writing.close()  # which its handlers need no longer
 
     for each in signals:
-        signal.signal(each, leave)
+        signal.signal(each, lambda number, frame: None)
+    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=wait, daemon=True).start()

@@ -33,6 +33,7 @@ from stratbench.telemetry.provenance import worker_provenance
 from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop, worker
+from stratbench.train.elastic import served_worker
 from stratbench.train.elastic.group import Group
 from stratbench.train.elastic.member import Over, take_seat
 from stratbench.train.elastic.split import Outcome, Split, leave_on
@@ -60,7 +61,8 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
 
 def _run(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
     try:
-        result = train(job, number, local_rank, leaving)
+        by = served_worker.train if job.has_servers else train
+        result = by(job, number, local_rank, leaving)
     except Over as over:
         print(over, flush=True)
         return 0
