@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -322,8 +323,36 @@ def job_of(
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
             in_block=in_block,
+            queue_wait_s=queue_wait_s(),
             planned_repeats=None if in_block else args.repeats,
         )
+
+
+def queue_wait_s() -> float | None:
+    """How long this process's SLURM job waited since it was submitted, or could first have started.
+
+    None outside of SLURM, and where it does not answer.
+    """
+    if (number := os.environ.get("SLURM_JOB_ID")) is None:
+        return None
+    conf = os.environ.get("STRATBENCH_SLURM_CONF")
+    command = ["scontrol", "--oneliner", "show", "job", number]
+    try:
+        shown = subprocess.run(
+            command,
+            env=os.environ | ({"SLURM_CONF": conf} if conf else {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout
+        said = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        submitted, eligible, started = (
+            datetime.fromisoformat(said[key]) for key in ("SubmitTime", "EligibleTime", "StartTime")
+        )
+    except (OSError, subprocess.TimeoutExpired, KeyError, ValueError):
+        return None
+    return max(0.0, (started - max(submitted, eligible)).total_seconds())
 
 
 def threads_of(settings: Settings, workers: int, args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.wire.transport import Listeners
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.train import agent
-from stratbench.train.elastic.checkpoints import newest
+from stratbench.train.elastic import checkpoints
 from stratbench.train.elastic.coordinator import Coordinator
 from stratbench.train.elastic.keeper import Backend, GaveUp, Keeper
 from stratbench.train.elastic.local_jobs import LocalJobs
@@ -75,8 +75,9 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
                     _await_last_words(coordinator)
         finally:
             folder.write_life(life, asdict(coordinator.history))
-            if folder.ended.exists():
+            if folder.ended.exists():  # nobody goes on with it
                 folder.secret.unlink(missing_ok=True)
+                checkpoints.forget(folder.path)
     return ending
 
 
@@ -139,7 +140,7 @@ def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
         listeners,
         job.cell.gpus,
         job.train_samples // job.settings.global_batch,
-        lambda: newest(folder.path),
+        lambda: checkpoints.newest(folder.path),
         len(folder.read_epochs()),
         folder.add_epoch,
     )
