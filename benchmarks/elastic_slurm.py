@@ -2,14 +2,14 @@
 
     PYTHONPATH=workflow python benchmarks/elastic_slurm.py
 
-Writes results/elastic/experiment.csv and experiment.md; under 30 minutes on 2 cores. Each arm has a cluster of
-its own: SLURM on 2 nodes of 8 pretend GPUs, fed with the same jobs of others at the same moments; all clusters
-run side by side. At each of some moments a training is submitted, which each arm does in its way.
+Writes results/elastic/experiment.csv and experiment.md; under 30 minutes on 2 cores. Each arm has a cluster
+of its own: SLURM on 2 nodes of 8 pretend GPUs, fed with the same jobs of others at the same moments; all
+clusters run side by side. At each of some moments a training is submitted, which each arm does in its way.
 
-Time is compressed: 1 s stands for COMPRESSION s. So jobs sleep, the others' and the trainings' alike. Real are
-the queue, backfill, preemption, and who submits: worker jobs are kept by `train.elastic.keeper`, as those of an
-elastic cell are. Its looks at the queue are not compressed (half a second here stands for minutes), nor are
-SLURM's own delays. What a pause costs is the pause measured with real workers (pause.md), compressed.
+Time is compressed: 1 s stands for COMPRESSION s. So jobs sleep, the others' and the trainings' alike. Real
+are the queue, backfill, preemption, and who submits: worker jobs are kept by `train.elastic.keeper`, as
+those of an elastic cell are. Its looks at the queue are not compressed (half a second here stands for
+minutes), nor are SLURM's own delays. A pause is the one measured with real workers (pause.md), compressed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "workflow"), str(ROOT / "tests" / "slurm")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "slurm"))
 from cluster import SlurmCluster
 
 from stratbench.cell.run_folder import RunFolder
@@ -50,10 +50,10 @@ NODES, GPUS = 2, 8
 LONGEST_S = 90.0
 #: A training takes so long on so many GPUs: an hour.
 WIDTH, TRAINING_S = 8, 16.0
-#: Pauses of synchronous workers, in real seconds: this project's, and torchrun's with its defaults (pause.md).
+#: Pauses of synchronous workers, in real seconds: this project's, and torchrun's by default (pause.md).
 OWN_PAUSE_S, TORCHRUN_PAUSE_S = 0.2, 39.0
 LOOK_S = 0.05
-#: So that jobs of some seconds are met by a scheduler that looks as often as a real one looks at jobs of hours.
+#: So that jobs of some seconds meet a scheduler that looks as often as a real one looks at jobs of hours.
 SCHEDULER = (
     "bf_interval=1,bf_resolution=1,sched_interval=2,batch_sched_delay=0,bf_job_part_count_reserve=1,"
     "bf_max_job_test=1000,default_queue_depth=1000"
@@ -150,7 +150,8 @@ class Queue:
     def sleep(self, name: str, request_s: float, seconds: float, *options: str) -> None:
         """Submit a job that sleeps, and marks its start and its end."""
         mark = self.marks / name
-        script = f"#!/bin/bash\necho $EPOCHREALTIME >> {mark}\nsleep {seconds:.3f}\necho $EPOCHREALTIME >> {mark}\n"
+        note = f"echo $EPOCHREALTIME >> {mark}"
+        script = f"#!/bin/bash\n{note}\nsleep {seconds:.3f}\n{note}\n"
         command = ["sbatch", "--parsable", "-J", name, "-o", "/dev/null", "--mem=50"]
         subprocess.run(
             [*command, f"--time={math.ceil(request_s / 60)}", *options],
@@ -322,8 +323,8 @@ def page(found: dict[str, dict], given: argparse.Namespace, load: tuple[float, f
         "# Gang or elastic workers on a real SLURM",
         "",
         f"Made by `benchmarks/elastic_slurm.py --jobs {given.jobs} --load {given.load:g} --seed {given.seed}",
-        f"--moments {given.moments}`: SLURM on {NODES} nodes of {GPUS} pretend GPUs, one cluster an arm side by",
-        f"side on {os.cpu_count()} cores; load average {load[0]:.1f} at the start, {load[1]:.1f} at the end.",
+        f"--moments {given.moments}`: SLURM on {NODES} nodes of {GPUS} pretend GPUs, one cluster an arm side",
+        f"by side on {os.cpu_count()} cores; load average {load[0]:.1f} at the start, {load[1]:.1f} then.",
         f"{given.jobs} jobs of others at an offered load of {given.load:g}; {given.moments} trainings of",
         f"{TRAINING_S:g} s on {WIDTH} GPUs, the same moments in each arm. 1 s stands for {COMPRESSION:g} s.",
         "Brackets: 95 % by resampling the moments.",

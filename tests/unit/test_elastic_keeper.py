@@ -55,7 +55,9 @@ def test_a_job_that_ends_is_replaced_by_one_of_a_new_number(tmp_path: Path) -> N
         until(lambda: "3" in backend.jobs)
     assert sorted(backend.cancelled) == ["2", "3"]
     told = {entry.number: entry.reason for entry in kept.jobs()}
-    assert told[0] == "PREEMPTED" and told[1] == "no longer known" and "cancelled" in told[2]
+    assert told[0] == "PREEMPTED"
+    assert told[1] == "no longer known"
+    assert "cancelled" in told[2]
 
 
 def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) -> None:
@@ -146,14 +148,16 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     jobs = SlurmJobs(asked, folder, folder.job, "a/b c")
     assert jobs.submit(3, 0) == "77"
     args = (tmp_path / "args").read_text().splitlines()
-    assert "--comment=worker 3 of a/b c" in args and "--no-requeue" in args
+    assert "--comment=worker 3 of a/b c" in args
+    assert "--no-requeue" in args
     assert f"--output={folder.path}/rank3.log".replace("%", "%%") in args
     assert args[-10:] == [
         "--gres=gpu:1", "--cpus-per-task=4", "--mem=2000M", "--time=90", "--partition=scavenger",
         "--account=me", "--qos=low", "--constraint=a100", "--exclusive", "--reservation=my one",
     ]  # fmt: skip
     seen = (tmp_path / "env").read_text()
-    assert "SLURM_JOB_ID" not in seen and "SLURM_CONF=/etc/here.conf" in seen
+    assert "SLURM_JOB_ID" not in seen
+    assert "SLURM_CONF=/etc/here.conf" in seen
     script = (tmp_path / "script").read_text()
     assert f"'{folder.job}' 3" in script
 
@@ -188,4 +192,5 @@ def test_an_entry_says_all_of_a_job(tmp_path: Path) -> None:
         kept.look_soon()
         until(lambda: kept.jobs()[0].started_unix_s == 100.0)
     last = json.loads((tmp_path / "jobs").read_text().splitlines()[-1])
-    assert last["started_unix_s"] == 100.0 and last["ended_unix_s"] is not None
+    assert last["started_unix_s"] == 100.0
+    assert last["ended_unix_s"] is not None

@@ -66,15 +66,15 @@ def disturb(launched: LaunchedCell, changes: int, seed: int) -> list[str]:
     """Have workers leave by SIGTERM and be lost by SIGKILL, each time that a new one has come."""
     chance, done = random.Random(seed), []
     known, chosen = set(), set()
+
+    def new() -> list[int] | None:
+        assert launched.process.poll() is None, launched.process.communicate()[0]
+        now = [n for n in inside(launched) if n not in chosen]
+        return now if set(now) - known else None
+
     while len(done) < changes:
-
-        def new() -> list[int] | None:
-            assert launched.process.poll() is None, launched.process.communicate()[0]
-            now = [n for n in inside(launched) if n not in chosen]
-            return now if set(now) - known else None
-
         now = until(new)
-        known |= set(now)
+        known.update(now)
         number = chance.choice(now)
         chosen.add(number)
         how = chance.choice((signal.SIGTERM, signal.SIGKILL))
@@ -98,7 +98,8 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     found = launched.read_record()
     assert losses(launched) == pytest.approx(losses(alone), rel=1e-12), history
     told = found["elastic"]
-    assert told["joins"] >= 3 + 1 and told["losses"] + told["leaves"] >= len(history)
+    assert told["joins"] >= 3 + 1
+    assert told["losses"] + told["leaves"] >= len(history)
     assert told["pauses"]["count"] >= 1
     record.validate(found)
     assert found_in(found) == set()

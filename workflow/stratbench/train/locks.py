@@ -80,8 +80,9 @@ class Held(RuntimeError):
 def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
     """Hold the cell with this log folder; yields whether another launcher was waited for.
 
-    Without `wait`, raises Held where there is one. Else it waits for the launcher that trains it, on whichever node, and for the workers of one that was
-    killed. On a file system without locks it says so and waits for nothing.
+    Without `wait`, raises Held where there is one. Else it waits for the launcher that trains it, on
+    whichever node, and for the workers of one that was killed. On a file system without locks it says so
+    and waits for nothing.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
