@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cluster import SlurmCluster
 from cluster_workflow import CELLS_ONLY, ClusterWorkflow, study
@@ -29,6 +31,10 @@ class Elastic:
         self.cluster = cluster
         self.run = RunFolder(folder / "results/tiny/logs/one/ddp/vgg-compact/2gpu/rep0/run")
 
+    def launcher(self) -> psutil.Process:
+        """The launcher in the cell's own job."""
+        return until(lambda: self.workflow.launcher("one"))
+
     def jobs(self, state: str | None = None) -> list[str]:
         """The ids of the worker jobs, ended ones too, or of those in a state."""
         form = "%i|%T|%k|%Z"
@@ -41,7 +47,9 @@ class Elastic:
         """The numbers of the workers that have trained, ended ones too."""
         logs = self.run.phase_logs()
         return [
-            int(p.stem.removeprefix("phases")) for p in logs if '"join", "event": "end"' in p.read_text()
+            int(p.stem.removeprefix("phases"))
+            for p in logs
+            if '"join", "event": "end"' in p.read_text()
         ]
 
     def coordinator(self) -> str:
@@ -50,8 +58,8 @@ class Elastic:
 
 
 @pytest.fixture
-def elastic(slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Elastic]:
-    yield Elastic(tmp_path / "w", request.param, slurm)
+def elastic(slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Elastic:
+    return Elastic(tmp_path / "w", request.param, slurm)
 
 
 @pytest.mark.parametrize("elastic", [ENDLESS], indirect=True)
@@ -75,3 +83,56 @@ def test_a_lost_worker_is_replaced_and_none_outlives_the_cell(elastic: Elastic) 
     assert "CANCELLED" in output
 
 
+@pytest.mark.parametrize(
+    "elastic",
+    [ELASTIC | {"epochs": 20, "slowdown": {"workers": [0, 1], "factor": 15}}],
+    indirect=True,
+)
+def test_the_job_of_an_elastic_cell_that_is_killed_is_tried_again_and_goes_on(
+    elastic: Elastic,
+) -> None:
+    run = elastic.workflow.start(*CELLS_ONLY, "--retries", "1")
+    try:
+        until(lambda: len(elastic.inside()) == 2)
+        elastic.launcher().kill()
+    finally:
+        output = elastic.workflow.finish(run, 500)
+    found = json.loads(elastic.workflow.cell_record("one").read_text())
+    assert found["status"] == "ok", output
+    assert found["elastic"]["lives"] == 2
+    first, second = (
+        next(g for g in found["elastic"]["generations"] if g["life"] == life) for life in (0, 1)
+    )
+    assert second["from_step"] >= first["from_step"]
+    assert found["batch"]["updates_applied"] == 20 * 4
+    assert not elastic.jobs("RUNNING")
+    assert not elastic.jobs("PENDING")
+    assert not list(elastic.run.path.glob("checkpoint*"))
+    assert not elastic.run.secret.exists()
+
+
+def test_all_arms_of_a_small_study_leave_records_that_the_audit_believes(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """A gang, split synchronous and split asynchronous workers, in one queue."""
+    common = {"gpus": [2], "epochs": 2, "warmup_steps": 1}
+    arms = {
+        "gang": common | {"strategies": ["ddp"]},
+        "split": common | {"strategies": ["ddp"], "elastic": True},
+        "served": common | {"strategies": ["ps-ormo"], "elastic": True},
+    }
+    config = study(arms, gpus_per_node=2, mem_mib_per_cpu_worker=1500)
+    workflow = ClusterWorkflow(tmp_path / "w", config, slurm)
+    done = workflow.run("--until", "audit_records")
+    assert done.returncode == 0, done.stdout
+    records = {arm: json.loads(workflow.cell_record(arm).read_text()) for arm in arms}
+    assert {arm: r["status"] for arm, r in records.items()} == dict.fromkeys(arms, "ok")
+    for arm in ("split", "served"):
+        told = records[arm]["elastic"]
+        assert len(told["jobs"]) >= 2
+        assert told["queue_wait_s"] >= 0
+        assert 0 < told["first_step_s"] < records[arm]["time"]["total_s"]
+        assert 0 < told["idle_s"] < told["allocated_s"]
+    assert all(r["time"]["queue_wait_s"] >= 0 for r in records.values())
+    with open(workflow.folder / "results/tiny/audit.csv", newline="") as file:
+        assert [r for r in csv.DictReader(file) if r["severity"] == "unusable"] == []

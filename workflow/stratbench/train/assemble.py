@@ -61,6 +61,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "breakdown_ms": efficiency.mean_phases_ms(whole, communication),
             **efficiency.bubble_figures(whole),
             "total_s": total_s,
+            **({} if job.queue_wait_s is None else {"queue_wait_s": job.queue_wait_s}),
         },
         "compute": efficiency.compute_figures(job, whole, run),
         "communication": communication,

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from stratbench.train.elastic import launch as elastic
 from stratbench.train.elastic import served
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
-from stratbench.train.locks import hold_cell, scratch
+from stratbench.train.locks import Held, hold_cell, scratch
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
@@ -67,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     settings = Settings.from_json(args.settings)
 
     def train(held: ExitStack) -> None:
-        waited = held.enter_context(hold_cell(args.logs))
+        # A second server of an elastic cell would wait, and hold its place, for as long as the first trains.
+        waited = held.enter_context(hold_cell(args.logs, wait=not settings.elastic))
         # Snakemake deletes a record before it has the cell trained again.
         foreign = waited or args.parent is not None
         if foreign and record.is_of(args.record, args.cell, args.settings):
@@ -111,6 +113,9 @@ def run_to_end(
         except agent.Stopped as stopped:
             print(f"{title_of(of)}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
+        except Held as e:  # the evidence in the cell's folder is the holder's
+            print(f"{title_of(of)}: {e}", flush=True)
+            return 1
         except Failure as e:
             return fail(logs(), of, str(e), e.processes)
         except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
@@ -318,8 +323,36 @@ def job_of(
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
             in_block=in_block,
+            queue_wait_s=queue_wait_s(),
             planned_repeats=None if in_block else args.repeats,
         )
+
+
+def queue_wait_s() -> float | None:
+    """How long this process's SLURM job waited since it was submitted, or could first have started.
+
+    None outside of SLURM, and where it does not answer.
+    """
+    if (number := os.environ.get("SLURM_JOB_ID")) is None:
+        return None
+    conf = os.environ.get("STRATBENCH_SLURM_CONF")
+    command = ["scontrol", "--oneliner", "show", "job", number]
+    try:
+        shown = subprocess.run(
+            command,
+            env=os.environ | ({"SLURM_CONF": conf} if conf else {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout
+        said = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        submitted, eligible, started = (
+            datetime.fromisoformat(said[key]) for key in ("SubmitTime", "EligibleTime", "StartTime")
+        )
+    except (OSError, subprocess.TimeoutExpired, KeyError, ValueError):
+        return None
+    return max(0.0, (started - max(submitted, eligible)).total_seconds())
 
 
 def threads_of(settings: Settings, workers: int, args: argparse.Namespace) -> int:

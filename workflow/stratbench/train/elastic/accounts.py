@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from itertools import pairwise
 from typing import Any
 
 from stratbench.cell.files import finite
@@ -14,7 +15,7 @@ from stratbench.train.job import Job
 
 
 def members_of(job: Job) -> dict[int, dict[str, Any]]:
-    """What each worker of the cell wrote at its end, by number or rank; those that wrote nothing are absent."""
+    """What each worker of the cell wrote at its end, by number or rank, as far as it wrote anything."""
     if not job.settings.elastic:
         return job.folder.read_workers(job.world_size)
     found = {entry["number"]: job.folder.read_worker(entry["number"]) for entry in worker_jobs(job)}
@@ -152,5 +153,5 @@ def _inside_s(generations: list[dict[str, Any]]) -> float:
 
 def _repeated(generations: list[dict[str, Any]]) -> int:
     """Steps that were taken and lost, so that they were taken again."""
-    following = zip(generations, generations[1:], strict=False)
+    following = pairwise(generations)
     return sum(max(0, (a["to_step"] or a["from_step"]) - b["from_step"]) for a, b in following)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -57,8 +58,13 @@ def write(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
         file.write(json.dumps(head).encode() + b"\n")
         for tensor in tensors:
             file.write(_raw(tensor))
+    forget(folder, below=step)
+
+
+def forget(folder: Path, below: float = math.inf) -> None:
+    """Delete the checkpoints after fewer than `below` steps."""
     for path in folder.glob("*.bin"):
-        if (found := _NAME.fullmatch(path.name)) and int(found[1]) < step:
+        if (found := _NAME.fullmatch(path.name)) and int(found[1]) < below:
             path.unlink(missing_ok=True)
 
 

@@ -29,8 +29,17 @@ log = logging.getLogger(__name__)
 HANDSHAKE_S = 15.0
 #: Members are let in again only after so many times the last pause: stops take a tenth of the time at most.
 STEPS_PER_PAUSE = 10.0
+#: Generations that may break, one after the other, before any of them takes a step.
+MOST_IN_VAIN = 20
 #: What a member is told that comes when nothing is left to do, or when all places are taken.
 OVER, FULL = "the training is over", "all places are taken; come again later"
+
+
+def reaches(score: float | None, target: float | None, better: str) -> bool:
+    """Whether a score is as good as the target, if there is one; `better`: higher or lower ones."""
+    if score is None or target is None:
+        return False
+    return score >= target if better == "higher" else score <= target
 
 
 @dataclass
@@ -66,7 +75,7 @@ class Generation:
 
 @dataclass
 class Epoch:
-    """Of one epoch: its losses, summed over the `steps` in which they were told; seconds of steps and pauses."""
+    """Of one epoch: its losses, summed over the `steps` that told them; seconds of steps and pauses."""
 
     loss: float = 0.0
     steps: float = 0.0
@@ -99,11 +108,13 @@ class Coordinator:
         checkpoint: Callable[[], int | None],
         epochs_done: int,
         on_epoch: Callable[[dict[str, Any]], None],
+        ends_at: Callable[[float | None], bool] = lambda score: False,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`checkpoint`: the steps of the newest checkpoint, None without one. `on_epoch` keeps an epoch.
 
-        `on_change` is called when a member has come or gone.
+        `ends_at`: whether the training is over once an epoch has this score. `on_change` is called when a
+        member has come or gone.
         """
         self._secret, self._listeners, self._places = secret, listeners, places
         self._checkpoint, self._on_epoch, self._on_change = checkpoint, on_epoch, on_change
@@ -116,13 +127,13 @@ class Coordinator:
         self._cause = "start"
         self._next_change = 0.0
         self._last_pause_s = 0.0
-        self._finished = False
+        self._finished, self._ends_at = False, ends_at
         self._diverged: str | None = None
         self.history = History()
         #: Set once all steps are taken and evaluated.
         self.done = threading.Event()
-        #: Why a member says that the training cannot go on; None: none does.
-        self.failure: tuple[str, str] | None = None
+        #: Why the members cannot meet; None: they can.
+        self.failure: str | None = None
         self.refusals = Refusals()
         self._gate = Gate(secret, HANDSHAKE_S, self.refusals, self._enter)
 
@@ -256,8 +267,6 @@ class Coordinator:
             case "left":
                 self.history.left.append(member.number)
                 member.state = "through"
-            case "failed":
-                self.failure = str(said["status"]), str(said["reason"])
             case other:
                 raise ProtocolError(f"unknown message {other!r}")
 
@@ -267,6 +276,7 @@ class Coordinator:
             self._epochs_done += 1
             if entry["test_loss"] is None:
                 self._diverged = f"the test loss of epoch {entry['epoch']} is no finite number"
+            self._finished |= self._ends_at(entry["score"])
             self._on_epoch(entry)
 
     def _begun(self, member: Member, pause_s: float | None, now: float) -> None:
@@ -345,6 +355,10 @@ class Coordinator:
 
     def _form(self, candidates: list[Member]) -> None:
         """Have these members form a generation, the one with most steps first."""
+        last = self.history.generations[-MOST_IN_VAIN:]
+        if len(last) == MOST_IN_VAIN and all(g.began_unix_s is None for g in last):
+            self.failure = f"{MOST_IN_VAIN} times in a row the workers met and could not begin"
+            return
         ranked = sorted(candidates, key=lambda m: (-m.step, m.number))
         kept = self._checkpoint()
         load = kept is not None and kept > ranked[0].step

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-#: The shortest and the longest time between two looks at the jobs, in seconds. It doubles while nothing changes.
+#: The shortest and the longest time between two looks at the jobs, in seconds: it doubles while nothing
+#: changes.
 LOOK_S, LONGEST_LOOK_S = 0.5, 30.0
 #: Failures of a slot's jobs after which the cell is given up.
 MOST_FAILURES = 20

@@ -17,14 +17,15 @@ from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.wire.transport import Listeners
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.train import agent
-from stratbench.train.elastic.checkpoints import newest
-from stratbench.train.elastic.coordinator import Coordinator
+from stratbench.train.elastic import checkpoints
+from stratbench.train.elastic.coordinator import Coordinator, reaches
 from stratbench.train.elastic.keeper import Backend, GaveUp, Keeper
 from stratbench.train.elastic.local_jobs import LocalJobs
 from stratbench.train.elastic.slurm_jobs import SlurmJobs
 from stratbench.train.ending import Ending
 from stratbench.train.forkserver import fork_server, shares_gpus
 from stratbench.train.job import Job
+from stratbench.workload.tasks import task_of
 
 #: How long members may take to write their files once all is over, in seconds.
 LAST_WORDS_S = 60.0
@@ -75,8 +76,9 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
                     _await_last_words(coordinator)
         finally:
             folder.write_life(life, asdict(coordinator.history))
-            if folder.ended.exists():
+            if folder.ended.exists():  # nobody goes on with it
                 folder.secret.unlink(missing_ok=True)
+                checkpoints.forget(folder.path)
     return ending
 
 
@@ -94,6 +96,8 @@ def _wait(job: Job, coordinator: Coordinator, keeper: Keeper) -> Ending:
     while not coordinator.done.wait(LOOK_S):
         if ending := ended_by_workers(job.folder, keeper):
             return ending
+        if coordinator.failure:
+            return Ending("error", coordinator.failure)
         # Time in the queue is none of the training's.
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
@@ -134,14 +138,16 @@ def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
     folder = job.folder
     host = socket.gethostname() if across_nodes else None
     listeners = Listeners("127.0.0.1" if host is None else "0.0.0.0", host)
+    better = task_of(job.settings, job.data_shape).better
     coordinator = Coordinator(
         load_secret(folder.secret),
         listeners,
         job.cell.gpus,
         job.train_samples // job.settings.global_batch,
-        lambda: newest(folder.path),
+        lambda: checkpoints.newest(folder.path),
         len(folder.read_epochs()),
         folder.add_epoch,
+        lambda score: reaches(score, job.settings.ends_at, better),
     )
     coordinator.start()
     listeners.publish(folder.rendezvous, 0)

@@ -50,15 +50,18 @@ class SlurmJobs:
             f"--signal=USR1@{WARNING_S}",
             *self._asked.arguments,
         ]
-        worker = [sys.executable, "-m", "stratbench.train.elastic.worker", self._job, str(number)]
-        step = ["srun", "--ntasks=1", f"--cpus-per-task={self._asked.cpus}", "--quiet", *worker]
-        script = f"#!/bin/sh\nexec {shlex.join(map(str, step))}\n"
-        done = _run(command, script)
+        done = _run(command, self.script(number))
         if done is None or done.returncode != 0:
             raise Refused(
                 done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s"
             )
         return done.stdout.strip().partition(";")[0]
+
+    def script(self, number: int) -> str:
+        """What the job of worker `number` runs."""
+        worker = [sys.executable, "-m", "stratbench.train.elastic.worker", self._job, str(number)]
+        step = ["srun", "--ntasks=1", f"--cpus-per-task={self._asked.cpus}", "--quiet", *worker]
+        return f"#!/bin/sh\nexec {shlex.join(map(str, step))}\n"
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
         wanted = set(ids)

@@ -27,6 +27,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.train import loop
 from stratbench.train.elastic import checkpoints
+from stratbench.train.elastic.coordinator import reaches
 from stratbench.train.elastic.group import Group
 from stratbench.train.elastic.member import Over, Seat
 from stratbench.workload.data.device_data import DeviceData
@@ -334,6 +335,8 @@ class Split:
             self._seat.say("epoch", entry=entry)
             score = loop.describe_score(self._task, entry["score"])
             print(f"epoch {epoch}/{s.epochs}: {self._world} members, {score}", flush=True)
+        if reaches(evaluated[1], s.ends_at, self._task.better):  # the coordinator finds so, too
+            self._total = self._step
         if not isfinite(evaluated[0]):
             self._status = "diverged", f"the test loss became {evaluated[0]} in epoch {epoch}"
 
