@@ -410,10 +410,10 @@ def test_what_a_worker_that_goes_was_to_evaluate_another_evaluates(tmp_path, mon
     monkeypatch.setattr(Channel, "score", go_the_first_time)
     servers = serve_all(plan)
     workers = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in range(3)]
-    for worker in workers:
-        if worker.channel.worker not in gone or worker.error is None:
-            with contextlib.suppress(Left):
-                worker.join()
+    for number, worker in enumerate(workers):
+        with contextlib.suppress(Left):
+            worker.join()
+        assert (number in gone) == (worker.error is not None)
     check_run(plan, [server.result() for server in servers])
     assert len(gone) == 1
 

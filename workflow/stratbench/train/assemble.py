@@ -157,7 +157,7 @@ def time_figures(
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy_class(s.strategy).breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": setup_s(first),
+        "setup_s": setup_s(first, s.elastic),
         "data_s": longest_phase_s(workers, "data_s"),
         "warmup_s": longest_phase_s(workers, "warmup_s"),
         **compile_figures(workers),
@@ -355,12 +355,16 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def setup_s(worker: dict[str, Any]) -> float | None:
-    """Seconds for process start, imports, rendezvous, and building and wrapping the model."""
+def setup_s(worker: dict[str, Any], elastic: bool = False) -> float | None:
+    """Seconds for process start, imports, rendezvous, and building and wrapping the model.
+
+    Of an elastic cell without the first two: its worker may have started at any time.
+    """
     if not worker:
         return None
     phases = worker["phases_s"]
-    return worker["started_s"] + phases.get("rendezvous_s", 0) + phases["build_s"]
+    started_s = 0.0 if elastic else worker["started_s"]
+    return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 
 def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
