@@ -158,7 +158,7 @@ def worker_job_of(cell, resources):
     """
     if not JOBS.settings_of(cell).elastic or workflow.is_main_process:
         return ""
-    r = JOBS.worker_request_of(cell)
+    r = JOBS.request_of(cell).worker
     asked = (r.gpus, r.cpus, r.mem_mib, r.runtime_min)
     return WorkerJob.of(*asked, resources, CLUSTER["worker_partition"]).as_json()
 
