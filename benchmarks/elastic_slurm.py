@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "slurm"))
 from cluster import SlurmCluster
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.cell.worker_job import WorkerJob
 from stratbench.plan.queue.background import poisson
 from stratbench.plan.queue.simulator import Arrival
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic.keeper import Keeper
 from stratbench.train.elastic.slurm_jobs import SlurmJobs
 

@@ -13,7 +13,7 @@ import torch
 
 from launching import until
 from stratbench.cell.run_folder import RunFolder
-from stratbench.cell.worker_job import WorkerJob
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic import checkpoints, keeper
 from stratbench.train.elastic.keeper import GaveUp, Keeper, Refused, Seen
 from stratbench.train.elastic.slurm_jobs import SlurmJobs

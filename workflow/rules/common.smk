@@ -11,7 +11,7 @@ from snakemake.settings.types import DeploymentMethod
 from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
-from stratbench.cell.worker_job import WorkerJob
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.plan.device_rates import named_gpus
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import distributions, faults
@@ -158,7 +158,7 @@ def worker_job_of(cell, resources):
     """
     if not JOBS.settings_of(cell).elastic or workflow.is_main_process:
         return ""
-    r = JOBS.worker_request_of(cell)
+    r = JOBS.request_of(cell).worker
     asked = (r.gpus, r.cpus, r.mem_mib, r.runtime_min)
     return WorkerJob.of(*asked, resources, CLUSTER["worker_partition"]).as_json()
 

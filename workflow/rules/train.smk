@@ -88,6 +88,9 @@ rule train_cell:
         mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
         runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
+        # Of an elastic cell the jobs that its own job submits, at most so many at a time; and in words.
+        worker_jobs=lambda w: JOBS.request_of(cell_of(w)).workers,
+        as_jobs=lambda w: " (jobs of their own)" * JOBS.settings_of(cell_of(w)).elastic,
         # The record says how many repeats were planned; more of them retrain none.
         repeats=lambda w: STUDY.experiments[w.experiment].matrix["repeats"],
         gpu_slots=1,
@@ -101,7 +104,7 @@ rule train_cell:
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
     message:
         "train {wildcards.study}/{wildcards.experiment}: {wildcards.strategy}, {wildcards.model},"
-        " workers: {wildcards.gpus}, repeat {wildcards.repeat}; log: {log}"
+        " workers: {wildcards.gpus}{resources.as_jobs}, repeat {wildcards.repeat}; log: {log}"
     # The launcher takes its shell's place, so that no shell can be killed in front of it, and ends with
     # the Snakemake that runs it here: on SLURM that is the job's own, not the one that has submitted it.
     # It empties its log once it holds the cell.

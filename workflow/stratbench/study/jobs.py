@@ -13,7 +13,7 @@ from stratbench.strategies import mesh_of, strategy_class
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.plan_file import PlanFile
-from stratbench.study.resources import JobRequest, job_request, worker_request
+from stratbench.study.resources import JobRequest, job_request
 from stratbench.workload.network import models
 
 #: Links are measured with tensors up to this, or up to the largest model's weights: beyond it the time
@@ -110,19 +110,12 @@ class Jobs:
     def request_of(self, cell: Cell) -> JobRequest:
         """The request of a cell to the scheduler."""
         if cell not in self._requests:
-            self._requests[cell] = job_request(*self._asking(cell))
+            self._requests[cell] = job_request(
+                cell,
+                self.settings_of(cell),
+                self._cluster,
+                self._study.time_limit_s(cell),
+                self._plan.host_mem_mib(cell),
+                self._plan.longest_s(cell),
+            )
         return self._requests[cell]
-
-    def worker_request_of(self, cell: Cell) -> JobRequest:
-        """The request of each worker job of an elastic cell."""
-        return worker_request(*self._asking(cell))
-
-    def _asking(self, cell: Cell) -> tuple[Any, ...]:
-        return (
-            cell,
-            self.settings_of(cell),
-            self._cluster,
-            self._study.time_limit_s(cell),
-            self._plan.host_mem_mib(cell),
-            self._plan.longest_s(cell),
-        )

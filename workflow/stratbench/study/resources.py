@@ -28,7 +28,8 @@ class JobRequest:
     """A cell's request: nodes; GPUs, CPU cores and memory on each of them; and the time.
 
     `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
-    of `cpus` are asked for because of parameter servers.
+    of `cpus` are asked for because of parameter servers. `workers`: of an elastic cell, how many jobs of
+    their own the workers are at most, each of which asks for what `worker` does.
     """
 
     nodes: int
@@ -38,6 +39,8 @@ class JobRequest:
     runtime_min: int
     planned_mib: bool = False
     server_cpus: int = 0
+    workers: int = 0
+    worker: JobRequest | None = None
 
     @property
     def gres(self) -> str:
@@ -46,11 +49,12 @@ class JobRequest:
 
     @property
     def sbatch(self) -> str:
-        """The command that makes this request to SLURM."""
+        """The command that makes this request to SLURM, and of an elastic cell that of its workers."""
+        each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
         gres = f" --gres={self.gres}" if self.gpus else ""
         return (
             f"sbatch --nodes={self.nodes} --ntasks={self.nodes}{gres} --cpus-per-task={self.cpus} "
-            f"--mem={self.mem_mib}M --time={self.runtime_min}"
+            f"--mem={self.mem_mib}M --time={self.runtime_min}{each}"
         )
 
 
@@ -69,7 +73,9 @@ def job_request(
     its servers alone, and for longer: its workers wait in the queue.
     """
     if settings.elastic:
-        return _elastic_request(settings, cluster, time_limit_s, longest_s)
+        asked = _elastic_request(settings, cluster, time_limit_s, longest_s)
+        each = _worker_request(cell, settings, cluster, time_limit_s, host_mem_mib, longest_s)
+        return replace(asked, workers=cell.gpus, worker=each)
     n_nodes = node_count(cell, cluster)
     workers = -(-cell.gpus // n_nodes)  # the last node may have fewer
     servers = -(-settings.options.get("servers", 0) // n_nodes)
@@ -122,13 +128,13 @@ def _elastic_request(
     )
 
 
-def worker_request(
+def _worker_request(
     cell: Cell,
     settings: Settings,
     cluster: Mapping[str, Any],
     time_limit_s: float | None,
-    host_mem_mib: int = 0,
-    longest_s: float | None = None,
+    host_mem_mib: int,
+    longest_s: float | None,
 ) -> JobRequest:
     """The request of one worker job of an elastic cell; arguments are those of `job_request`."""
     share = {k: v for k, v in settings.options.items() if k != "servers"}

@@ -37,10 +37,10 @@ from stratbench.cell.files import last_lines, write_atomic
 from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
-from stratbench.cell.worker_job import WorkerJob
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import check_installed
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train import agent, assemble, gpu_locks

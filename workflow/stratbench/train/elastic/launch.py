@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.cell.worker_job import WorkerJob
 from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.wire.transport import Listeners
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.train import agent
 from stratbench.train.elastic import checkpoints

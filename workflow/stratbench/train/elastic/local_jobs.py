@@ -11,6 +11,8 @@ from stratbench.cell.run_folder import worker_name
 from stratbench.train.elastic.keeper import Refused, Seen
 from stratbench.train.forkserver import Process
 
+WORKER = "stratbench.train.elastic.worker:main"
+
 
 class LocalJobs:
     """This machine as a `keeper.Backend`; a job's id is its process id. Slots are its GPUs' numbers."""
@@ -27,7 +29,7 @@ class LocalJobs:
 
     def submit(self, number: int, slot: int) -> str:
         name = worker_name(number)
-        process = Process(self._server, name, "elastic worker", str(self._job), number, slot)
+        process = Process(self._server, name, WORKER, str(self._job), number, slot)
         try:
             process.start()
         except OSError as error:

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, server_name
-from stratbench.cell.worker_job import WorkerJob
 from stratbench.ps.elastic.journal import last_life, read_journal
 from stratbench.ps.elastic.saved_state import has_state
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train import agent
 from stratbench.train.elastic.keeper import Keeper
 from stratbench.train.elastic.launch import (

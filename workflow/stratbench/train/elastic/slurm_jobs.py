@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, worker_name
-from stratbench.cell.worker_job import WorkerJob
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic.keeper import Refused, Seen
 
 #: How long before the end of a job's time its worker is told, in seconds.
