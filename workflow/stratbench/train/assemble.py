@@ -244,24 +244,31 @@ def served_run(
     `evaluated`: an elastic cell's epochs; server 0 knows when its training ended.
     """
     first = servers[0]
+    pushes = applied_pushes(servers)
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
     per_epoch = next((w["per_epoch"] for w in workers if w["per_epoch"]), [])
     timed = servers
     if evaluated is not None:
         per_epoch, timed = evaluated, servers[:1]
         ends = ends[: len(evaluated)] if evaluated else ends
+    tickets = first["tickets_settled"] - after_the_end(first)
     for entry in per_epoch:
         parts = [w["losses"].get(str(entry["epoch"] - 1), (0.0, 0)) for w in workers]
         if all(total is not None for total, _ in parts):
             entry["train_loss"] = sum(t for t, _ in parts) / max(1, sum(n for _, n in parts))
     return {
         "train_time_s": max(server["train_time_s"] for server in timed),
-        "samples_seen": first["tickets_settled"] * samples_per_step,
-        "samples_applied": round(samples_per_step * applied_pushes(servers)),
+        "samples_seen": tickets * samples_per_step,
+        "samples_applied": round(samples_per_step * min(tickets, pushes)),
         "updates_applied": max(version for server in servers for version in server["updates"]),
         "epoch_times_s": [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)],
         "per_epoch": per_epoch,
     }
+
+
+def after_the_end(server: dict[str, Any]) -> int:
+    """Tickets settled while the epoch that ended an elastic run was evaluated: part of no figure."""
+    return server.get("elastic", {}).get("after_the_end", 0)
 
 
 def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -29,7 +29,9 @@ SERVER = relations(
     "server.n_servers == strategy.options.servers",
     "server.policy == policy_of_strategy",
 )
-TICKETS = relations("batch.samples_seen == server.tickets_settled * batch.samples_per_step")
+TICKETS = relations(
+    "batch.samples_seen == (server.tickets_settled - after_the_end) * batch.samples_per_step"
+)
 TICKETS_OF_WORKERS = relations("server.tickets_settled == sum_of_tickets")
 TICKETS_OF_WORKER = relations("worker.steps == link.tickets", "link.skips <= link.tickets")
 # Of an elastic run, in which a worker that goes may have taken a step that settled no ticket.
@@ -96,7 +98,8 @@ def contradictory_server(facts: Facts) -> Iterator[str]:
 def faults_of_tickets(facts: Facts) -> Iterator[str]:
     """Checks the batches handed out, settled, and done by the workers."""
     first = facts.servers[0]
-    yield from unless_hold(facts, TICKETS, server=first)
+    after = (first.get("elastic") or {}).get("after_the_end", 0)
+    yield from unless_hold(facts, TICKETS, server=first, after_the_end=after)
     if facts.elastic:
         yield from _faults_of_elastic_tickets(facts)
         return
@@ -117,13 +120,13 @@ def faults_of_tickets(facts: Facts) -> Iterator[str]:
 
 def _faults_of_elastic_tickets(facts: Facts) -> Iterator[str]:
     """Checks that every ticket was settled once, whoever came and went, in all lives of the servers."""
-    first, ended_early = facts.servers[0], facts("elastic.servers.last_epoch") is not None
+    first = facts.servers[0]
     own = first.get("elastic") or {}
     links = {link["worker"]: link for link in first["workers"]}
     if not facts.lost and not first.get("reassigned") and "settled_before" in own:
         done = own["settled_before"] + sum(link["tickets"] for link in links.values())
         yield from unless_hold(facts, TICKETS_OF_WORKERS, server=first, sum_of_tickets=done)
-    if facts.status == "ok" and not ended_early:
+    if facts.status == "ok" and not facts.ended_early:
         yield from unless_hold(facts, ALL_TICKETS, server=first)
         skips = sum(link.get("skips") or 0 for link in links.values())
         for i, server in enumerate(facts.servers):
@@ -200,8 +203,10 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
                 f"what {busy} busy workers cannot avoid",
                 UNAVOIDABLE * max(0, busy - 1),
             )
-        if not skips and not facts.lost and facts.status == "ok":
+        if not skips and not facts.lost and facts.status == "ok" and not facts.ended_early:
             yield from unless_hold(facts, STATED_UPDATES, shard, **figures)
+    if facts.ended_early:
+        return
     shards = [sum(c) for s in facts.servers for c in s["staleness"]]
     yield from unless_hold(
         facts,
@@ -215,7 +220,7 @@ def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator
     """Checks that epochs, waits and work of a server lie within its training time."""
     train_time_s = server.get("train_time_s")
     epochs = server.get("epochs") or ()
-    if facts("elastic.servers.last_epoch") is not None:
+    if facts.ended_early:
         return  # the others trained on while one evaluated the epoch that ended it
     if facts.status == "ok":
         yield from unless_same(
