@@ -124,6 +124,13 @@ def halves(rank: int, samples: int) -> list[int]:
 
 
 FAULTS = [
+    Fault(
+        "elastic without worker jobs",
+        DDP,
+        put("settings.elastic", True),
+        "contradictory-elastic",
+        "settings.elastic is True",
+    ),
     # Times.
     Fault("an epoch doubled", DDP, times("time.epoch_times_s.2", 2), "contradictory-time", "epoch"),
     Fault("epochs exchanged", DDP, swap("time.epoch_times_s"), "contradictory-time", "epoch"),

@@ -12,6 +12,7 @@ from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.installation import ROOT
 from stratbench.cell.settings import Settings
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.plan.device_rates import named_gpus
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import distributions, faults
@@ -149,6 +150,18 @@ def history_of(wildcards):
 def asking(wildcards):
     """The config, for a decision on a number of GPUs that is projected to; of no use to others."""
     return json.dumps(STUDY_CONFIG, sort_keys=True) if ASKS_PROJECTION else ""
+
+
+def worker_job_of(cell, resources):
+    """What each worker job of an elastic cell asks SLURM for; empty for other cells, and outside of SLURM.
+
+    Of partition, account and the like the cell's own; a job of Snakemake's that SLURM runs is no main process.
+    """
+    if not JOBS.settings_of(cell).elastic or workflow.is_main_process:
+        return ""
+    r = JOBS.request_of(cell).worker
+    asked = (r.gpus, r.cpus, r.mem_mib, r.runtime_min)
+    return WorkerJob.of(*asked, resources, CLUSTER["worker_partition"]).as_json()
 
 
 def description(wildcards):

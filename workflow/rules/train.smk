@@ -88,6 +88,9 @@ rule train_cell:
         mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
         runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
+        # Of an elastic cell the jobs that its own job submits, at most so many at a time; and in words.
+        worker_jobs=lambda w: JOBS.request_of(cell_of(w)).workers,
+        as_jobs=lambda w: " (jobs of their own)" * JOBS.settings_of(cell_of(w)).elastic,
         # The record says how many repeats were planned; more of them retrain none.
         repeats=lambda w: STUDY.experiments[w.experiment].matrix["repeats"],
         gpu_slots=1,
@@ -97,10 +100,11 @@ rule train_cell:
         # What depends on `input` is no reason to run again: the parameters above are, one by one.
         settings=lambda w, input: JOBS.settings_of(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
+        worker_job=lambda w, resources: worker_job_of(cell_of(w), resources),
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
     message:
         "train {wildcards.study}/{wildcards.experiment}: {wildcards.strategy}, {wildcards.model},"
-        " workers: {wildcards.gpus}, repeat {wildcards.repeat}; log: {log}"
+        " workers: {wildcards.gpus}{resources.as_jobs}, repeat {wildcards.repeat}; log: {log}"
     # The launcher takes its shell's place, so that no shell can be killed in front of it, and ends with
     # the Snakemake that runs it here: on SLURM that is the job's own, not the one that has submitted it.
     # It empties its log once it holds the cell.
@@ -111,6 +115,7 @@ rule train_cell:
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
         " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
+        " --worker-job={params.worker_job:q}"
         " >> {log:q} 2>&1"
 
 

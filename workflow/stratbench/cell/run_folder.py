@@ -137,9 +137,36 @@ class RunFolder:
 
     def write_job(self, text: str) -> Path:
         """Keep the job for the agents of other nodes; returns its path."""
-        path = self.path / "job.json"
-        write_atomic(path, text)
-        return path
+        write_atomic(self.job, text)
+        return self.job
+
+    @property
+    def job(self) -> Path:
+        """The job as `write_job` keeps it."""
+        return self.path / "job.json"
+
+    @property
+    def worker_jobs(self) -> Path:
+        """Of an elastic cell the worker jobs that were submitted (`train.elastic.keeper`)."""
+        return self.path / "worker_jobs.jsonl"
+
+    @property
+    def ended(self) -> Path:
+        """A file that is there once an elastic cell's training is over: a late worker has nothing to do."""
+        return self.path / "ended"
+
+    @property
+    def servers(self) -> Path:
+        """The folder that the lives of an elastic cell's parameter servers share (`ps.elastic`)."""
+        return self.path / "servers"
+
+    def lives(self) -> list[Path]:
+        """What each launcher of an elastic cell kept of its members, in order."""
+        return sorted(self.path.glob("life*.json"), key=lambda p: int(p.stem.removeprefix("life")))
+
+    def write_life(self, number: int, facts: dict[str, Any]) -> None:
+        """Keep what happened to the members of an elastic cell under its launcher `number`, from 0."""
+        write_atomic(self.path / f"life{number}.json", json.dumps(facts))
 
     def write_endpoint(self, host: str, port: int) -> None:
         """Tell the other workers where rank 0's store listens."""

@@ -82,6 +82,9 @@ class Settings:
     data_spec: dict[str, Any] | None = derived(default=None,
         help="What decides the samples of the data set: source, sizes and seed, or a user's kind and keys "
         "with the hash of the files or code; null: its name says all.")
+    ends_at: float | None = derived(default=None,
+        help="Of an elastic cell the target_score at which its training ends, that of the first epoch that "
+        "reaches it. null: after all epochs, as that of any other cell.")
     epochs: int | None = setting(None, minimum=1,
         help="Passes over the training set, each followed by an evaluation; null: `steps` says how long.")
     steps: int | None = setting(None, minimum=1,
@@ -134,6 +137,11 @@ class Settings:
         "mixed precision (weights stay fp32), fp16 with loss scaling.")
     augment: bool = setting(False,
         help="The data set's standard augmentation (random crop; flip for natural images).")
+    elastic: bool = setting(False,
+        help="Whether each worker is a SLURM job of its own, which trains from when it starts and may end "
+        "and come again (docs/elastic.md). `gpus` is then the most workers at a time. The cell's own job has no "
+        "GPU: it submits the workers and is their server, or brings them together. Where there is no SLURM, "
+        "workers are processes of this machine.")
     placement: Literal["device", "host"] = setting("device",
         help="Where the data set lies: whole on each worker's device; or in host memory, for what does not "
         "fit there. Then a thread of each worker gathers the next batch and copies it while the device "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class BufferMean:
         with self._lock:
             if not alive():
                 return
+            self._lost.discard(worker)
             if worker not in self._latest:
                 self._latest[worker] = torch.empty_like(self._initial)
             self._latest[worker].copy_(buffers)
@@ -39,6 +41,17 @@ class BufferMean:
         """`worker` was lost: its statistics belong to older and older weights."""
         with self._lock:
             self._lost.add(worker)
+
+    def state(self) -> dict[str, Any]:
+        """All that it knows, copied, for `load`."""
+        with self._lock:
+            latest = {worker: tensor.clone() for worker, tensor in self._latest.items()}
+            return {"initial": self._initial.clone(), "latest": latest, "lost": set(self._lost)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`."""
+        self._initial.copy_(state["initial"])
+        self._latest, self._lost = state["latest"], state["lost"]
 
     def mean(self) -> Tensor:
         """The server's buffers, shape [buffer_numel]; a new tensor."""

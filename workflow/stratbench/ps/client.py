@@ -17,7 +17,7 @@ import torch
 from stratbench.ps.device import Staging
 from stratbench.ps.flat import FlatSpace, as_bytes, cut
 from stratbench.ps.scale import LossScale, Unscaler
-from stratbench.ps.tickets import Ticket
+from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.ps.wire.frames import (
     BUFFERS,
     NO_TICKET,
@@ -27,13 +27,15 @@ from stratbench.ps.wire.frames import (
     ProtocolError,
     unpack_ticket,
 )
-from stratbench.ps.wire.handshake import JoinRefused, join_handshake
-from stratbench.ps.wire.link import Link, RunEnded, ServerLost
+from stratbench.ps.wire.handshake import JoinLater, JoinRefused, join_handshake
+from stratbench.ps.wire.link import Left, Link, RunEnded, ServerLost
 from stratbench.ps.wire.shm import DTYPES
 from stratbench.ps.wire.transport import Closed, Connection, Silent, dial
 
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1
+#: How long a worker that leaves waits for the servers' hearing it.
+_FAREWELL_S = 2.0
 
 
 class Channel:
@@ -60,15 +62,17 @@ class Channel:
         self.version = 0  # updates in the weights now held, as the shard that came last counts them
         self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
         self._wire = wire
+        self._life: int | None = None
         self._links: list[Link] = []
         self._ticket = NO_TICKET
         self._rehearsing = True
-        self._next: Ticket | None = None
+        self._next: Ticket | Evaluation | None = None
         self._told = threading.Event()  # a TICKET, DONE or the channel's end has come
         self._was_idle = False
         self._error: Exception | None = None
         self._done = False
         self._closing = threading.Event()
+        self._staging: Staging | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -83,6 +87,7 @@ class Channel:
         deadline_s: float = 60.0,
         scale: LossScale | None = None,
         n_servers: int = 1,
+        life: int | None = None,
     ) -> Channel:
         """Join the run whose `n_servers` servers publish `<rendezvous>.<server>`, as worker number `worker`.
 
@@ -92,7 +97,8 @@ class Channel:
         `wire`: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in
         which nothing moves, is always native. `scale`: what the loss of each backward is multiplied
         by; a push undoes it, is dropped as a whole where a gradient overflowed, and updates the
-        scale. When the run is over for this worker, the next call raises.
+        scale. When the run is over for this worker, the next call raises. `life`: of an elastic run's
+        servers; None: the workers are a gang.
 
         Raises ConnectionError (JoinRefused with the server's reason) when that fails by `deadline_s`.
         """
@@ -101,11 +107,17 @@ class Channel:
         if flat.host.descriptor is None and transport == "auto":
             transport = "tcp"
         channel = cls(flat, worker, wire, scale)
+        channel._life = life
         deadline = time.monotonic() + deadline_s
         try:
-            for k in range(worker, worker + n_servers):
+            first = (
+                worker if life is None else 0
+            )  # where places are few, all ask the same one first
+            for k in range(first, first + n_servers):
                 link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
                 channel._links.append(link)
+                if link.life != life:
+                    raise JoinLater(f"server {link.server} is in life {link.life}, not {life}")
                 if link.n_servers != n_servers:
                     raise JoinRefused(f"the run has {link.n_servers} servers, not {n_servers}")
                 channel.snapshot_dir = link.snapshot_dir
@@ -142,6 +154,7 @@ class Channel:
             "layout": asdict(self.flat.layout),
             "wire": wire,
             "scaled": self.scale is not None,
+            **({} if self._life is None else {"life": self._life}),
         }
         try:
             welcome = join_handshake(connection, secret, hello)
@@ -211,14 +224,13 @@ class Channel:
 
     # --- what the worker calls -------------------------------------------------------------------
 
-    def first(self) -> Ticket | None:
+    def first(self) -> Ticket | Evaluation | None:
         """Wait until all workers are ready; take the initial weights and the first ticket.
 
         The initial weights are one worker's own: call it when the model is as training shall begin.
         """
         self._rehearsing = False
-        for link in self._links:
-            link.bytes_out = link.bytes_in = 0
+        self.count_anew()
         self._expect()
         if self._staging is not None:
             self._staging.accept_weights()
@@ -227,6 +239,12 @@ class Channel:
         ticket = self._await_reply(time.perf_counter())
         self.wait_s = 0.0  # waiting for the other workers to be ready is none of it
         return ticket
+
+    def count_anew(self) -> None:
+        """Forget the bytes and the waiting so far."""
+        self.wait_s = 0.0
+        for link in self._links:
+            link.bytes_out = link.bytes_in = 0
 
     def arm(self) -> None:
         """CUDA: let the next backward's gradients leave while it still runs, bucket by bucket.
@@ -238,7 +256,7 @@ class Channel:
             self._expect()
             self._staging.arm()
 
-    def push_pull(self) -> Ticket | None:
+    def push_pull(self) -> Ticket | Evaluation | None:
         """Push `flat.grads` and the buffers for the ticket at hand; wait for weights and a ticket.
 
         The gradients' contents are undefined afterwards. Returns None when no tickets are left; the
@@ -247,6 +265,36 @@ class Channel:
         """
         self._push()
         return self._await_reply(time.perf_counter())
+
+    def score(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
+        """Say what the evaluation that was asked for gave; wait for weights and a ticket, as `push_pull`."""
+        self._told.clear()
+        self._next = None
+        if self._staging is not None:
+            self._staging.accept_weights()  # the evaluation is over
+        self._send(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
+        if self._error is not None:
+            raise self._error
+        return self._await_reply(time.perf_counter())
+
+    def leave(self) -> None:
+        """Leave before the run is over, from any thread: what this worker holds is another's at once.
+
+        Whatever is called then, or is being waited for, raises Left.
+        """
+        report = self._report()
+        with self._lock:
+            if self._error is not None or self._done:
+                return
+            self._error = Left("this worker has left")
+        for link in self._links:
+            with contextlib.suppress(Closed):
+                link.connection.send(Frame(Kind.LEAVE), report)
+        for link in self._links:
+            link.receiver.join(_FAREWELL_S)  # the server closes the connection once it has heard
+            link.replied.set()
+        self._told.set()
+        self._close_connections()
 
     def rehearse(self) -> None:
         """Before `first`: push as `push_pull` does, and receive as much.
@@ -265,14 +313,19 @@ class Channel:
     def close(self) -> None:
         """Leave: say goodbye (if the run is over) and stop the threads."""
         if self._done and self._error is None:
-            report = json.dumps({"wait_s": self.wait_s}).encode()
+            report = self._report()
             for link in self._links:
                 with contextlib.suppress(Closed):  # its statistics will lack our wait then
                     link.connection.send(Frame(Kind.BYE), report)
         self._close_connections()
 
+    def _report(self) -> bytes:
+        return json.dumps({"wait_s": self.wait_s}).encode()
+
     def _close_connections(self) -> None:
         self._closing.set()
+        if self._staging is not None:
+            self._staging.close()
         for link in self._links:
             link.to_send.put(None)
             link.connection.close()
@@ -386,9 +439,10 @@ class Channel:
 
     # --- replies ---------------------------------------------------------------------------------
 
-    def _await_reply(self, pushed_at: float) -> Ticket | None:
-        self._told.wait()
-        if self._error is None and not self._done:
+    def _await_reply(self, pushed_at: float) -> Ticket | Evaluation | None:
+        if not self._done:
+            self._told.wait()
+        if self._error is None and not self._done and isinstance(self._next, Ticket):
             for link in self._links:
                 link.replied.wait()
         self.wait_s += time.perf_counter() - pushed_at
@@ -398,7 +452,8 @@ class Channel:
             self._staging.deliver_weights()
         if self._done:
             return None
-        self._ticket = self._next.number
+        if isinstance(self._next, Ticket):
+            self._ticket = self._next.number
         return self._next
 
     def _receive(self, link: Link) -> None:
@@ -426,14 +481,24 @@ class Channel:
         elif kind is Kind.INIT:
             with contextlib.suppress(Closed):  # what is received next says why
                 self._send_initial(link)
+        elif kind is Kind.EVAL:
+            self._go_idle(link)
+            self._next = Evaluation(frame.shard)
+            self._told.set()
         elif kind is Kind.DONE:
             self.evaluator = frame.shard
-            self._done = True
-            self._told.set()
+            self._end()
         elif kind is Kind.ERR:
             raise RunEnded(link.connection.read(frame.length).decode(errors="replace"))
         elif kind is not Kind.HEARTBEAT:
             raise ProtocolError(f"malformed frame: {kind.name} from a server")
+
+    def _end(self) -> None:
+        """The training is over. It may be before its last ticket, of which only server 0 knows then."""
+        self._done = True
+        for link in self._links[1:] if self._life is not None else ():
+            self._queue(link, Frame(Kind.DONE))
+        self._told.set()
 
     def _take_weights(self, link: Link, frame: Frame) -> None:
         first, last = frame.shard, frame.shard + frame.count - 1

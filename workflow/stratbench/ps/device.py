@@ -112,10 +112,18 @@ class Staging:
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting: set[int] = set()  # buckets not yet on their way
         self._error: Exception | None = None
-        for number, parameter in enumerate(flat.parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(
                 lambda _, number=number: self._on_final(number)
             )
+            for number, parameter in enumerate(flat.parameters)
+        ]
+
+    def close(self) -> None:
+        """Copy nothing any more: another channel may."""
+        self.armed = False
+        for hook in self._hooks:
+            hook.remove()
 
     def arm(self) -> None:
         """Start copying with the next backward."""

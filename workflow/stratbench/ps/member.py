@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -27,10 +28,10 @@ Bounds = list[tuple[int, int]]  # (start, stop) of every shard of the model
 class Weights(Protocol):
     """Where lanes get the weights that they send; see Shard.view and Shard.lend."""
 
-    def view(self, worker: int, shard: int, out: Tensor) -> int: ...
+    def view(self, place: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
 
     def lend(
-        self, worker: int, shard: int, spare: Tensor
+        self, place: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]: ...
 
 
@@ -100,12 +101,17 @@ class StreamLane:
         """Payload of an OK in the warm-up: as long as the shard's weights."""
         return as_bytes(self._out[: self._numel(shard)])
 
-    def give(self, worker: int, shards: list[int], weights: Weights) -> int:
-        """Let the worker have `shards` of `weights`; returns their bytes."""
+    def give(
+        self, place: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
+    ) -> int:
+        """Let the worker at `place` have `shards` of `weights`; returns their bytes.
+
+        Once it is no longer `alive` its place may be another's: nothing is noted there then.
+        """
         given = 0
         for shard in shards:
             spare = self._out[: self._numel(shard)]
-            with weights.lend(worker, shard, spare) as (lent, version):
+            with weights.lend(place, shard, spare, alive) as (lent, version):
                 payload = as_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
             given += len(payload)
@@ -149,11 +155,14 @@ class SharedLane:
         weights.copy_(scratch.copy_(weights))
         return b""
 
-    def give(self, worker: int, shards: list[int], weights: Weights) -> int:
+    def give(
+        self, place: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
+    ) -> int:
         versions = {}
         for shard in shards:
             start, stop = self._bounds[shard]
-            versions[shard] = weights.view(worker, shard, self._memory.weights[start:stop])
+            out = self._memory.weights[start:stop]
+            versions[shard] = weights.view(place, shard, out, alive)
         for first, count in _runs(versions):
             version = min(versions[k] for k in range(first, first + count))
             self._connection.send(Frame(Kind.OK, first, count, version=version))
@@ -181,7 +190,7 @@ class Hello(NamedTuple):
 
 
 def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
-    """What a peer says of itself, checked; raises ProtocolError."""
+    """What a peer says of itself, checked; raises ProtocolError. Its number is below `workers`."""
     try:
         worker, wire, scaled = hello["worker"], hello["wire"], hello["scaled"]
         layout = Layout(**hello["layout"])
@@ -201,6 +210,7 @@ class Member:
 
     def __init__(self, hello: Hello, connection: Connection, transport: str) -> None:
         self.worker, self.wire, self.scaled = hello.worker, hello.wire, hello.scaled
+        self.place = hello.worker  # what policies and shards know it by (ps.membership)
         self.connection = connection
         self.transport = transport
         self.lane: StreamLane | SharedLane
@@ -209,6 +219,7 @@ class Member:
         self.alive = True
         self.pulled = False  # it is ready to start
         self.idle = False  # no ticket was left for it
+        self.evaluates: int | None = None  # the epoch whose state it evaluates, idle meanwhile
         self.ticket: int | None = None  # what it works on
         self.next: Ticket | None = None  # reserved for it
         self.last_ticket = 0
@@ -302,7 +313,7 @@ class Member:
             if shards and self._mute:
                 continue
             if shards:
-                self.bytes_out += self.lane.give(self.worker, shards, weights)
+                self.bytes_out += self.lane.give(self.place, shards, weights, self.is_alive)
             elif (item := self._outbox.popleft()) is None:
                 self._ended = True
             else:
@@ -312,6 +323,12 @@ class Member:
         """For how many seconds it has said nothing while the server was listening, and awake."""
         since = self.connection.waiting_since
         return 0.0 if since is None else now - max(since, awake_since, self.connection.last_heard)
+
+    def let_go(self) -> None:
+        """It is gone, and so are its threads: free what it needed for its shards to travel."""
+        self.connection.close()
+        self.connection.sock.close()
+        del self.lane
 
     def check_ticket(self, frame: Frame) -> None:
         """Raise ProtocolError unless `frame` is about the ticket it works on."""

@@ -8,11 +8,13 @@ import logging
 import shutil
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
 from stratbench.ps.member import Member, parse_hello
+from stratbench.ps.membership import Membership
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.snapshots import SnapshotWriter
@@ -43,6 +45,9 @@ class ServerRun:
     taken, never the other way round.
     """
 
+    #: How workers get their places.
+    members_by: ClassVar[type[Membership]] = Membership
+
     def __init__(self, config: ServerConfig, secret: bytes, make: MakePolicy) -> None:
         self.config, self._secret = config, secret
         self.hyper = Hyper(**config.hyper, workers=config.workers)
@@ -62,9 +67,11 @@ class ServerRun:
             )
         self.epochs = EpochLog(self.plan, self._writer)
         self._lock = threading.Lock()
-        self._members: dict[int, Member] = {}
+        self._membership = self.members_by(config.workers)
+        self._members = self._membership.members
         self._store: Store | None = None  # allocated when the first worker says how large
         self._initialiser: Member | None = None
+        self._evaluator = 0  # who evaluates for all, once it is done
         self._initialised = self._started = False
         self._first_ticket_s = self._last_push_s = 0.0
 
@@ -82,29 +89,33 @@ class ServerRun:
 
     def _admit(self, connection: Connection, hello: dict[str, Any], transport: str) -> Member:
         c = self.config
-        said = parse_hello(hello, c.workers, transport)
+        said = parse_hello(hello, self._membership.numbers, transport)
         worker, layout = said.worker, said.layout
         with self._lock:
             if self.over.is_set():  # or it would start alone, counting the lost as present
                 raise ProtocolError(self.error or "the run is over")
-            known = self._members.get(worker)
-            if known is not None:
-                state = "is connected already" if known.alive else "was here and cannot come back"
-                raise ProtocolError(f"worker {worker} {state}")
+            place = self._membership.choose_place(worker)
             if self._store is None:
                 self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
                 self._check_room(layout.weight_bytes + layout.buffer_bytes)
             elif layout != self._store.layout:
                 raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
-            member = self._members[worker] = Member(said, connection, transport)
+            member = Member(said, connection, transport)
+            self._membership.enter(member, place)
         return member
+
+    @property
+    def _snapshots_kept(self) -> int:
+        """How many epochs' snapshots lie on the disk at a time, at most."""
+        return self.config.epochs
 
     def _check_room(self, snapshot_bytes: int) -> None:
         """End a run whose snapshots will not fit before it begins; `_lock` is held."""
-        folder, needed = self.config.snapshot_dir, self.config.epochs * snapshot_bytes
+        folder, kept = self.config.snapshot_dir, self._snapshots_kept
+        needed = kept * snapshot_bytes
         if folder and (free := shutil.disk_usage(folder).free) < needed:
             self._fail(
-                f"the servers' snapshots of {self.config.epochs} epochs need {needed / 1e9:.3g} GB in "
+                f"the servers' snapshots of {kept} epochs need {needed / 1e9:.3g} GB in "
                 f"{folder}, where {free / 1e9:.3g} GB are free: make room there, or, for a cell on one "
                 "node, set TMPDIR to a folder with more"
             )
@@ -121,12 +132,15 @@ class ServerRun:
             "snapshot_dir": self.config.snapshot_dir,
             "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
             "limit_bytes": store.limit_bytes,
-        }
+        } | self._more_of_welcome(member)
         accept_handshake(connection, self._secret, nonces, welcome, store.limit_bytes)
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
         sender.start()
         member.sender = sender  # only now: who closes the run joins what is here
+
+    def _more_of_welcome(self, member: Member) -> dict[str, Any]:
+        return {}
 
     def _answer(self, member: Member) -> None:
         try:
@@ -139,9 +153,9 @@ class ServerRun:
             with contextlib.suppress(Closed):
                 member.send_replies(self._store)  # the reason
 
-    def _listen(self, member: Member) -> None:
-        connection = member.connection
-        handlers = {
+    def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
+        """What answers the frames of a worker that have no payload, but for pushes."""
+        return {
             Kind.PULL: self._on_pull,
             Kind.SKIP: self._on_verdict,
             Kind.APPLY: self._on_verdict,
@@ -149,6 +163,9 @@ class ServerRun:
             Kind.WAIT: self._on_wait,
             Kind.HEARTBEAT: lambda member, frame: None,
         }
+
+    def _listen(self, member: Member) -> None:
+        connection, handlers = member.connection, self._handlers()
         try:
             while True:
                 frame = connection.receive()
@@ -162,9 +179,12 @@ class ServerRun:
                     self._on_init(member, frame)
                 elif frame.kind is Kind.ERR:
                     self._on_error(member, frame)
-                elif frame.kind is Kind.BYE:
-                    self._on_bye(member, frame)
-                    return
+                elif frame.kind in (Kind.BYE, Kind.LEAVE):
+                    member.wait_s = self._read_report(member, frame)
+                    (self._on_bye if frame.kind is Kind.BYE else self._on_leave)(member)
+                    break
+                elif frame.kind is Kind.SCORE:
+                    self._on_score(member, self._read_json(member, frame))
                 elif frame.kind in handlers:
                     check_length(frame, 0)
                     handlers[frame.kind](member, frame)
@@ -178,7 +198,7 @@ class ServerRun:
         except Exception as error:
             self._break_down(error)
         member.sender.join()  # it has the reason to send; who never reads it is closed with the run
-        connection.close()
+        member.let_go()
 
     def _break_down(self, error: Exception) -> None:
         """A defect of a policy or of the server: tell the workers rather than let them wait."""
@@ -198,13 +218,17 @@ class ServerRun:
         with self._lock:
             if member.idle:
                 member.idle = False
-                self._store.join(member.worker)
+                self._store.join(member.place)
             elif not member.pulled:
                 member.pulled = True
-                self._ask_for_weights()
-                if self._initialised:
-                    self._store.join(member.worker)
-                self._start_if_ready()
+                self._take_in(member)
+
+    def _take_in(self, member: Member) -> None:
+        """A worker is ready to start; `_lock` is held."""
+        self._ask_for_weights()
+        if self._initialised:
+            self._store.join(member.place)
+        self._start_if_ready()
 
     def _ask_for_weights(self) -> None:
         asked = self._initialiser
@@ -227,27 +251,28 @@ class ServerRun:
                 return
             self._store.make_shards(self._make, self._release, self.config.lr_share)
             self._initialised = True
-            for entry in self.lost:
-                self._store.leave(entry["worker"], lost=True)
-            for other in self._members.values():
-                if other.alive and other.pulled:
-                    self._store.join(other.worker)
+            for place in self._membership.absent([entry["worker"] for entry in self.lost]):
+                self._store.leave(place, lost=True)
+            for other in self._membership.ready:
+                self._store.join(other.place)
             self._start_if_ready()
 
-    def _release(self, worker: int, shard: int) -> None:
-        self._members[worker].post(shard)
+    def _release(self, place: int, shard: int) -> None:
+        self._membership.at(place).post(shard)
 
     def _start_if_ready(self) -> None:
-        here = {m.worker for m in self._members.values() if m.alive and m.pulled}
         if self._started or not self._initialised:
             return
-        if len(here) + len(self.lost) < self.config.workers:
+        if not self._membership.may_start(len(self.lost)):
             return
         self._started = True
-        self._first_ticket_s = time.perf_counter()
+        self._begin_clock()
         if self.config.server == 0:
-            for worker in sorted(here):
-                self._hand_ticket(self._members[worker])
+            for member in sorted(self._membership.ready, key=lambda m: m.place):
+                self._hand_ticket(member)
+
+    def _begin_clock(self) -> None:
+        self._first_ticket_s = time.perf_counter()
 
     # --- working ---------------------------------------------------------------------------------
 
@@ -267,8 +292,13 @@ class ServerRun:
         """
         if self.config.server == 0:
             with self._lock:
-                if member.alive and member.next is None:
-                    member.next = self.tickets.take(member.worker)
+                if member.alive and member.next is None and self._hands_out:
+                    member.next = self.tickets.take(member.worker, member.place)
+
+    @property
+    def _hands_out(self) -> bool:
+        """Whether who is through with a ticket gets another one next, if one is left."""
+        return not self.done
 
     def _rehearse(self, member: Member, frame: Frame) -> None:
         """A worker warms up: take what it sends, send back as much, apply and count nothing."""
@@ -338,31 +368,43 @@ class ServerRun:
 
     def _settle(self, worker: int, number: int, server: int) -> None:
         self.tickets.settle(worker, number, server)
+        self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
         if self.tickets.all_settled:
-            self.done = True
-            live = [m for m in self._members.values() if m.alive]
-            lowest = min(m.worker for m in live)
-            for other in live:
-                other.tell(Frame(Kind.DONE, shard=lowest))
+            self._finish()
+
+    def _finish(self) -> None:
+        """The training is over: who is here leaves, and one evaluates; `_lock` is held."""
+        self.done = True
+        live = self._membership.live
+        self._evaluator = min((m.worker for m in live), default=0)
+        for other in live:
+            other.tell(Frame(Kind.DONE, shard=self._evaluator))
 
     def _hand_ticket(self, member: Member) -> None:
         """Give the member its next ticket, or let it wait; `_lock` is held."""
-        ticket, member.next = member.next or self.tickets.take(member.worker), None
+        if self.done:
+            return
+        ticket, member.next = member.next or self.tickets.take(member.worker, member.place), None
         if ticket is not None:
             if member.idle:
                 member.idle = False
-                self._store.join(member.worker)
+                self._store.join(member.place)
             member.assign(ticket.number, self._store.mine)
             member.tell(Frame(Kind.TICKET, ticket=ticket.number), pack_ticket(*ticket))
-        elif not self.done and not member.idle:
+        elif not member.idle:
             self._let_wait(member)
 
     def _let_wait(self, member: Member) -> None:
         """No ticket for it now. A barrier needs all of its last round, so nobody leaves that."""
+        self._let_idle(member)
+        member.tell(Frame(Kind.WAIT))
+
+    def _let_idle(self, member: Member) -> None:
         member.idle = True
         if self._tolerates_loss:
-            self._store.leave(member.worker, lost=False)
-        member.tell(Frame(Kind.WAIT))
+            self._store.leave(member.place, lost=False)
 
     def _on_wait(self, member: Member, frame: Frame) -> None:
         """A worker relays that server 0 has no ticket for it now."""
@@ -371,19 +413,35 @@ class ServerRun:
 
     # --- leaving ---------------------------------------------------------------------------------
 
-    def _on_bye(self, member: Member, frame: Frame) -> None:
+    def _read_json(self, member: Member, frame: Frame) -> Any:
+        """The value in a frame's payload, of which little is known yet."""
         if frame.length > SMALL_BYTES:
-            raise ProtocolError(f"oversized frame: BYE of {frame.length} bytes")
+            raise ProtocolError(f"oversized frame: {frame.kind.name} of {frame.length} bytes")
         try:
-            member.wait_s = float(json.loads(member.connection.read(frame.length))["wait_s"])
+            return json.loads(member.connection.read(frame.length))
+        except ValueError as error:
+            raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
+
+    def _read_report(self, member: Member, frame: Frame) -> float:
+        """What a leaving worker has measured: the seconds that it waited for servers."""
+        try:
+            return float(self._read_json(member, frame)["wait_s"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ProtocolError(f"malformed BYE: {error}") from None
+            raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
+
+    def _on_bye(self, member: Member) -> None:
         if not self.done:
             raise Closed("it left before the run was over")
         with self._lock:
             member.alive = False
             self._end_if_empty()
         member.end()
+
+    def _on_leave(self, member: Member) -> None:
+        raise ProtocolError("malformed frame: LEAVE of a gang, whose workers stay")
+
+    def _on_score(self, member: Member, said: Any) -> None:
+        raise ProtocolError("malformed frame: SCORE of a gang, which evaluates after the end")
 
     def _on_error(self, member: Member, frame: Frame) -> None:
         """Another server has ended the run, or the worker's part in it: its reason is the cause."""
@@ -393,8 +451,7 @@ class ServerRun:
         raise Closed(f"another server: {reason}")
 
     def _end_if_empty(self) -> None:
-        here = any(m.alive for m in self._members.values())
-        if here or len(self._members) < self.config.workers:
+        if not self._membership.all_gone:
             return
         if not self.done:
             self._fail(f"all {self.config.workers} workers were lost")
@@ -425,12 +482,16 @@ class ServerRun:
     def _go_on_without(self, member: Member) -> None:
         self.tickets.give_back(member.worker)
         if self._initialised:
-            self._store.leave(member.worker, lost=True)
+            self._store.leave(member.place, lost=True)
         else:
             self._ask_for_weights()
         self._start_if_ready()
-        for other in self._members.values():
-            if other.alive and other.idle and self.config.server == 0:
+        self._employ_idle()
+
+    def _employ_idle(self) -> None:
+        """Give those something to do for whom nothing was left; `_lock` is held."""
+        for other in self._membership.live if self.config.server == 0 else ():
+            if other.idle and other.evaluates is None:
                 self._hand_ticket(other)
 
     def _fail(self, message: str) -> None:
@@ -439,9 +500,8 @@ class ServerRun:
             return
         self.error = message
         log.error("%s", message)
-        for member in self._members.values():
-            if member.alive:
-                member.tell(Frame(Kind.ERR), message.encode()[:SMALL_BYTES])
+        for member in self._membership.live:
+            member.tell(Frame(Kind.ERR), message.encode()[:SMALL_BYTES])
         self.over.set()
 
     # --- watching --------------------------------------------------------------------------------
@@ -453,13 +513,17 @@ class ServerRun:
         while not self.over.wait(interval_s):
             now = time.monotonic()
             self._look_for_silence(now, awake.look(now))
-            if not self._started and now - born > self.config.start_deadline_s:
-                with self._lock:
-                    here = sorted(m.worker for m in self._members.values() if m.alive and m.pulled)
-                    self._fail(
-                        f"only workers {here} of {self.config.workers} were ready to start within "
-                        f"{self.config.start_deadline_s:g} s"
-                    )
+            self._look_further(now - born)
+
+    def _look_further(self, age_s: float) -> None:
+        """What else is looked at every second or so, the server being `age_s` old."""
+        if not self._started and age_s > self.config.start_deadline_s:
+            with self._lock:
+                here = sorted(m.worker for m in self._membership.ready)
+                self._fail(
+                    f"only workers {here} of {self.config.workers} were ready to start within "
+                    f"{self.config.start_deadline_s:g} s"
+                )
 
     def _look_for_silence(self, now: float, awake_since: float) -> None:
         deadline_s = self.config.heartbeat_deadline_s

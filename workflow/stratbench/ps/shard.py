@@ -7,12 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stratbench.ps.policies.policy import Outcome, Policy
 from stratbench.ps.tickets import Once
+
+
+def _always() -> bool:
+    return True
 
 
 class Shard:
@@ -90,14 +95,26 @@ class Shard:
             self._waiting.discard(worker)
             self._release(worker, self.index)
 
-    def view(self, worker: int, out: Tensor) -> int:
-        """Write what `worker` shall compute on into `out`, shape [n]; returns its version."""
+    def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _always) -> int:
+        """Write what `worker` shall compute on into `out`, shape [n]; returns its version.
+
+        For one that is no longer `alive` nothing is noted: its place may be another's by now.
+        """
         with self._lock:
-            version = self._read_version[worker] = self.policy.view(worker, out)
+            return self._view(worker, out, alive())
+
+    def _view(self, worker: int, out: Tensor, alive: bool) -> int:
+        """The same; `_lock` is held."""
+        if not alive:
+            out.copy_(self.policy.weights)
+            return self.policy.version
+        version = self._read_version[worker] = self.policy.view(worker, out)
         return version
 
     @contextmanager
-    def lend(self, worker: int, spare: Tensor) -> Iterator[tuple[Tensor, int]]:
+    def lend(
+        self, worker: int, spare: Tensor, alive: Callable[[], bool] = _always
+    ) -> Iterator[tuple[Tensor, int]]:
         """What `worker` shall compute on, shape [n], and its version; both are constant in the block.
 
         These are the weights themselves if the policy shows them as they are: a send can take long
@@ -107,9 +124,10 @@ class Shard:
             if self._shows_weights:
                 lent, version = self.policy.weights, self.policy.version
                 self._borrowers += 1
+                if alive():
+                    self._read_version[worker] = version
             else:
-                lent, version = spare, self.policy.view(worker, spare)
-            self._read_version[worker] = version
+                lent, version = spare, self._view(worker, spare, alive())
         try:
             yield lent, version
         finally:
@@ -134,6 +152,35 @@ class Shard:
             self._before_change()
             self.policy.on_leave(worker)
             self._release_ready()
+
+    @property
+    def taken(self) -> Once:
+        """The tickets that have been here; a copy."""
+        with self._lock:
+            return Once(self._taken.floor, self._taken.above)
+
+    def state(self) -> dict[str, Any]:
+        """All that it knows, copied, for `load`; who waits or reads now is none of it."""
+        with self._lock:
+            return {
+                "policy": self.policy.state(),
+                "floor": self._taken.floor,
+                "above": self._taken.above,
+                "staleness": dict(self.staleness),
+                "dropped": self.dropped,
+                "apply_s": self.apply_s,
+                "left": set(self._left),
+            }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`; nobody is here."""
+        self.policy.load(state["policy"])
+        self._taken = Once(state["floor"], state["above"])
+        self.staleness = Counter(state["staleness"])
+        self.dropped, self.apply_s = state["dropped"], state["apply_s"]
+        self._left = set(state["left"])
+        for place in range(self.policy.hyper.workers):
+            self.leave(place)
 
     def finish(self) -> None:
         """No push will come any more: all leave, and what is held is applied."""

@@ -90,6 +90,12 @@ class SnapshotWriter:
             start = stop
         self._queue.put((epoch, seconds, shards, weights, buffers))
 
+    def wait(self) -> None:
+        """Wait until what has been taken so far is on disk."""
+        there = threading.Event()
+        self._queue.put(there)
+        there.wait()
+
     def close(self) -> None:
         """Wait until everything is on disk."""
         self._queue.put(None)
@@ -97,6 +103,9 @@ class SnapshotWriter:
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             epoch, seconds, shards, weights, buffers = item
             for shard in shards:
                 shard.save_snapshots()

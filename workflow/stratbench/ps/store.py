@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from stratbench.ps.member import Member, SharedLane, StreamLane
 from stratbench.ps.policies.policy import Hyper, Policy
 from stratbench.ps.shard import Shard
 from stratbench.ps.snapshots import SnapshotWriter
-from stratbench.ps.tickets import Once, TicketPlan
+from stratbench.ps.tickets import Once, TicketPlan, common
 from stratbench.ps.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.ps.wire.shm import DTYPES, Layout
 
@@ -137,9 +137,9 @@ class Store:
     def _take(self, member: Member, ticket: int, k: int) -> None:
         received = member.lane.received(k)
         if k == BUFFERS:
-            self.buffers.push(member.worker, received, member.is_alive)
+            self.buffers.push(member.place, received, member.is_alive)
         else:
-            self.shards[k].push(member.worker, ticket, received, member.is_alive)
+            self.shards[k].push(member.place, ticket, received, member.is_alive)
 
     def apply(self, member: Member, ticket: int) -> None:
         """Take what was held of the member's ticket, which must be all of it."""
@@ -152,31 +152,52 @@ class Store:
     def skip(self, member: Member, ticket: int) -> None:
         """Settle the member's ticket without gradients; what was held of it is dropped."""
         for k in sorted(member.todo.union(member.held) - {BUFFERS}):
-            self.shards[k].push(member.worker, ticket, None, member.is_alive)
+            self.shards[k].push(member.place, ticket, None, member.is_alive)
         member.todo.clear()
         member.held.clear()
 
-    def view(self, worker: int, shard: int, out: Tensor) -> int:
+    def view(self, place: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int:
         """See Shard.view."""
-        return self.shards[shard].view(worker, out)
+        return self.shards[shard].view(place, out, alive)
 
     def lend(
-        self, worker: int, shard: int, spare: Tensor
+        self, place: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
         """See Shard.lend."""
-        return self.shards[shard].lend(worker, spare)
+        return self.shards[shard].lend(place, spare, alive)
 
-    def join(self, worker: int) -> None:
-        """`worker` shall read all shards and take part."""
+    def join(self, place: int) -> None:
+        """Who is at `place` shall read all shards and take part."""
         for shard in self.shards.values():
-            shard.join(worker)
+            shard.join(place)
 
-    def leave(self, worker: int, lost: bool) -> None:
-        """Nobody waits for `worker` any longer; `lost`: nor do its buffers count."""
+    def leave(self, place: int, lost: bool) -> None:
+        """Nobody waits for `place` any longer; `lost`: nor do its buffers count."""
         for shard in self.shards.values():
-            shard.leave(worker)
+            shard.leave(place)
         if lost and self.buffers is not None:
-            self.buffers.lose(worker)
+            self.buffers.lose(place)
+
+    def resume(
+        self,
+        make: Callable[[Tensor], Policy],
+        release: Callable[[int, int], None],
+        lr_share: Callable[[int], float] | None,
+        shards: Mapping[int, dict[str, Any]],
+        buffers: dict[str, Any] | None,
+    ) -> None:
+        """Make every shard as it was when its state was saved (`Shard.state`, `BufferMean.state`)."""
+        for k in self.mine:
+            self._initial[k] = torch.empty_like(shards[k]["policy"]["weights"])
+        self.make_shards(make, release, lr_share)
+        for k, shard in self.shards.items():
+            shard.load(shards[k])
+        if self.buffers is not None and buffers is not None:
+            self.buffers.load(buffers)
+
+    def taken(self) -> Once:
+        """The tickets that all shards have taken."""
+        return common(shard.taken for shard in self.shards.values())
 
     def statistics(self) -> dict[str, Any]:
         """What happened to the shards; lists have one element a shard of this server."""
@@ -214,6 +235,16 @@ class EpochLog:
         """Whether all tickets of the plan have been here."""
         return len(self._seen) == len(self._plan)
 
+    def resume(self, settled: Collection[int], ends: list[dict[str, float]]) -> None:
+        """Go on as if these tickets have been here; `ends`: the epochs' that had ended by then."""
+        for number in sorted(settled):
+            self._seen.add(number)
+        for end in ends:
+            if self._next_end > len(self._seen):
+                break
+            self.ends.append(end)
+            self._await_next()
+
     def count(self, number: int, seconds: float, store: Store) -> None:
         """Ticket `number` is through, `seconds` after the first one was handed out."""
         if not self._seen.add(number):
@@ -223,7 +254,7 @@ class EpochLog:
         if self.complete:
             for shard in store.shards.values():
                 shard.finish()
-        if len(self._seen) == self._next_end:
+        if len(self._seen) >= self._next_end and len(self.ends) < self._plan.epochs:
             self._end(len(self.ends), seconds, store)
             self._await_next()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,12 @@ class Ticket(NamedTuple):
     epoch: int
     step: int
     slice: int
+
+
+class Evaluation(NamedTuple):
+    """In place of a ticket: evaluate the state that the servers kept after `epoch`."""
+
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -60,15 +67,31 @@ class TicketPlan:
 class Once:
     """A set of whole numbers that grows mostly in order, so that it stays small."""
 
-    def __init__(self) -> None:
-        self._floor = 0  # everything below is in the set
+    def __init__(self, floor: int = 0, above: Iterable[int] = ()) -> None:
+        self._floor = floor  # everything below is in the set
         self._above: set[int] = set()
+        for number in above:
+            self.add(number)
+
+    @property
+    def floor(self) -> int:
+        """Every number below it is in the set."""
+        return self._floor
+
+    @property
+    def above(self) -> set[int]:
+        """The others in the set; a copy."""
+        return set(self._above)
 
     def __contains__(self, number: int) -> bool:
         return number < self._floor or number in self._above
 
     def __len__(self) -> int:
         return self._floor + len(self._above)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self._floor)
+        yield from sorted(self._above)
 
     def add(self, number: int) -> bool:
         """Add `number`; False if it was there already."""
@@ -81,17 +104,29 @@ class Once:
         return True
 
 
+def common(sets: Iterable[Once]) -> Once:
+    """The numbers that are in all of these sets, of which there is one at least."""
+    sets = list(sets)
+    floor = min(one.floor for one in sets)
+    further = [set(range(floor, one.floor)) | one.above for one in sets]
+    return Once(floor, set.intersection(*further))
+
+
+#: In place of the worker that settled a ticket: nobody has; it was settled in an earlier life of the server.
+FRESH, EARLIER = -1, -2
+
+
 class Tickets:
     """Who holds which ticket. Not thread-safe: the server calls it under its lock.
 
-    A worker is handed its own slice of the step (slice number = worker number) while that is free,
-    so that runs in lockstep give every worker the same slice each time; otherwise the lowest.
+    A worker is handed its own slice of the step (slice number = its place) while that is free, so that
+    runs in lockstep give every worker the same slice each time; otherwise the lowest.
     """
 
     def __init__(self, plan: TicketPlan, n_servers: int = 1) -> None:
         """`n_servers`: how many must have all of a ticket's gradients before it is settled."""
         self.plan = plan
-        self.settled_by = array("i", [-1]) * len(plan)
+        self.settled_by = array("i", [FRESH]) * len(plan)
         self.n_settled = 0
         self.reassigned: list[dict[str, int]] = []
         self._next_step = 0
@@ -110,27 +145,30 @@ class Tickets:
         """Numbers of the tickets that `worker` holds, in order."""
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
-    def take(self, worker: int) -> Ticket | None:
-        """The next ticket for `worker`, or None while all the others are in flight or settled."""
+    def take(self, worker: int, place: int | None = None) -> Ticket | None:
+        """The next ticket for `worker`, or None while all the others are in flight or settled.
+
+        `place`: whose slice it gets while that is free; None: the place of its number.
+        """
         if self._returned:
             number, loser = self._returned.popleft()
             self.reassigned.append({"ticket": number, "from": loser, "to": worker})
         else:
-            number = self._take_fresh(worker)
+            number = self._take_fresh(worker if place is None else place)
             if number is None:
                 return None
         self._held[number] = worker
         return self.plan.ticket(number)
 
-    def _take_fresh(self, worker: int) -> int | None:
+    def _take_fresh(self, place: int) -> int | None:
         slices = self.plan.slices
-        if not self._fresh:
+        while not self._fresh:
             first = self._next_step * slices
             if first >= len(self.plan):
                 return None
-            self._fresh = list(range(first, first + slices))
+            self._fresh = [n for n in range(first, first + slices) if self.settled_by[n] == FRESH]
             self._next_step += 1
-        own = self._fresh[0] // slices * slices + worker
+        own = self._fresh[0] // slices * slices + place
         number = own if own in self._fresh else self._fresh[0]
         self._fresh.remove(number)
         return number
@@ -149,6 +187,12 @@ class Tickets:
         del self._held[number], self._there[number]
         self.settled_by[number] = worker
         self.n_settled += 1
+
+    def resume(self, settled: Collection[int]) -> None:
+        """Begin as a run goes on in which the tickets of these numbers are settled."""
+        for number in settled:
+            self.settled_by[number] = EARLIER
+        self.n_settled = len(settled)
 
     def give_back(self, worker: int) -> list[int]:
         """Return what a lost worker holds to the pool; the tickets' numbers."""

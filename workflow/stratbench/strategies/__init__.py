@@ -59,15 +59,22 @@ def resolved_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str
 
 
 def traits_of(
-    name: str, options: Mapping[str, Any], gpus: int, moves_by_zeros: bool = False
+    name: str,
+    options: Mapping[str, Any],
+    gpus: int,
+    moves_by_zeros: bool = False,
+    elastic: bool = False,
 ) -> Traits:
     """What is true of the strategy registered as `name`, with these options, on `gpus` workers.
 
     `moves_by_zeros`: of a network of which it moves parameters in steps that have no gradient for them
-    (`acceptance.moves_by_zeros`), which one process and DDP leave as they are.
+    (`acceptance.moves_by_zeros`), which one process and DDP leave as they are. `elastic`: workers that end
+    are replaced.
     """
     cls = strategy_class(name)
     traits = cls(cls.Options(**options)).traits(gpus)
+    if elastic:
+        traits = replace(traits, ends_with_a_worker=False)
     if not moves_by_zeros:
         return traits
     return replace(traits, synchronous_alone=False, equals_ddp=False)

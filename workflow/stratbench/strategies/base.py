@@ -9,6 +9,7 @@ reads strategies' names and options on every parse.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -106,6 +107,8 @@ class Worker:
     mesh: Mesh | None = None
     #: Of one sample, as the network takes it.
     input_shape: tuple[int, ...] = ()
+    #: Set when this worker of an elastic cell shall leave before the end.
+    leaving: threading.Event | None = None
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh(self.world_size)
@@ -127,7 +130,7 @@ class Worker:
 
 
 #: What a strategy states itself: one that is made from another does not inherit it.
-CLAIMS = ("rule", "alike_on_any_count", "collectives", "first_choice", "traits")
+CLAIMS = ("rule", "alike_on_any_count", "collectives", "first_choice", "rigid", "traits")
 
 
 class Strategy:
@@ -177,6 +180,8 @@ class Strategy:
     #: The kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of
     #: links; None: it does not say, and all are measured.
     collectives: ClassVar[tuple[str, ...] | None] = None
+    #: Why its workers cannot join and leave while it trains (`elastic: true`), in a clause; None: they can.
+    rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
     #: Whether its first steps do what later ones do not: the plan then looks at later ones.
     warms_up: ClassVar[bool] = False
     #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;

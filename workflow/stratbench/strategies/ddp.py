@@ -72,6 +72,7 @@ class DDP(base.Collective):
         "backward still runs"
     )
     alike_on_any_count = True
+    rigid = None
     collectives = ("all_reduce", "broadcast")
     first_choice = "equal workers"
     buffers_note = "rank 0's are sent to all before each forward, and evaluated"
@@ -110,6 +111,16 @@ class DDP(base.Collective):
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         kind, precision = options.get("compress", "none"), values["precision"]
+        if values["elastic"] and kind == "powersgd":
+            yield (
+                ".elastic = true: each worker keeps what PowerSGD lost of its own gradients, which ends with "
+                "the worker (compress: powersgd)"
+            )
+        if values["elastic"] and precision == "fp16":
+            yield (
+                ".elastic = true: the loss scale of precision 'fp16' would begin anew whenever a worker "
+                "comes or goes; use bf16"
+            )
         if kind in ("fp16", "bf16") and precision == "fp64":
             yield (
                 f".precision = 'fp64': gradients that are sent in 16 bits (compress: {kind}) leave "

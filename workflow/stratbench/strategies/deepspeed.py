@@ -38,6 +38,7 @@ class DeepSpeed(base.Collective):
     """
 
     family = "engines"  # a library that owns backward and update
+    rigid = "each worker holds a part of the state, which ends with the worker"
     needs = ("deepspeed==0.19.8",)
     summary: ClassVar[str] = (
         "DeepSpeed's engine (ZeRO by stages): backward and update are its own code"

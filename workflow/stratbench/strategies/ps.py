@@ -8,14 +8,16 @@ the optimizer's state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.ps.policies.options import EveryPushOptions
 from stratbench.ps.policies.policies import first_choice, policy_class
-from stratbench.ps.server_config import ServerConfig
+from stratbench.ps.server_config import ElasticConfig, ServerConfig
+from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
 
 if TYPE_CHECKING:
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
     from stratbench.ps.client import Channel
+    from stratbench.ps.elastic.channel import ReturningChannel
     from stratbench.ps.flat import FlatSpace
-    from stratbench.ps.tickets import Ticket
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def class_of_policy(policy: str) -> type[ParameterServer]:
         "summary": rules.summary,
         "rule": rules.rule,
         "first_choice": rules.first_choice,
+        "rigid": rules.rigid,
         "Options": Options,
         "__doc__": rules.__doc__,
         "__module__": __name__,
@@ -69,12 +72,16 @@ def class_of_policy(policy: str) -> type[ParameterServer]:
 
 
 def server_configs(
-    s: Settings, train_samples: int, folder: RunFolder, host: str | None
+    s: Settings,
+    train_samples: int,
+    folder: RunFolder,
+    host: str | None,
+    elastic: ElasticConfig | None = None,
 ) -> list[ServerConfig]:
     """What each server process of a cell is told.
 
     `host`: the name by which other nodes reach this one; None: there are none, and the servers listen
-    on loopback only.
+    on loopback only. `elastic`: of a cell whose workers come and go; None: they are a gang.
     """
     strategy = strategy_class(s.strategy)
     options = strategy.Options(**s.options)
@@ -109,8 +116,9 @@ def server_configs(
             n_servers=options.servers,
             bind="127.0.0.1" if host is None else "0.0.0.0",
             advertise=host,
-            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None)),
+            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None or s.elastic)),
             stats_path=str(folder.server_statistics(k)),
+            elastic=elastic,
         )
         for k in range(options.servers)
     ]
@@ -216,7 +224,7 @@ class ParameterServer(base.Strategy):
         self.compiled = base.compiled(model, worker.settings)
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect()
-        self.ticket: Ticket | None = None
+        self.ticket: Ticket | Evaluation | None = None
         self._exchange: Callable[[], None] | None = self.channel.rehearse  # None: the run is over
         self._before: tuple[float, ...] = (0.0,)
         self.reset()
@@ -227,8 +235,21 @@ class ParameterServer(base.Strategy):
 
         return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
 
-    def connect(self) -> Channel:
-        """The connections to the cell's servers."""
+    def connect(self) -> Channel | ReturningChannel:
+        """The connections to the cell's servers; of an elastic cell, to whichever life of them there is."""
+        if not self.worker.settings.elastic:
+            return self._connect(None, 300.0)
+        from stratbench.ps.elastic.channel import ATTEMPT_S, ReturningChannel
+
+        folder = self.worker.folder
+        return ReturningChannel(
+            lambda life: self._connect(life, ATTEMPT_S),
+            folder.rendezvous,
+            folder.servers,
+            self.worker.leaving,
+        )
+
+    def _connect(self, life: int | None, deadline_s: float) -> Channel:
         from stratbench.ps.client import Channel
         from stratbench.ps.wire.handshake import load_secret
 
@@ -240,9 +261,10 @@ class ParameterServer(base.Strategy):
             load_secret(worker.folder.secret),
             transport=options["transport"],
             wire=options["wire"],
-            deadline_s=300.0,
+            deadline_s=deadline_s,
             scale=self.scale,
             n_servers=options["servers"],
+            life=life,
         )
 
     def weights_and_buffers(self) -> list[Tensor]:
@@ -257,16 +279,22 @@ class ParameterServer(base.Strategy):
         if self.scale is not None:
             self.scale.reset()
 
-    def tickets(self) -> Iterator[tuple[int, slice]]:
+    def tickets(
+        self, evaluate: Callable[[int], dict[str, float | None]] | None = None
+    ) -> Iterator[tuple[int, slice]]:
         """(epoch, which of the epoch's shuffled samples) of each batch this worker is handed.
 
-        The first waits until all workers are ready. `step` must be called for each.
+        The first waits until all workers are ready. `step` must be called for each. Of an elastic cell the
+        servers ask for evaluations, too: `evaluate(epoch)` gives the figures, as `Channel.score` takes them.
         """
-        self.ticket = self.channel.first()
+        self.ticket = self._next(self.channel.first)
         self._before = self._exchanged()
         self._exchange = self._take_ticket
         while self.ticket is not None:
             t = self.ticket
+            if isinstance(t, Evaluation):
+                self.ticket = self._next(partial(self.channel.score, evaluate(t.epoch)))
+                continue
             yield t.epoch, self._samples_of(t.step, t.slice)
         self._exchange = None
 
@@ -289,8 +317,17 @@ class ParameterServer(base.Strategy):
         return slice(start, start + samples)
 
     def _take_ticket(self) -> None:
-        self.ticket = self.channel.push_pull()
+        self.ticket = self._next(self.channel.push_pull)
         self.steps += 1
+
+    def _next(self, work: Callable[[], Ticket | Evaluation | None]) -> Ticket | Evaluation | None:
+        """What comes next; None, too, where this worker was asked to leave."""
+        from stratbench.ps.wire.link import Left
+
+        try:
+            return work()
+        except Left:
+            return None
 
     def _exchanged(self) -> tuple[float, ...]:
         """So far: seconds waited, and for each server the bytes sent to it and received from it."""
@@ -329,6 +366,16 @@ class ParameterServer(base.Strategy):
         seconds, weights, buffers = load_snapshot(self.channel.snapshot_dir, epoch, wait_s=120.0)
         self.flat.load(weights, self.flat.buffers if buffers is None else buffers)
         return seconds
+
+    @contextmanager
+    def holding_epoch(self, epoch: int) -> Iterator[float]:
+        """A block in which the model has the servers' state after `epoch`; yields as `load_epoch` returns.
+
+        Its own running statistics come back with the block's end, its weights with the next ticket.
+        """
+        own = self.flat.buffers.clone()
+        yield self.load_epoch(epoch)
+        self.flat.buffers.copy_(own)
 
     def drop_epoch(self, epoch: int) -> None:
         """Delete the servers' state after `epoch`: it has been evaluated."""

@@ -21,6 +21,7 @@ class Single(Collective):
     collectives = ()
     first_choice = "one worker"
     buffers_note = "there is one worker"
+    rigid = "it has one worker"
 
     def traits(self, gpus: int) -> Traits:
         return Traits(synchronous_alone=True, equals_ddp=True, updates_per_step=1, ring_copies=0)

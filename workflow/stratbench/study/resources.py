@@ -5,8 +5,9 @@ Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
@@ -27,7 +28,8 @@ class JobRequest:
     """A cell's request: nodes; GPUs, CPU cores and memory on each of them; and the time.
 
     `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
-    of `cpus` are asked for because of parameter servers.
+    of `cpus` are asked for because of parameter servers. `workers`: of an elastic cell, how many jobs of
+    their own the workers are at most, each of which asks for what `worker` does.
     """
 
     nodes: int
@@ -37,6 +39,8 @@ class JobRequest:
     runtime_min: int
     planned_mib: bool = False
     server_cpus: int = 0
+    workers: int = 0
+    worker: JobRequest | None = None
 
     @property
     def gres(self) -> str:
@@ -45,11 +49,12 @@ class JobRequest:
 
     @property
     def sbatch(self) -> str:
-        """The command that makes this request to SLURM."""
+        """The command that makes this request to SLURM, and of an elastic cell that of its workers."""
+        each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
         gres = f" --gres={self.gres}" if self.gpus else ""
         return (
             f"sbatch --nodes={self.nodes} --ntasks={self.nodes}{gres} --cpus-per-task={self.cpus} "
-            f"--mem={self.mem_mib}M --time={self.runtime_min}"
+            f"--mem={self.mem_mib}M --time={self.runtime_min}{each}"
         )
 
 
@@ -64,8 +69,13 @@ def job_request(
     """The request of a cell. `host_mem_mib` and `longest_s` are the plan's; 0 and None without a plan.
 
     A cell on GPUs asks for its GPUs' shares of a node, and for more memory if the plan says so. A cell
-    on CPUs asks for its threads, and for the plan's memory or a small default.
+    on CPUs asks for its threads, and for the plan's memory or a small default. An elastic cell asks for
+    its servers alone, and for longer: its workers wait in the queue.
     """
+    if settings.elastic:
+        asked = _elastic_request(settings, cluster, time_limit_s, longest_s)
+        each = _worker_request(cell, settings, cluster, time_limit_s, host_mem_mib, longest_s)
+        return replace(asked, workers=cell.gpus, worker=each)
     n_nodes = node_count(cell, cluster)
     workers = -(-cell.gpus // n_nodes)  # the last node may have fewer
     servers = -(-settings.options.get("servers", 0) // n_nodes)
@@ -92,6 +102,51 @@ def job_request(
         planned_mib=planned_mib,
         server_cpus=server_cpus,
     )
+
+
+def _elastic_request(
+    settings: Settings,
+    cluster: Mapping[str, Any],
+    time_limit_s: float | None,
+    longest_s: float | None,
+) -> JobRequest:
+    servers = settings.options.get("servers", 0)
+    on_gpus = cluster["request_gpus"] and settings.device != "cpu"
+    cpus, mem_mib = servers * (settings.threads or 1), servers * cluster["mem_mib_per_cpu_worker"]
+    if servers and on_gpus:
+        cpus, mem_mib = cluster["server_cpus"], cluster["server_mem_mib"]
+    minutes = runtime_min(time_limit_s, cluster, longest_s) + math.ceil(
+        60 * cluster["elastic_wait_h"]
+    )
+    return JobRequest(
+        nodes=1,
+        gpus=0,
+        cpus=max(1, cpus),
+        mem_mib=mem_mib + JOB_MIB,
+        runtime_min=minutes,
+        server_cpus=max(1, cpus),
+    )
+
+
+def _worker_request(
+    cell: Cell,
+    settings: Settings,
+    cluster: Mapping[str, Any],
+    time_limit_s: float | None,
+    host_mem_mib: int,
+    longest_s: float | None,
+) -> JobRequest:
+    """The request of one worker job of an elastic cell; arguments are those of `job_request`."""
+    share = {k: v for k, v in settings.options.items() if k != "servers"}
+    alone = job_request(
+        replace(cell, gpus=1),
+        replace(settings, elastic=False, gpus=1, options=share),
+        cluster,
+        time_limit_s,
+        -(-host_mem_mib // cell.gpus),
+        longest_s,
+    )
+    return replace(alone, runtime_min=cluster["worker_min"] or alone.runtime_min)
 
 
 def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:

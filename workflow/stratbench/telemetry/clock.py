@@ -62,6 +62,11 @@ class StepClock:
         self._step_ms = array("d")
         self._phases: dict[str, tuple[int, float]] = {}  # steps that have it, and ms in all
 
+    @property
+    def running(self) -> bool:
+        """Whether an epoch has begun and not ended."""
+        return self._running
+
     def begin(self) -> None:
         """Start an epoch: wait for the device, then start the clock."""
         if self._running:

@@ -76,16 +76,7 @@ class Exits:
 
 def run_node(job: Job, node: int) -> Exits:
     """Start this node's processes and wait for their end or the deadline; returns how they exited."""
-    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for what its processes load after PyTorch
-    if job.n_nodes == 1 and not job.use_cuda:
-        # gloo would look up this host's name, which not every machine can resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    # Before NCCL's watchdog ends a worker it waits four times this long for a dump that nobody reads.
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    # GPUs were chosen by NVML's numbers, which follow the PCI bus. CUDA's would follow speed.
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    if not job.use_cuda:
-        gpu_locks.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
+    set_environment(job, job.n_nodes == 1)
     with processes_of(job, node) as (servers, workers):
         processes = [*servers, *workers]
         gpus = gpus_of(job, node)
@@ -132,6 +123,20 @@ def processes_of(job: Job, node: int) -> Iterator[tuple[list[Process], list[Proc
             for local_rank, rank in enumerate(job.ranks_of(node))
         ]
         yield servers, workers
+
+
+def set_environment(job: Job, on_one_host: bool) -> None:
+    """Set what all processes of a cell inherit; `on_one_host`: all of them run on this one."""
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for what they load after PyTorch
+    if on_one_host and not job.use_cuda:
+        # gloo would look up this host's name, which not every machine can resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # Before NCCL's watchdog ends a worker it waits four times this long for a dump that nobody reads.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+    # GPUs were chosen by NVML's numbers, which follow the PCI bus. CUDA's would follow speed.
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    if not job.use_cuda:
+        gpu_locks.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
 
 
 def gpus_of(job: Job, node: int) -> dict[str, str]:

@@ -22,6 +22,7 @@ from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
 from stratbench.train.commands.results import program_entry
+from stratbench.train.elastic import accounts, served_accounts
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
 from stratbench.workload import tasks, users_code
@@ -36,7 +37,7 @@ def make_record(job: Job, ending: Ending) -> Record:
     """The record of a cell that ended with a result."""
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)  # what follows may take seconds
     s = job.settings
-    whole = [w for w in job.folder.read_workers(job.world_size).values() if "phases_s" in w]
+    whole = [w for w in accounts.members_of(job).values() if "phases_s" in w]
     servers = job.folder.read_servers(job.n_servers)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
@@ -61,6 +62,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "breakdown_ms": efficiency.mean_phases_ms(whole, communication),
             **efficiency.bubble_figures(whole),
             "total_s": total_s,
+            **({} if job.queue_wait_s is None else {"queue_wait_s": job.queue_wait_s}),
         },
         "compute": efficiency.compute_figures(job, whole, run),
         "communication": communication,
@@ -72,6 +74,11 @@ def make_record(job: Job, ending: Ending) -> Record:
         "workers": [worker_entry(w) for w in whole],
         **({"program": program_entry(job)} if job.is_command else {}),
         "profile": efficiency.profile_entry(job),
+        **(
+            {"elastic": (served_accounts if servers else accounts).entry_of(job)}
+            if s.elastic
+            else {}
+        ),
         "provenance": launcher_provenance(job, finished_at),
     }
 
@@ -84,7 +91,10 @@ def run_of(
     if ending.status not in ("ok", "diverged") or not workers:
         return {}
     if servers:
-        return served_run(workers, servers, samples_per_step(s))
+        per_epoch = served_accounts.epochs_of(job) if s.elastic else None
+        return served_run(workers, servers, samples_per_step(s), per_epoch)
+    if s.elastic:
+        return accounts.run_of_members(job, job.folder.read_epochs())
     return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
 
 
@@ -96,7 +106,8 @@ def samples_per_step(s: Settings) -> int:
 def strategy_entry(s: Settings, worker: dict[str, Any]) -> dict[str, Any]:
     """The record's `strategy`; `worker`: what one says of it."""
     details = worker.get("strategy", {}).get("details", {})
-    traits = traits_of(s.strategy, s.options, s.gpus, bool(details.get("moved_by_zeros")))
+    by_zeros = bool(details.get("moved_by_zeros"))
+    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros, s.elastic)
     return {
         "name": s.strategy,
         "kind": strategy_class(s.strategy).kind,
@@ -144,11 +155,11 @@ def time_figures(
     return {
         "train_time_s": train_time_s,
         "epoch_times_s": run.get("epoch_times_s", []),
-        "start_skew_ms": start_skew_ms(workers),
+        "start_skew_ms": None if s.elastic else start_skew_ms(workers),
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy_class(s.strategy).breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": setup_s(first),
+        "setup_s": setup_s(first, s.elastic),
         "data_s": longest_phase_s(workers, "data_s"),
         "warmup_s": longest_phase_s(workers, "warmup_s"),
         **compile_figures(workers),
@@ -161,7 +172,7 @@ def score_entry(
     job: Job, ending: Ending, worker: dict[str, Any], run: dict[str, Any], better: str
 ) -> dict[str, Any]:
     """The record's `score`; `worker`: which evaluated. `better`: `higher` or `lower` scores."""
-    per_epoch = run.get("per_epoch") or job.folder.read_epochs()
+    per_epoch = run.get("per_epoch") or finished_epochs(job)
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     return {
@@ -170,6 +181,13 @@ def score_entry(
         "per_epoch": per_epoch,
         "evaluated_on": worker.get("strategy", {}).get("evaluated_on"),
     }
+
+
+def finished_epochs(job: Job) -> list[dict[str, Any]]:
+    """The epochs that were evaluated before the cell ended, however it ended."""
+    if job.settings.elastic and job.has_servers:
+        return served_accounts.epochs_of(job)
+    return job.folder.read_epochs()
 
 
 def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
@@ -215,29 +233,44 @@ def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
 
 
 def served_run(
-    workers: list[dict[str, Any]], servers: list[dict[str, Any]], samples_per_step: int
+    workers: list[dict[str, Any]],
+    servers: list[dict[str, Any]],
+    samples_per_step: int,
+    evaluated: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The same as the parameter servers saw it: from the first ticket to the last applied push.
 
     An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next
     epoch. The samples of a lost worker count if its pushes were taken. A late push may have been
     dropped by some shards and applied by others: `samples_applied` is the mean over the shards.
+    `evaluated`: an elastic cell's epochs; server 0 knows when its training ended.
     """
     first = servers[0]
+    pushes = applied_pushes(servers)
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
     per_epoch = next((w["per_epoch"] for w in workers if w["per_epoch"]), [])
+    timed = servers
+    if evaluated is not None:
+        per_epoch, timed = evaluated, servers[:1]
+        ends = ends[: len(evaluated)] if evaluated else ends
+    tickets = first["tickets_settled"] - after_the_end(first)
     for entry in per_epoch:
         parts = [w["losses"].get(str(entry["epoch"] - 1), (0.0, 0)) for w in workers]
         if all(total is not None for total, _ in parts):
             entry["train_loss"] = sum(t for t, _ in parts) / max(1, sum(n for _, n in parts))
     return {
-        "train_time_s": max(server["train_time_s"] for server in servers),
-        "samples_seen": first["tickets_settled"] * samples_per_step,
-        "samples_applied": round(samples_per_step * applied_pushes(servers)),
+        "train_time_s": max(server["train_time_s"] for server in timed),
+        "samples_seen": tickets * samples_per_step,
+        "samples_applied": round(samples_per_step * min(tickets, pushes)),
         "updates_applied": max(version for server in servers for version in server["updates"]),
         "epoch_times_s": [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)],
         "per_epoch": per_epoch,
     }
+
+
+def after_the_end(server: dict[str, Any]) -> int:
+    """Tickets settled while the epoch that ended an elastic run was evaluated: part of no figure."""
+    return server.get("elastic", {}).get("after_the_end", 0)
 
 
 def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -332,12 +365,16 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def setup_s(worker: dict[str, Any]) -> float | None:
-    """Seconds for process start, imports, rendezvous, and building and wrapping the model."""
+def setup_s(worker: dict[str, Any], elastic: bool = False) -> float | None:
+    """Seconds for process start, imports, rendezvous, and building and wrapping the model.
+
+    Of an elastic cell without the first two: its worker may have started at any time.
+    """
     if not worker:
         return None
     phases = worker["phases_s"]
-    return worker["started_s"] + phases.get("rendezvous_s", 0) + phases["build_s"]
+    started_s = 0.0 if elastic else worker["started_s"]
+    return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 
 def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:

@@ -46,8 +46,8 @@ def compute_figures(
 
 def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
     """Datasheet peak of all workers' GPUs in the cell's precision; None if any is unknown."""
-    if job.settings.precision == "fp64" or len(workers) < job.world_size:
-        return None
+    if job.settings.precision == "fp64" or len(workers) < job.world_size or job.settings.elastic:
+        return None  # elastic workers are there for a part of the time
     peaks = [datasheet_of(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
     tflops = [peak and peak.tflops(job.settings.precision) for peak in peaks]
     return None if None in tflops else 1e12 * sum(tflops)
@@ -70,6 +70,8 @@ def communication_figures(
     for key in _TIMES:
         if all(key in c for c, _ in stated):
             found[key] = sum(c[key] * n for c, n in stated) / steps
+    if job.settings.elastic:
+        return found  # how much a second depends on who was there
     if train_time_s := run.get("train_time_s"):
         steps_per_s = steps / len(stated) / train_time_s
         found["implied_bytes_per_s"] = max(found[key] for key in _RATES) * steps_per_s
@@ -150,9 +152,10 @@ def energy_figures(
 ) -> dict[str, float] | None:
     """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
 
-    CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown.
+    CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown, as is that
+    of elastic workers that were killed.
     """
-    if not run.get("samples_applied"):
+    if not run.get("samples_applied") or job.settings.elastic:
         return None
     if job.is_command:
         return energy_entry(job, run, intervals_of_gpus(job))

@@ -32,8 +32,9 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class ForkServer:
 
 
 class Process:
-    """A process that a fork server forks: the function of `entries` named `entry`, called with `args`.
+    """A process that a fork server forks: the function of `entry` (`function_of`), called with `args`.
 
     It has the environment and the working directory of its launcher. Attributes are those of
     `multiprocessing.Process`.
@@ -316,7 +317,7 @@ class _Server:
             os.environ.update(request["env"])
             os.chdir(request["cwd"])
             threading.Thread(target=self._die_with_server, daemon=True).start()
-            self._entries[request["entry"]](*request["args"])
+            function_of(request["entry"], self._entries)(*request["args"])
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -334,6 +335,12 @@ def entries() -> dict[str, Callable[..., Any]]:
 
     gc.freeze()  # else every full collection in a child would look at these objects
     return {"worker": worker.main, "server": worker.serve_parameters}
+
+
+def function_of(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The function of an entry: one that is listed, or `module:name` of one that the process imports."""
+    module, _, name = entry.partition(":")
+    return listed[entry] if entry in listed else getattr(import_module(module), name)
 
 
 if __name__ == "__main__":

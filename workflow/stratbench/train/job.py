@@ -42,6 +42,8 @@ class Job:
     time_limit_s: float | None
     #: Whether it is a segment: those of a block share a fork server, on the same devices.
     in_block: bool = False
+    #: How long the cell's own job waited in SLURM's queue; None: there is none, or it is not known.
+    queue_wait_s: float | None = None
     #: Repeats of the cell that the configuration asks for; None: not known.
     planned_repeats: int | None = None
 

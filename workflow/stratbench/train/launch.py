@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,16 @@ from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import check_installed
+from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.commands.results import keep_results
+from stratbench.train.elastic import launch as elastic
+from stratbench.train.elastic import served
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
-from stratbench.train.locks import hold_cell, scratch
+from stratbench.train.locks import Held, hold_cell, scratch
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
@@ -65,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     settings = Settings.from_json(args.settings)
 
     def train(held: ExitStack) -> None:
-        waited = held.enter_context(hold_cell(args.logs))
+        # A second server of an elastic cell would wait, and hold its place, for as long as the first trains.
+        waited = held.enter_context(hold_cell(args.logs, wait=not settings.elastic))
         # Snakemake deletes a record before it has the cell trained again.
         foreign = waited or args.parent is not None
         if foreign and record.is_of(args.record, args.cell, args.settings):
@@ -109,6 +114,9 @@ def run_to_end(
         except agent.Stopped as stopped:
             print(f"{title_of(of)}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
+        except Held as e:  # the evidence in the cell's folder is the holder's
+            print(f"{title_of(of)}: {e}", flush=True)
+            return 1
         except Failure as e:
             return fail(logs(), of, str(e), e.processes)
         except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
@@ -145,16 +153,25 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         )
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
-    RunFolder.of_logs(args.logs).create()
+    folder = RunFolder.of_logs(args.logs)
+    if settings.elastic:
+        elastic.prepare(folder, cell, settings)
+    else:
+        folder.create()
     check_installed(cell.strategy, strategy_class(settings.strategy), settings.options)
     check_inputs(args.data, settings)
     with (
-        hold_devices(settings, args.nodes) as use_cuda,
+        hold_devices(settings, args.nodes, asked_of_workers(args)) as use_cuda,
         job_of(cell, settings, use_cuda, args) as job,
     ):
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
             raise Failure(reason)
-        exits, ending = launch(job, args.cpus_per_node)
+        if settings.elastic:
+            job = elastic.since_the_first(job)
+            by = served if job.has_servers else elastic
+            exits, ending = agent.Exits([], False), by.launch(job, asked_of_workers(args))
+        else:
+            exits, ending = launch(job, args.cpus_per_node)
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
     agent.on_signals(lambda _: None)  # what is as good as finished is not given up
@@ -164,6 +181,11 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
+
+
+def asked_of_workers(args: argparse.Namespace) -> WorkerJob | None:
+    """What each worker job of an elastic cell asks SLURM for; None where workers run on this machine."""
+    return WorkerJob.from_json(args.worker_job) if args.worker_job else None
 
 
 def check_inputs(data: Path, s: Settings) -> None:
@@ -227,6 +249,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cell", required=True, help="the cell's seven coordinates, as JSON")
     parser.add_argument("--record", required=True, type=Path, help="where the record goes")
     parser.add_argument("--timeline", required=True, type=Path, help="where the timeline goes")
+    parser.add_argument(
+        "--worker-job",
+        default="",
+        help="of an elastic cell: what each worker job asks SLURM for, as JSON; empty: this machine",
+    )
     parser.add_argument("--repeats", type=int, help="repeats of the cell that the config asks for")
     return parser.parse_args(argv)
 
@@ -256,8 +283,16 @@ def launchers_parser(description: str) -> argparse.ArgumentParser:
 
 
 @contextmanager
-def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
-    """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it does."""
+def hold_devices(
+    settings: Settings, n_nodes: int, elsewhere: WorkerJob | None = None
+) -> Iterator[bool]:
+    """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it uses any.
+
+    `elsewhere`: what its workers ask for where they are jobs of their own; they hold what SLURM gives them.
+    """
+    if elsewhere is not None:
+        yield elsewhere.gpus > 0
+        return
     gpus = [] if settings.device == "cpu" else gpu_locks.visible_gpus()
     cuda = gpu_locks.wants_cuda(settings.device, gpus)
     if settings.device != "cpu" and (unknown := gpu_locks.unknown_gpu()):
@@ -294,13 +329,48 @@ def job_of(
             n_nodes=n_nodes,
             workers_per_node=per_node,
             use_cuda=use_cuda,
-            threads=gpu_locks.threads_of(settings, per_node, args.cpus_per_node, args.server_cpus),
+            threads=threads_of(settings, per_node, args),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
             in_block=in_block,
+            queue_wait_s=queue_wait_s(),
             planned_repeats=None if in_block else args.repeats,
         )
+
+
+def queue_wait_s() -> float | None:
+    """How long this process's SLURM job waited since it was submitted, or could first have started.
+
+    None outside of SLURM, and where it does not answer.
+    """
+    if (number := os.environ.get("SLURM_JOB_ID")) is None:
+        return None
+    conf = os.environ.get("STRATBENCH_SLURM_CONF")
+    command = ["scontrol", "--oneliner", "show", "job", number]
+    try:
+        shown = subprocess.run(
+            command,
+            env=os.environ | ({"SLURM_CONF": conf} if conf else {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout
+        said = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        submitted, eligible, started = (
+            datetime.fromisoformat(said[key]) for key in ("SubmitTime", "EligibleTime", "StartTime")
+        )
+    except (OSError, subprocess.TimeoutExpired, KeyError, ValueError):
+        return None
+    return max(0.0, (started - max(submitted, eligible)).total_seconds())
+
+
+def threads_of(settings: Settings, workers: int, args: argparse.Namespace) -> int:
+    """CPU threads of each worker: those that it asks for as a job of its own, else its share of the node."""
+    if settings.elastic and (asked := asked_of_workers(args)):
+        return settings.threads or asked.cpus
+    return gpu_locks.threads_of(settings, workers, args.cpus_per_node, args.server_cpus)
 
 
 def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:

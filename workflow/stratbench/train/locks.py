@@ -72,25 +72,30 @@ def scratch() -> Iterator[Path]:
 # ---------------------------------------------------------------- a cell
 
 
+class Held(RuntimeError):
+    """Another launcher holds the cell; the text names it."""
+
+
 @contextmanager
-def hold_cell(logs: Path) -> Iterator[bool]:
+def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
     """Hold the cell with this log folder; yields whether another launcher was waited for.
 
-    Waits for the launcher that trains it, on whichever node, and for the workers of one that was
-    killed. On a file system without locks it says so and waits for nothing.
+    Without `wait`, raises Held where there is one. Else it waits for the launcher that trains it, on
+    whichever node, and for the workers of one that was killed. On a file system without locks it says so
+    and waits for nothing.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         try:
             descriptor, waited = _wait_for(
-                logs / "launcher.lock", "another launcher trains this cell"
+                logs / "launcher.lock", "another launcher trains this cell", wait
             )
             held.callback(os.close, descriptor)
             with contextlib.suppress(
                 OSError
             ):  # for those who wait; on a full disk they wait unknowing
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                os.write(descriptor, _who().encode())
             workers, _ = _wait_for(logs / "workers.lock", "workers of a killed launcher still end")
             os.close(workers)
         except OSError as e:
@@ -101,12 +106,21 @@ def hold_cell(logs: Path) -> Iterator[bool]:
         yield waited
 
 
-def _wait_for(path: Path, why: str) -> tuple[int, bool]:
-    """A descriptor that holds `path` locked, and whether it had to be waited for."""
+def _who() -> str:
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"process {os.getpid()} on {socket.gethostname()}" + (
+        f", SLURM job {job}" if job else ""
+    )
+
+
+def _wait_for(path: Path, why: str, wait: bool = True) -> tuple[int, bool]:
+    """A descriptor that holds `path` locked, and whether it had to be waited for; Held without `wait`."""
     waited = False
     while (descriptor := try_lock(path)) is None:
         if not waited:
             who = path.read_text(encoding="utf-8", errors="replace")
+            if not wait:
+                raise Held(f"{why}: {who or 'it does not say which'}; {path} is locked")
             print(f"waiting: {why}{f' ({who})' if who else ''}; {path} is locked", flush=True)
             waited = True
         time.sleep(POLL_S)

@@ -136,9 +136,17 @@ def train_with_server(
     """Warm up, then train on the tickets that the servers hand out until none are left.
 
     No epoch is waited for: the servers keep their state at the end of each, and after the training
-    one worker evaluates these. That worker's result holds the epochs.
+    one worker evaluates these. That worker's result holds the epochs. A worker of an elastic cell evaluates
+    what the servers ask it to, while it trains, and may be asked to leave.
     """
     s = worker.settings
+
+    def evaluate_now(epoch: int) -> dict[str, float | None]:
+        if clock.running:
+            clock.end()
+        with phases("eval"):
+            return evaluate_epoch(strategy, data, worker, epoch)
+
     with phases("warmup"):
         warm_up(strategy, data, worker)
     # There is no pause between two epochs in which the next one's could be drawn.
@@ -157,10 +165,11 @@ def train_with_server(
     reports = ThreadPoolExecutor(1)  # a slow disk must not hold up a step
     tables(0)
     settle_garbage()
-    for epoch, where in strategy.tickets():
+    for epoch, where in strategy.tickets(evaluate_now):
         if not samples:
-            clock.begin()
             reports.submit(log.write, "train", "start", at_s=time.monotonic())
+        if not clock.running:
+            clock.begin()
         if epoch not in losses:
             reports.submit(announce_epoch, epoch, len(passes), worker)
         order, augmentation = tables(epoch)
@@ -172,7 +181,7 @@ def train_with_server(
         losses.setdefault(epoch, []).append(strategy.step(x, y))
         clock.tick()
         samples += len(y)
-    if samples:
+    if clock.running:
         clock.end()
     reports.shutdown()
     if samples:
@@ -180,7 +189,7 @@ def train_with_server(
     used = memory.read()
     sums = {e: (float(torch.stack(v).double().sum()), len(v)) for e, v in losses.items()}
     diverged = [f"training loss of epoch {e + 1}" for e, (x, _) in sums.items() if not isfinite(x)]
-    if strategy.is_evaluator and not s.steps:
+    if strategy.is_evaluator and not s.steps and not s.elastic:
         with phases("eval"):
             diverged += evaluate_epochs(strategy, data, worker, progress)
     status = "diverged" if diverged else "ok"
@@ -188,6 +197,21 @@ def train_with_server(
     finite_sums = {e: (finite(x), n) for e, (x, n) in sums.items()}
     steps = sum(n for _, n in sums.values())
     return Result(status, reason, clock, progress, steps, samples, used, finite_sums)
+
+
+def evaluate_epoch(
+    strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int
+) -> dict[str, float | None]:
+    """What the servers' state after an epoch is worth, as `Channel.score` takes it."""
+    with strategy.holding_epoch(epoch) as train_time_s:
+        evaluated = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.pulse)
+    entry = epoch_entry(epoch, train_time_s, None, evaluated)
+    print(
+        f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
+        f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",
+        flush=True,
+    )
+    return {key: entry[key] for key in ("test_loss", "score", "score_error")}
 
 
 def evaluate_epochs(

@@ -29,12 +29,18 @@ class Facts:
         #: How the workers divided the work.
         self.mesh = Mesh(**self("strategy.mesh"))
         self.status: str = self("status")
+        #: Whether workers came and went: their number is that of nobody's.
+        self.elastic = self("elastic") is not None
+        #: Whether its servers' workers trained on while the epoch was evaluated that ended it.
+        self.ended_early = self("elastic.servers.last_epoch") is not None
         #: Whether the workers trained to an end, so that their totals are known.
         self.finished = self.status in ("ok", "diverged") and bool(self.workers)
         #: Workers that servers lost, by their number.
         self.lost = {str(entry) for server in self.servers for entry in server.get("lost") or ()}
         #: Whether no worker was lost, and every worker states its totals.
-        self.whole = self.finished and not self.lost and len(self.workers) == self.gpus
+        self.whole = (
+            self.finished and not self.elastic and not self.lost and len(self.workers) == self.gpus
+        )
 
     def __call__(self, path: str) -> Any:
         return value_at(self.record, path)

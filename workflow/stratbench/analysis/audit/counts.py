@@ -91,10 +91,12 @@ METHOD = relations("communication.method == registered_method")
 )
 def contradictory_status(facts: Facts) -> Iterator[str]:
     status, entries = facts.status, facts("score.per_epoch")
-    finite = all(e["train_loss"] is not None and e["test_loss"] is not None for e in entries)
     if facts("strategy.kind") == "own":  # which need not tell its losses, parameters or score
         yield from faults_of_end(facts)
         return
+    # What a lost worker's losses were is not known.
+    told = ("test_loss",) if facts.elastic else ("train_loss", "test_loss")
+    finite = all(entry[name] is not None for entry in entries for name in told)
     if status == "ok":
         why = "although the cell ended well"
         if facts("reason") is not None:
@@ -195,7 +197,9 @@ def faults_of_epochs(facts: Facts) -> Iterator[str]:
         if facts.status == "ok":
             yield from unless_hold(facts, PASSES)
         return
-    yield from unless_hold(facts, ALL_EPOCHS if facts.status == "ok" else SOME_EPOCHS)
+    ends_early = facts("settings.ends_at") is not None
+    every = facts.status == "ok" and not ends_early
+    yield from unless_hold(facts, ALL_EPOCHS if every else SOME_EPOCHS)
     if facts.finished:
         yield from unless_hold(facts, TIMED_EPOCHS)
 
@@ -203,12 +207,15 @@ def faults_of_epochs(facts: Facts) -> Iterator[str]:
 def faults_of_samples(facts: Facts) -> Iterator[str]:
     """Checks the samples of the cell and of its workers."""
     steps, epochs = facts.steps_run, facts("settings.epochs")
-    if facts("strategy.kind") == "server" and facts.status == "diverged" and epochs:
+    ends_after_all = facts("strategy.kind") == "server" and not facts.elastic
+    if ends_after_all and facts.status == "diverged" and epochs:
         steps = epochs * (facts("batch.steps_per_epoch") or 0)
     yield from unless_hold(facts, SAMPLES, steps=steps)
     each = [worker["samples"] for worker in facts.workers if facts.mesh.speaks(worker["rank"])]
     if facts.whole and None not in each:
         yield from unless_hold(facts, SAMPLES_OF_WORKERS, samples_of_workers=sum(each))
+    if facts.elastic:
+        return  # `audit.elastic` follows each worker through its generations
     for worker in facts.workers:
         yield from unless_hold(facts, SAMPLES_OF_WORKER, f"rank {worker['rank']}", worker=worker)
         if facts("strategy.kind") == "collective":
@@ -219,7 +226,7 @@ def faults_of_updates(facts: Facts) -> Iterator[str]:
     """Checks the number of updates against what the strategy states of them."""
     if facts("strategy.kind") == "collective":
         yield from unless_hold(facts, UPDATES)
-    if facts.status == "ok":
+    if facts.status == "ok" and not facts.ended_early:
         # A step that overflowed makes no update; the last update may be of fewer pushes.
         if not facts.skips and not facts.lost:
             yield from unless_hold(facts, STATED_UPDATES)
@@ -233,6 +240,8 @@ def faults_of_updates(facts: Facts) -> Iterator[str]:
 def faults_of_workers(facts: Facts) -> Iterator[str]:
     """Checks which workers took part."""
     ranks = [worker["rank"] for worker in facts.workers]
+    if facts.elastic:
+        return
     if ranks != sorted(set(ranks)) or any(not 0 <= rank < facts.gpus for rank in ranks):
         yield f"the workers' ranks are {ranks}, of {facts.gpus} workers"
     yield from unless_hold(facts, MESH)
@@ -329,7 +338,8 @@ def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     if name not in REGISTRY:
         return
     by_zeros = bool(facts("strategy.details.moved_by_zeros"))
-    traits = asdict(traits_of(name, facts("strategy.options"), facts.gpus, by_zeros))
+    given = (name, facts("strategy.options"), facts.gpus)
+    traits = asdict(traits_of(*given, by_zeros, facts.elastic))
     for trait, said in (facts("strategy.traits") or {}).items():
         if said != traits.get(trait):
             yield f"strategy.traits.{trait} is {said}, but that of {name} is {traits.get(trait)}"
@@ -347,12 +357,14 @@ def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
 def lost_workers(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
         return
-    if facts.lost:
+    if facts.lost and not facts.elastic:
         entries = (w for server in facts.servers for w in server.get("lost") or ())
         said = {value_at(w, "own_reason") for w in entries} - {None}
         why = f": {'; '.join(sorted(said))}" if said else ""
         yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{why}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
+    if facts.elastic:
+        return  # each that was lost has been replaced
     if missing:
         yield f"of {facts.gpus} workers, ranks {', '.join(map(str, missing))} left no result"
     for worker in facts.workers:

@@ -113,8 +113,9 @@ def faults_of_training(facts: Facts) -> Iterator[str]:
     yield from unless_hold(facts, THROUGHPUT)
     slowest = max((w["train_time_s"] for w in facts.workers if w["train_time_s"]), default=None)
     served = max((s["train_time_s"] for s in facts.servers), default=None)
-    kept = SERVED_TIME if facts("strategy.kind") == "server" else COLLECTIVE
-    yield from unless_hold(facts, kept, slowest_worker_s=slowest, slowest_server_s=served)
+    if not facts.elastic:
+        kept = SERVED_TIME if facts("strategy.kind") == "server" else COLLECTIVE
+        yield from unless_hold(facts, kept, slowest_worker_s=slowest, slowest_server_s=served)
     if train_time_s is not None and not train_time_s > 0:
         yield f"time.train_time_s is {train_time_s}"
 
@@ -123,8 +124,8 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
     """Checks each worker's own time, and the steps of all together."""
     own = [w["train_time_s"] for w in facts.workers]
     steps = [w["steps"] for w in facts.workers]
-    if None in own or None in steps:
-        return
+    if None in own or None in steps or facts.elastic:
+        return  # a broken step takes time and is none
     yield from unless_hold(facts, STEPS_OF_WORKERS)
     if facts("strategy.kind") == "collective":
         for worker in facts.workers:  # they make each step together
@@ -262,12 +263,13 @@ def faults_of_the_whole(facts: Facts) -> Iterator[str]:
     if started and finished:
         span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
         yield from unless_hold(facts, WHOLE, from_started_to_finished_s=span.total_seconds())
-    if facts.status == "ok":
+    if facts.status == "ok" and not facts.elastic:  # whose limit counts from its first step
         yield from unless_hold(facts, WITHIN_LIMIT)
     if facts.status == "timeout":
         if limit_s is None:
             yield "the cell ended at its time limit, but time.time_limit_s is absent"
-        yield from unless_hold(facts, AT_LIMIT)
+        if not facts.elastic:
+            yield from unless_hold(facts, AT_LIMIT)
         if facts.epochs_run:
             yield from unless_hold(facts, LAST_EPOCH, last_epoch=facts("score.per_epoch")[-1])
     threads = {w["provenance"]["host"].get("threads") for w in facts.workers if w["provenance"]}

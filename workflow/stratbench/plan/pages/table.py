@@ -53,7 +53,7 @@ REQUEST_COLUMNS = {
     "host_mem_mib_needed": "needs.host_bytes",
     **{
         f"slurm_{key}": f"asked.{key}"
-        for key in ("nodes", "gres", "cpus", "mem_mib", "runtime_min")
+        for key in ("nodes", "gres", "cpus", "mem_mib", "runtime_min", "workers")
     },
     "sbatch": "asked.sbatch",
 }

@@ -183,6 +183,8 @@ class ViewKeepingOptions(EveryPushOptions):
 class ViewKeepingPolicy(Policy):
     """Base of the two policies that compare W with what the worker read."""
 
+    scratch = ("_scratch",)
+
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         import torch
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.ps.policies.options import PolicyOptions
-from stratbench.ps.policies.policy import Hyper, Outcome, Policy, optimizer_of
+from stratbench.ps.policies.policy import Fields, Hyper, Outcome, Policy, optimizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,10 @@ class SyncPolicy(Policy):
 
     summary: ClassVar[str] = "parameter server, every step waits for all workers"
     rule: ClassVar[str] = "W -= lr velocity(mean of all workers' g)"
+    rigid = (
+        "each of its steps is the mean of all workers' gradients, so that it has to stop and begin anew "
+        "whenever a worker comes or goes; ps-backup goes on without those that are missing"
+    )
 
     @dataclass(frozen=True)
     class Options(PolicyOptions):
@@ -58,6 +62,13 @@ class SyncPolicy(Policy):
         slots = self.options.optimizer_buffers(hyper.workers) - 1
         # Zeros, not empty: memory is touched for the first time here and not inside the clock.
         self._free = [torch.zeros_like(weights) for _ in range(slots)]
+
+    def state(self) -> Fields:
+        """Of what is free only how many: what is in them is of no use."""
+        return Fields(super().state(), _free=len(self._free))
+
+    def load(self, state: Fields) -> None:
+        super().load(Fields(state, _free=self._free[: state["_free"]]))
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         self._arrived.add(worker)

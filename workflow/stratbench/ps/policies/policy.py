@@ -8,6 +8,7 @@ what is tested under the clock is what runs. The rules themselves are in `averag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -46,6 +47,55 @@ class Hyper:
     #: Of AdamW.
     betas: tuple[float, float] | None = None
     eps: float | None = None
+
+
+class Fields(dict[str, Any]):
+    """The fields of an object, copied."""
+
+
+def fields_of(owner: object, leave_out: Collection[str] = ("hyper",)) -> Fields:
+    """A copy of an object's fields, by name, but for those to `leave_out`."""
+    return Fields({k: copied(v) for k, v in vars(owner).items() if k not in leave_out})
+
+
+def copied(value: Any) -> Any:
+    """A copy of what a policy keeps. TypeError for a kind that cannot be saved."""
+    import torch
+
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if torch.is_tensor(value):
+        return value.clone()
+    if isinstance(value, (list, set)):
+        return type(value)(copied(each) for each in value)
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, (Momentum, AdamW)):
+        return fields_of(value)
+    raise TypeError(
+        f"a policy keeps a {type(value).__name__}, which cannot be saved; keep tensors, numbers, texts, "
+        "lists, sets or dicts, or name the field in `scratch`"
+    )
+
+
+def set_fields(owner: object, fields: Fields) -> None:
+    """Give an object the fields that `fields_of` has copied. ValueError if it is of another kind."""
+    if unknown := fields.keys() - vars(owner).keys():
+        raise ValueError(
+            f"a saved {', '.join(sorted(unknown))} is none of {type(owner).__name__}'s"
+        )
+    for name, saved in fields.items():
+        setattr(owner, name, _put_back(getattr(owner, name), saved))
+
+
+def _put_back(now: Any, saved: Any) -> Any:
+    """`saved`, or the object that is there now with the saved fields."""
+    if isinstance(saved, Fields):
+        set_fields(now, saved)
+        return now
+    if isinstance(saved, list) and any(isinstance(each, Fields) for each in saved):
+        return [_put_back(*pair) for pair in zip(now, saved, strict=True)]
+    return saved
 
 
 class Momentum:
@@ -148,12 +198,16 @@ class Policy(ABC):
     #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
     #: None: never.
     first_choice: ClassVar[Literal["equal workers", "unequal workers"] | None] = None
+    #: Why workers cannot join and leave while it trains (`elastic: true`), in a clause; None: they can.
+    rigid: ClassVar[str | None] = None
+    #: Names of its fields that hold nothing between two calls.
+    scratch: ClassVar[tuple[str, ...]] = ()
     #: What it can be told, and what follows from that; the defaults hold where nothing is given.
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        disown(cls, ("first_choice",))
+        disown(cls, ("first_choice", "rigid"))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         """`weights`: the shard's flat parameters, shape [n], updated in place.
@@ -206,6 +260,18 @@ class Policy(ABC):
 
     def on_join(self, worker: int) -> None:  # noqa: B027
         """`worker`, which had left, is at work again; it reads at once."""
+
+    def state(self) -> Fields:
+        """All that decides what it does next, copied, for `load`: every field but its settings.
+
+        Tensors, numbers, texts, lists, sets and dicts of these, and optimizers are saved by themselves. What
+        is only there to work in, name it in `scratch`.
+        """
+        return fields_of(self, {"hyper", "options", *self.scratch})
+
+    def load(self, state: Fields) -> None:
+        """Go on from the `state` of a policy of the same settings, for a shard as long."""
+        set_fields(self, state)
 
     def finish(self) -> None:  # noqa: B027
         """No push will come any more: apply what is held."""

@@ -47,6 +47,7 @@ class PreviewPolicy(KBatchPolicy):
         "(look_ahead) times the step that it will make"
     )
     first_choice = "unequal workers"
+    scratch = ("_chunk",)
 
     @dataclass(frozen=True)
     class Options(BucketOptions):

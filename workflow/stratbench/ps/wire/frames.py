@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 MAGIC = b"PS"
-PROTOCOL = 2
+PROTOCOL = 3
 #: Shard number of the model's float buffers (BatchNorm running statistics).
 BUFFERS = 0xFFFFFFFF
 #: Ticket number of the warm-up's exchanges, which change and count nothing.
@@ -41,17 +41,27 @@ class Kind(IntEnum):
     OK = 9  # S  weights of `count` shards
     TICKET = 10  # S  the next batch
     WAIT = 11  # S  no batch now, but one may come; C  relayed to the other servers
-    DONE = 12  # S  every ticket is settled
+    DONE = 12  # S  the training is over; C  relayed to the other servers of an elastic run
     ACK = 13  # S  a server other than 0 has all of the ticket's gradients
     SETTLE = 14  # C  relays an ACK to server 0
     HEARTBEAT = 15  # both
-    ERR = 16  # S  why the run, or this worker's part in it, is over; C  relayed to other servers
+    ERR = 16  # S  why the run, or this worker's part in it, is over; `count` 1: come again later;
+    #          C  relayed to other servers
     BYE = 17  # C  leaving in order, with the worker's own measurements
+    TALK = 32  # both: JSON, between an elastic cell's coordinator and its members
     APPLY = 18  # C  none of the ticket's gradients has overflowed: apply what was pushed
+    # Of elastic runs:
+    LEAVE = 19  # C  leaving before the end, as BYE: give my ticket to another
+    EVAL = 20  # S  no batch: evaluate the state that the servers kept after epoch `shard`
+    SCORE = 21  # C  what that evaluation gave
 
 
 class ProtocolError(Exception):
     """A frame that must be refused; the text says what was wrong with it."""
+
+
+class ComeAgain(ProtocolError):
+    """A worker cannot join now, and may come again later: it has done nothing wrong."""
 
 
 class Frame(NamedTuple):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
+from stratbench.ps.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 from stratbench.ps.wire.handshake import open_handshake
 from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
 
@@ -156,6 +156,9 @@ class Gate:
             if not self._forget(connection):  # it will come again: none of the run may be closed
                 raise Closed("it had to make room for another connection")
             serve = self._enter(connection, hello, nonces, transport)
+        except ComeAgain as error:
+            _dismiss(connection, str(error), for_now=True)
+            return None
         except (ProtocolError, Closed, Silent) as error:
             self._refusals.add(peer, str(error))
             _dismiss(connection, str(error))
@@ -172,7 +175,7 @@ def _check_user(sock: socket.socket) -> None:
         raise ProtocolError(f"user {user} is not the one who runs this job")
 
 
-def _dismiss(connection: Connection, reason: str) -> None:
+def _dismiss(connection: Connection, reason: str, for_now: bool = False) -> None:
     with contextlib.suppress(Closed):  # it may not have waited for our reasons
-        connection.send(Frame(Kind.ERR), reason.encode()[:1024])
+        connection.send(Frame(Kind.ERR, count=int(for_now)), reason.encode()[:1024])
     connection.close()

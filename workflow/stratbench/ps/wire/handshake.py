@@ -29,6 +29,10 @@ class JoinRefused(ConnectionError):
     """The other side does not accept this connection, or is not what it should be."""
 
 
+class JoinLater(JoinRefused):
+    """The server has no place for this worker now; it may come again."""
+
+
 def new_secret() -> bytes:
     """A fresh secret of 32 random bytes."""
     return os.urandom(32)
@@ -74,7 +78,8 @@ def session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
 def _said(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
     frame = connection.receive()
     if frame.kind is Kind.ERR:
-        raise JoinRefused(connection.read(frame.length).decode(errors="replace"))
+        reason = connection.read(frame.length).decode(errors="replace")
+        raise JoinLater(reason) if frame.count else JoinRefused(reason)
     if frame.kind is not kind or frame.length < least_bytes:
         raise ProtocolError(f"{frame.kind.name} of {frame.length} bytes, expected {kind.name}")
     return connection.read(frame.length)

@@ -17,6 +17,10 @@ class RunEnded(RuntimeError):
     """The server ended the run, or this worker's part in it; the text is the server's reason."""
 
 
+class Left(RuntimeError):
+    """This worker has left the run, as it was asked to."""
+
+
 class Link:
     """The connection to one server, which owns `shards` of the model."""
 
@@ -26,6 +30,7 @@ class Link:
         self.shard_numel = int(welcome["shard_numel"])
         self.n_servers = int(welcome["n_servers"])
         self.has_buffers = bool(welcome["buffers"])
+        self.life: int | None = welcome.get("life")  # of the servers, where they have several
         self.snapshot_dir: str | None = welcome["snapshot_dir"]
         self.deadline_s = float(welcome["heartbeat_deadline_s"])
         self.bytes_out = self.bytes_in = 0  # of gradients and buffers sent, and weights received

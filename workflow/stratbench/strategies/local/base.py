@@ -25,6 +25,7 @@ class Local(base.Collective):
     """
 
     family = "own weights"
+    rigid = "each worker has weights of its own, which end with the worker"
     buffers_note = "each worker keeps its own, and they are averaged with the weights"
     breakdown_note: ClassVar[str] = (
         "exposed_communication is the exchange of weights after the update, waiting for slower workers "

@@ -24,6 +24,7 @@ class Split(base.Collective):
     """
 
     family = "splits"
+    rigid = "each worker holds a part of the network, which ends with the worker"
     uses_wrap_groups = True
     divides_network = True
     #: What compiled code is not tried with; the key by which a user's network states how it is divided.

@@ -93,6 +93,7 @@ class Study:
             own_model=self.own_model(cell.model),
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
+            ends_at=values.get("target_score") if values["elastic"] else None,
             global_batch=batch,
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
             **{key: values[key] for key in GIVEN},
@@ -168,14 +169,18 @@ class Study:
 
     def as_trained(self) -> dict[str, Any]:
         """A config of this study alone, without keys that do not affect training; `Study` can read it."""
-        apart = ("time_limit_s", "target_score")
         experiments = {
-            name: {key: value for key, value in e.values.items() if key not in apart}
+            name: {key: e.values[key] for key in e.values if key not in self._apart(e.values)}
             for name, e in self.experiments.items()
         }
         study = {key: value for key, value in self._study.items() if key != "description"}
         trained = {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
         return trained | self._own if self.own_code() or self.own_data() else trained
+
+    @staticmethod
+    def _apart(values: Mapping[str, Any]) -> set[str]:
+        """The keys of an experiment that do not affect its training; an elastic one ends at its target."""
+        return {"time_limit_s"} | (set() if values["elastic"] else {"target_score"})
 
     def optimizers(self) -> dict[str, str]:
         """The optimizers that are not SGD, by experiment."""
@@ -183,7 +188,7 @@ class Study:
         return {e: optimizer for e, optimizer in found.items() if optimizer != "sgd"}
 
     def target_scores(self) -> dict[str, float]:
-        """The score to reach, by experiment, where there is one; changing it retrains nothing."""
+        """The score to reach, by experiment, where there is one; changing it retrains elastic cells alone."""
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 

@@ -125,6 +125,7 @@ def check_experiment(
         ),
         _model_faults(block, dataset, config["models"]),
         _slowdown_faults(block),
+        _elastic_faults(block),
     )
     for fault in faults:
         raise ConfigError(f"config: {where}{fault}")
@@ -305,6 +306,11 @@ def _strategy_faults(
                     strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
+        if block["elastic"] and strategy.rigid is not None:
+            yield (
+                f".elastic = true: {name}: {strategy.rigid}; remove {name} from strategies, or give it an "
+                "experiment of its own"
+            )
         for why in strategy.refusals(options, {**block, "networks": networks}):
             yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
 
@@ -358,3 +364,21 @@ def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
                 f".slowdown.workers = {slowdown['workers']}: no cell has a rank {rank} "
                 f"(gpus = {block['gpus']}); ranks count from 0"
             )
+
+
+#: What an experiment with elastic workers cannot have, with the value that it must be, and why.
+_RIGID_SETTINGS = {
+    "accumulate": (1, "workers share a batch by how many they are, so that it has no equal parts"),
+    "compile": (
+        False,
+        "each number of workers has shares of another size, and would compile again",
+    ),
+    "partition": ("iid", "no worker stays that could have data of its own"),
+    "profile": (False, "no worker is sure to be there at the end"),
+}
+
+
+def _elastic_faults(block: Mapping[str, Any]) -> Iterator[str]:
+    for key, (value, why) in _RIGID_SETTINGS.items() if block["elastic"] else ():
+        if block[key] != value:
+            yield f".{key} = {json.dumps(block[key])} with elastic = true: {why}; remove one of the two"

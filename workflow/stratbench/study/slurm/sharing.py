@@ -57,7 +57,7 @@ def count_jobs(
     partition: str | None,
 ) -> int:
     """The number of SLURM jobs that these cells make. `offered` and `partition`: of `longest_job_min`."""
-    small = {cell: request for cell, request in asked.items() if request.nodes == 1}
+    small = {cell: r for cell, r in asked.items() if r.nodes == 1 and not r.workers}
     longest = longest_job_min(offered, partition)
     shares = divide(
         small.items(),

@@ -154,7 +154,9 @@ class SharingExecutor(Executor):
 
     def _may_share(self, job: Any) -> bool:
         first = not job.is_group() and job.attempt == 1
-        return first and job.rule.name == self.rule and job.resources["nodes"] == 1
+        if not first or job.rule.name != self.rule:
+            return False
+        return job.resources["nodes"] == 1 and not job.resources.get("worker_jobs")
 
     def _place(self, job: Any) -> tuple[Any, ...]:
         """The order: by priority, and what is compared close together."""

@@ -103,6 +103,8 @@ def refusals(
             nodes.nodes_of_partition(offered, partition),
             in_profile,
         )
+        if sentence is None and from_config.worker:  # its workers may go to another partition
+            sentence = nodes.refusal(cell, settings, from_config.worker, offered)
         if sentence:
             found[cell] = sentence
     return found

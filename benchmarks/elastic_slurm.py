@@ -1,0 +1,385 @@
+"""Gang or elastic workers on a real SLURM: the same trainings in the same queue, one cluster an arm.
+
+    PYTHONPATH=workflow python benchmarks/elastic_slurm.py
+
+Writes results/elastic/experiment.csv and experiment.md; under 30 minutes on 2 cores. Each arm has a cluster
+of its own: SLURM on 2 nodes of 8 pretend GPUs, fed with the same jobs of others at the same moments; all
+clusters run side by side. At each of some moments a training is submitted, which each arm does in its way.
+
+Time is compressed: 1 s stands for COMPRESSION s. So jobs sleep, the others' and the trainings' alike. Real
+are the queue, backfill, preemption, and who submits: worker jobs are kept by `train.elastic.keeper`, as
+those of an elastic cell are. Its looks at the queue are not compressed (half a second here stands for
+minutes), nor are SLURM's own delays. A pause is the one measured with real workers (pause.md), compressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "slurm"))
+from cluster import SlurmCluster
+
+from stratbench.cell.run_folder import RunFolder
+from stratbench.plan.queue.background import poisson
+from stratbench.plan.queue.simulator import Arrival
+from stratbench.study.slurm.worker_job import WorkerJob
+from stratbench.train.elastic.keeper import Keeper
+from stratbench.train.elastic.slurm_jobs import SlurmJobs
+
+OUT = Path(__file__).parent / "results" / "elastic"
+#: What one second stands for, in seconds: the others' jobs have a median of 8 s in place of half an hour.
+COMPRESSION = 225.0
+NODES, GPUS = 2, 8
+#: The longest job of others, in seconds of the experiment.
+LONGEST_S = 90.0
+#: A training takes so long on so many GPUs: an hour.
+WIDTH, TRAINING_S = 8, 16.0
+#: Pauses of synchronous workers, in real seconds: this project's, and torchrun's by default (pause.md).
+OWN_PAUSE_S, TORCHRUN_PAUSE_S = 0.2, 39.0
+LOOK_S = 0.05
+#: So that jobs of some seconds meet a scheduler that looks as often as a real one looks at jobs of hours.
+SCHEDULER = (
+    "bf_interval=1,bf_resolution=1,sched_interval=2,batch_sched_delay=0,bf_job_part_count_reserve=1,"
+    "bf_max_job_test=1000,default_queue_depth=1000"
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to do the training. `gpus`: 0 for worker jobs of one GPU each."""
+
+    title: str
+    gpus: int = 0
+    scatter: bool = False
+    preemptible: bool = False
+    #: Seconds without a step when a worker comes or goes; 0: asynchronous.
+    pause_s: float = 0.0
+
+
+ARMS = {
+    "none": Arm("no training", gpus=-1),
+    "gang": Arm("gang", gpus=WIDTH),
+    "scattered": Arm("gang scattered", gpus=WIDTH, scatter=True),
+    "half": Arm("gang N/2", gpus=WIDTH // 2),
+    "split": Arm("split synchronous", pause_s=OWN_PAUSE_S),
+    "async": Arm("split asynchronous, worth 1"),
+    "spare-torchrun": Arm(
+        "split synchronous by torchrun, preemptible", preemptible=True, pause_s=TORCHRUN_PAUSE_S
+    ),
+    "spare-split": Arm("split synchronous, preemptible", preemptible=True, pause_s=OWN_PAUSE_S),
+    "spare-async": Arm("split asynchronous, worth 1, preemptible", preemptible=True),
+}
+
+
+@dataclass
+class Training:
+    """What one training took; dates are seconds since the start of the experiment."""
+
+    arm: str
+    moment: int
+    submitted_s: float
+    started_s: float = math.nan
+    done_s: float = math.nan
+    gpu_s: float = 0.0
+    idle_gpu_s: float = 0.0
+    #: Workers that came, and that went before the end.
+    joins: int = 0
+    losses: int = 0
+
+
+class Cluster(SlurmCluster):
+    """A test cluster with a queue as above, and a partition whose jobs all others preempt."""
+
+    def _configure(self) -> None:
+        super()._configure()
+        text = self.conf.read_text()
+        text += (
+            "PartitionName=spare Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=CANCEL\n"
+            f"SchedulerParameters={SCHEDULER}\nPriorityType=priority/basic\n"
+            "PreemptType=preempt/partition_prio\nPreemptMode=CANCEL\n"
+        )
+        self.conf.write_text(
+            text.replace("Default=YES", "Default=YES PriorityTier=10 PreemptMode=OFF")
+        )
+
+
+def others(jobs: int, load: float, seed: int) -> list[Arrival]:
+    """The jobs of others, compressed; their load is exact after the longest are cut."""
+    found = poisson(jobs, load, NODES * GPUS, seed)
+    short = [min(LONGEST_S, a.duration_s / COMPRESSION) for a in found]
+    work = sum(a.gpus * s for a, s in zip(found, short, strict=True))
+    scale = work / (load * NODES * GPUS) / found[-1].submit_s
+    return [
+        Arrival(
+            a.submit_s * scale,
+            a.gpus,
+            s,
+            60.0 * math.ceil(s * (a.request_s / a.duration_s) / 60),
+        )
+        for a, s in zip(found, short, strict=True)
+    ]
+
+
+class Queue:
+    """The clock of one arm, and jobs that sleep in its cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.origin = cluster, time.time()
+        self.marks = cluster.directory / "marks"
+        self.marks.mkdir()
+
+    def now(self) -> float:
+        return time.time() - self.origin
+
+    def sleep(self, name: str, request_s: float, seconds: float, *options: str) -> None:
+        """Submit a job that sleeps, and marks its start and its end."""
+        mark = self.marks / name
+        note = f"echo $EPOCHREALTIME >> {mark}"
+        script = f"#!/bin/bash\n{note}\nsleep {seconds:.3f}\n{note}\n"
+        command = ["sbatch", "--parsable", "-J", name, "-o", "/dev/null", "--mem=50"]
+        subprocess.run(
+            [*command, f"--time={math.ceil(request_s / 60)}", *options],
+            input=script,
+            text=True,
+            env=self.cluster.env,
+            check=True,
+            capture_output=True,
+        )
+
+    def dates(self, name: str) -> list[float]:
+        """When the job started and ended, as far as it has."""
+        with suppress(FileNotFoundError):
+            return [float(x) - self.origin for x in (self.marks / name).read_text().split()]
+        return []
+
+
+def shape(gpus: int, scatter: bool) -> list[str]:
+    """Whole nodes, or GPUs anywhere."""
+    if scatter:
+        return [f"--ntasks={gpus}", "--gpus-per-task=1"]
+    nodes = -(-gpus // GPUS)
+    return [f"--nodes={nodes}", f"--ntasks={nodes}", f"--gres=gpu:{gpus // nodes}"]
+
+
+def gang(queue: Queue, arm: Arm, training: Training) -> None:
+    """One job of all GPUs."""
+    name, seconds = f"t{training.moment}", TRAINING_S * WIDTH / arm.gpus
+    queue.sleep(name, 1.5 * seconds, seconds, *shape(arm.gpus, arm.scatter))
+    while len(dates := queue.dates(name)) < 2:
+        time.sleep(LOOK_S)
+    training.started_s, training.done_s = dates
+    training.joins, training.gpu_s = 1, arm.gpus * (dates[1] - dates[0])
+
+
+class Sleepers(SlurmJobs):
+    """Worker jobs that only sleep, and say by their process id that they are there."""
+
+    def __init__(self, queue: Queue, asked: WorkerJob, name: str) -> None:
+        folder = RunFolder(queue.marks / name)
+        folder.path.mkdir()
+        super().__init__(asked, folder, folder.job, name)
+        self.folder = folder.path
+
+    def script(self, number: int) -> str:
+        return f"#!/bin/bash\necho $$ > {self.folder}/{number}\nexec sleep 1000\n"
+
+    def present(self, numbers: Sequence[int]) -> set[int]:
+        """Of some workers those that are there: a server would know by their connections."""
+        found = set()
+        for number in numbers:
+            with suppress(FileNotFoundError, ValueError):
+                pid = int((self.folder / str(number)).read_text())
+                if Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+                    found.add(number)
+        return found
+
+
+def split(queue: Queue, arm: Arm, training: Training) -> None:
+    """Worker jobs of one GPU, until they have done the work of the gang together."""
+    options = ("--partition=spare",) if arm.preemptible else ()
+    asked = WorkerJob(1, 1, 50, max(1, math.ceil(3 * TRAINING_S / 60)), options)
+    jobs = Sleepers(queue, asked, f"t{training.moment}")
+    left_s, there, ever, stopped_until = TRAINING_S * WIDTH, set(), set(), 0.0
+    with Keeper(jobs, WIDTH, jobs.folder / "jobs.jsonl") as keeper:
+        before = queue.now()
+        while left_s > 0:
+            time.sleep(LOOK_S)
+            now = queue.now()
+            alive = [e.number for e in keeper.jobs() if e.ended_unix_s is None]
+            present = jobs.present(alive)
+            training.gpu_s += len(there) * (now - before)
+            steps_s = max(0.0, now - max(before, min(now, stopped_until)))
+            left_s -= len(there) * steps_s
+            training.idle_gpu_s += len(there) * (now - before - steps_s)
+            if present != there:
+                training.losses += len(there - present)
+                ever |= present
+                if there:  # the first one waits for nobody
+                    stopped_until = now + arm.pause_s / COMPRESSION
+                there = present
+                if math.isnan(training.started_s):
+                    training.started_s = now
+                keeper.look_soon()
+            before = now
+            keeper.check()
+        training.done_s = queue.now()
+        training.joins = len(ever)
+        keeper.finish()
+
+
+def run_arm(name: str, jobs: int, load: float, seed: int, moments: int, out: Path) -> None:
+    """One arm on a cluster of its own; writes its trainings, and how long others waited."""
+    arm, arrivals = ARMS[name], others(jobs, load, seed)
+    at = [arrivals[-1].submit_s * (k + 1) / (moments + 1) for k in range(moments)]
+    trainings: list[Training] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="sb-") as folder,
+        Cluster(Path(folder), gpus=GPUS) as cluster,
+    ):
+        # What `SlurmJobs` asks is asked of this cluster.
+        os.environ.clear()
+        os.environ.update(cluster.env)
+        queue = Queue(cluster)
+        todo = [(a.submit_s, i) for i, a in enumerate(arrivals)]
+        todo += [(t, -1 - k) for k, t in enumerate(at) if arm.gpus >= 0]
+        running: list[threading.Thread] = []
+        submitted: dict[str, float] = {}
+        for due_s, what in sorted(todo):
+            time.sleep(max(0.0, due_s - queue.now()))
+            if what < 0:
+                training = Training(name, -1 - what, queue.now())
+                trainings.append(training)
+                work = gang if arm.gpus else split
+                running.append(threading.Thread(target=work, args=(queue, arm, training)))
+                running[-1].start()
+            else:
+                a = arrivals[what]
+                submitted[f"b{what}"] = queue.now()
+                queue.sleep(f"b{what}", a.request_s, a.duration_s, *shape(a.gpus, False))
+        for thread in running:
+            thread.join()
+        while cluster.run("squeue", "-h"):
+            time.sleep(1)
+        waits = [queue.dates(job)[0] - at_s for job, at_s in submitted.items() if queue.dates(job)]
+    out.write_text(json.dumps({"trainings": [asdict(t) for t in trainings], "waits": waits}))
+
+
+# ---------------------------------------------------------------- the table
+
+
+def interval(values: Sequence[float], rng: random.Random) -> tuple[float, float]:
+    """95 % of the mean, by resampling the moments."""
+    draws = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(2000))
+    return draws[50], draws[1949]
+
+
+def rows_of(found: dict[str, dict]) -> Iterator[dict[str, object]]:
+    """A row of the table for each arm."""
+    rng = random.Random(0)
+    times = {
+        arm: {t["moment"]: t["done_s"] - t["submitted_s"] for t in told["trainings"]}
+        for arm, told in found.items()
+    }
+    for arm, told in found.items():
+        row: dict[str, object] = {"arm": ARMS[arm].title}
+        row["others' mean wait, s"] = f"{statistics.fmean(told['waits']):.1f}"
+        if trainings := told["trainings"]:
+            taken = list(times[arm].values())
+            low, high = interval(taken, rng)
+            row["time to result, s"] = f"{statistics.fmean(taken):.1f} [{low:.1f}, {high:.1f}]"
+            pairs = [math.log(times[arm][k] / times["gang"][k]) for k in times[arm]]
+            low, high = map(math.exp, interval(pairs, rng))
+            ratio = math.exp(statistics.fmean(pairs))
+            row["over the gang's"] = f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
+            mean = lambda key: statistics.fmean(t[key] for t in trainings)  # noqa: E731
+            wait_s = statistics.fmean(t["started_s"] - t["submitted_s"] for t in trainings)
+            row["wait to the first step, s"] = f"{wait_s:.1f}"
+            row["GPU-s held"] = f"{mean('gpu_s'):.0f}"
+            row["of them idle"] = f"{mean('idle_gpu_s'):.1f}"
+            row["joins"], row["lost"] = f"{mean('joins'):.1f}", f"{mean('losses'):.1f}"
+        yield row
+
+
+def page(found: dict[str, dict], given: argparse.Namespace, load: tuple[float, float]) -> str:
+    rows = list(rows_of(found))
+    names = list(max(rows, key=len))
+    lines = [
+        "# Gang or elastic workers on a real SLURM",
+        "",
+        f"Made by `benchmarks/elastic_slurm.py --jobs {given.jobs} --load {given.load:g} --seed {given.seed}",
+        f"--moments {given.moments}`: SLURM on {NODES} nodes of {GPUS} pretend GPUs, one cluster an arm side",
+        f"by side on {os.cpu_count()} cores; load average {load[0]:.1f} at the start, {load[1]:.1f} then.",
+        f"{given.jobs} jobs of others at an offered load of {given.load:g}; {given.moments} trainings of",
+        f"{TRAINING_S:g} s on {WIDTH} GPUs, the same moments in each arm. 1 s stands for {COMPRESSION:g} s.",
+        "Brackets: 95 % by resampling the moments.",
+        "",
+        f"| {' | '.join(names)} |",
+        f"|---{'|--:' * (len(names) - 1)}|",
+        *(f"| {' | '.join(str(row.get(name, '')) for name in names)} |" for row in rows),
+        "",
+        "The queue, backfill, preemption and the keeper of worker jobs are real; trainings sleep, and an",
+        "asynchronous worker's second counts as much as a synchronous one's. The keeper's looks and SLURM's",
+        "delays are not compressed: here they cost more than they would beside trainings of hours.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=200, help="jobs of others")
+    parser.add_argument(
+        "--load", type=float, default=0.6, help="that they offer, without trainings"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the others' jobs")
+    parser.add_argument("--moments", type=int, default=12, help="trainings in each arm")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    if given.arm:
+        run_arm(given.arm, given.jobs, given.load, given.seed, given.moments, given.out)
+        return
+    begun = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__]
+        for key in ("jobs", "load", "seed", "moments"):
+            command += [f"--{key}", str(getattr(given, key))]
+        started = {
+            arm: subprocess.Popen([*command, "--arm", arm, "--out", f"{folder}/{arm}.json"])
+            for arm in given.arms
+        }
+        for arm, process in started.items():
+            if process.wait():
+                raise SystemExit(f"the arm {arm} failed")
+        found = {arm: json.loads(Path(folder, f"{arm}.json").read_text()) for arm in given.arms}
+    given.out.mkdir(parents=True, exist_ok=True)
+    with open(given.out / "experiment.csv", "w", newline="", encoding="utf-8") as file:
+        rows = [t for told in found.values() for t in told["trainings"]]
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(
+            {k: round(v, 2) if isinstance(v, float) else v for k, v in r.items()} for r in rows
+        )
+    text = page(found, given, (begun, os.getloadavg()[0]))
+    (given.out / "experiment.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The keeper of worker jobs, and what it is told; checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from launching import until
+from stratbench.cell.run_folder import RunFolder
+from stratbench.study.slurm.worker_job import WorkerJob
+from stratbench.train.elastic import checkpoints, keeper
+from stratbench.train.elastic.keeper import GaveUp, Keeper, Refused, Seen
+from stratbench.train.elastic.slurm_jobs import SlurmJobs
+
+
+@dataclass
+class Scripted:
+    """A backend whose jobs are what the test says they are."""
+
+    jobs: dict[str, Seen] = field(default_factory=dict)
+    slots: dict[str, int] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    full: bool = False
+    silent: bool = False
+
+    def submit(self, number: int, slot: int) -> str:
+        if self.full:
+            raise Refused("QOSMaxSubmitJobPerUserLimit")
+        self.jobs[str(number)], self.slots[str(number)] = Seen("queued"), slot
+        return str(number)
+
+    def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
+        return None if self.silent else {i: self.jobs[i] for i in ids if i in self.jobs}
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        self.cancelled += ids
+
+
+def test_a_job_that_ends_is_replaced_by_one_of_a_new_number(tmp_path: Path) -> None:
+    backend = Scripted()
+    with Keeper(backend, 2, tmp_path / "jobs") as kept:
+        until(lambda: len(backend.jobs) == 2)
+        backend.jobs["0"] = Seen("ended", "PREEMPTED")
+        kept.look_soon()
+        until(lambda: len(backend.jobs) == 3)
+        assert backend.slots["2"] == backend.slots["0"]
+        del backend.jobs["1"]  # SLURM has forgotten it
+        kept.look_soon()
+        until(lambda: "3" in backend.jobs)
+    assert sorted(backend.cancelled) == ["2", "3"]
+    told = {entry.number: entry.reason for entry in kept.jobs()}
+    assert told[0] == "PREEMPTED"
+    assert told[1] == "no longer known"
+    assert "cancelled" in told[2]
+
+
+def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) -> None:
+    backend = Scripted()
+    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+        until(lambda: backend.jobs)
+        backend.silent = True
+        backend.jobs["0"] = Seen("ended", "FAILED", failed=True)
+        for _ in range(3):
+            kept.look_soon()
+        assert len(backend.jobs) == 1
+        backend.silent = False
+        kept.look_soon()
+        until(lambda: kept.jobs()[0].failed)
+
+
+def test_what_fails_again_and_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(keeper, "LONGEST_PAUSE_S", 0.001)
+    backend = Scripted()
+    backend.submit = lambda number, slot: (  # each has failed when it is looked at
+        backend.jobs.update({str(number): Seen("ended", "exit code 1", failed=True)}) or str(number)
+    )
+
+    def gave_up() -> bool:
+        kept.look_soon()
+        try:
+            kept.check()
+        except GaveUp as reason:
+            return "exit code 1" in str(reason)
+        return False
+
+    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+        until(gave_up)
+    assert len(backend.jobs) == keeper.MOST_FAILURES
+
+
+def test_a_cell_without_any_worker_job_fails_and_one_with_some_goes_on(tmp_path: Path) -> None:
+    backend = Scripted(full=True)
+    with Keeper(backend, 2, tmp_path / "none") as kept:
+        until(lambda: kept._gave_up)
+        with pytest.raises(GaveUp, match="QOSMaxSubmitJobPerUserLimit"):
+            kept.check()
+    backend = Scripted()
+    with Keeper(backend, 1, tmp_path / "some") as kept:
+        until(lambda: backend.jobs)
+        backend.full = True
+        kept.check()
+
+
+def test_the_keeper_of_a_requeued_cell_takes_over_and_submits_no_job_twice(tmp_path: Path) -> None:
+    backend, journal = Scripted(), tmp_path / "jobs"
+    first = Keeper(backend, 2, journal)
+    first.__enter__()
+    until(lambda: len(backend.jobs) == 2)
+    first._stopped = True  # as by SIGKILL: nothing is cancelled
+    first.look_soon()
+    first._thread.join()
+    with Keeper(backend, 2, journal) as second:
+        second.look_soon()
+        backend.jobs["0"] = Seen("ended", "NODE_FAIL")
+        second.look_soon()
+        until(lambda: len(backend.jobs) == 3)
+    assert sorted(backend.cancelled) == ["1", "2"]
+
+
+def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a program in sbatch's place: the tests' SLURM has no account, no QOS and no constraint."""
+    fake = tmp_path / "bin" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\nenv > {tmp_path}/env; for x; do echo \"$x\"; done > {tmp_path}/args\n"
+                    f"cat > {tmp_path}/script; echo '77;cluster'\n")  # fmt: skip
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
+    resources = {
+        "slurm_partition": "gpu", "slurm_account": "me", "qos": "low", "constraint": "a100",
+        "slurm_extra": "--exclusive '--reservation=my one'",
+    }  # fmt: skip
+    asked = WorkerJob.of(1, 4, 2000, 90, resources, "scavenger")
+    assert WorkerJob.from_json(asked.as_json()) == asked
+    folder = RunFolder(tmp_path / "100% mine; $(touch x)")
+    jobs = SlurmJobs(asked, folder, folder.job, "a/b c")
+    assert jobs.submit(3, 0) == "77"
+    args = (tmp_path / "args").read_text().splitlines()
+    assert "--comment=worker 3 of a/b c" in args
+    assert "--no-requeue" in args
+    assert f"--output={folder.path}/rank3.log".replace("%", "%%") in args
+    assert args[-10:] == [
+        "--gres=gpu:1", "--cpus-per-task=4", "--mem=2000M", "--time=90", "--partition=scavenger",
+        "--account=me", "--qos=low", "--constraint=a100", "--exclusive", "--reservation=my one",
+    ]  # fmt: skip
+    seen = (tmp_path / "env").read_text()
+    assert "SLURM_JOB_ID" not in seen
+    assert "SLURM_CONF=/etc/here.conf" in seen
+    script = (tmp_path / "script").read_text()
+    assert f"'{folder.job}' 3" in script
+
+
+def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> None:
+    state = [torch.randn(3, 4, dtype=torch.float64), torch.tensor(7.0), torch.arange(5)]
+    checkpoints.write(tmp_path, 12, state)
+    checkpoints.write(tmp_path, 40, [t + 1 for t in state])
+    assert checkpoints.newest(tmp_path) == 40
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-40.bin"]
+    read = [torch.zeros_like(t) for t in state]
+    checkpoints.read_into(tmp_path, 40, read)
+    assert all(torch.equal(a, b + 1) for a, b in zip(read, state, strict=True))
+    path = checkpoints.path_of(tmp_path, 40)
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b"{}\n", b"\x80\x04."):
+        path.write_bytes(damaged)
+        before = [t.clone() for t in read]
+        with pytest.raises(checkpoints.Damaged):
+            checkpoints.read_into(tmp_path, 40, read)
+        assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
+    path.write_bytes(whole)
+    with pytest.raises(checkpoints.Damaged, match="other tensors"):
+        checkpoints.read_into(tmp_path, 40, state[:2])
+
+
+def test_an_entry_says_all_of_a_job(tmp_path: Path) -> None:
+    backend = Scripted()
+    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+        until(lambda: backend.jobs)
+        backend.jobs["0"] = Seen("running", started_unix_s=100.0)
+        kept.look_soon()
+        until(lambda: kept.jobs()[0].started_unix_s == 100.0)
+    last = json.loads((tmp_path / "jobs").read_text().splitlines()[-1])
+    assert last["started_unix_s"] == 100.0
+    assert last["ended_unix_s"] is not None

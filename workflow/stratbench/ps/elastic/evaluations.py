@@ -1,0 +1,107 @@
+"""Evaluation while it trains: which epochs' states wait for a worker, and what came of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from stratbench.ps.tickets import TicketPlan
+from stratbench.ps.wire.frames import ProtocolError
+
+#: What a SCORE says, beside the number of the epoch.
+_FIGURES = ("test_loss", "score", "score_error")
+
+
+def parse_score(said: Any) -> dict[str, float | None]:
+    """A SCORE's figures, None where one is not finite; ProtocolError if they are none."""
+    if not isinstance(said, dict) or set(said) != set(_FIGURES):
+        raise ProtocolError(f"malformed SCORE: {said!r:.100}")
+    for value in said.values():
+        if value is not None and (type(value) is not float or not math.isfinite(value)):
+            raise ProtocolError(f"malformed SCORE: {value!r:.100} is no figure")
+    return said
+
+
+class Evaluations:
+    """Each epoch's state is evaluated once, in order, by whoever asks for work then.
+
+    Not thread-safe: the server calls it under its lock.
+    """
+
+    def __init__(
+        self,
+        plan: TicketPlan,
+        wanted: bool,
+        target: float | None = None,
+        higher_is_better: bool = True,
+    ) -> None:
+        """`wanted`: whether anything is evaluated. `target`: the score that ends the run."""
+        self.scores: dict[int, dict[str, float | None]] = {}  # by epoch
+        self._ends = [sum(map(plan.tickets_of, range(e + 1))) for e in range(plan.epochs)]
+        self._wanted, self._target, self._higher = wanted, target, higher_is_better
+        self._seen = 0  # epochs that have ended
+        self._waiting: list[int] = []
+        self._held: dict[int, int] = {}  # worker -> epoch
+
+    def resume(self, scores: Mapping[int, dict[str, float | None]], settled: int) -> None:
+        """Go on with the scores of those epochs that end within the first `settled` tickets."""
+        self.scores = {e: s for e, s in scores.items() if self._ends[e] <= settled}
+        self.note(settled)
+
+    def note(self, settled: int) -> None:
+        """So many tickets are settled: epochs that have ended by that wait to be evaluated."""
+        while self._wanted and self._seen < len(self._ends) and self._ends[self._seen] <= settled:
+            if self._seen not in self.scores:
+                self._waiting.append(self._seen)
+            self._seen += 1
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an epoch waits for a worker."""
+        return bool(self._waiting)
+
+    @property
+    def all_done(self) -> bool:
+        """Whether all epochs of the plan have been evaluated, or none shall be."""
+        return not self._wanted or len(self.scores) == len(self._ends)
+
+    def take(self, worker: int) -> int | None:
+        """The epoch that `worker` shall evaluate now; None: none waits."""
+        if not self._waiting:
+            return None
+        epoch = self._held[worker] = self._waiting.pop(0)
+        return epoch
+
+    def settle(self, worker: int, figures: dict[str, float | None]) -> int:
+        """What the worker's evaluation gave; returns the epoch."""
+        epoch = self._held.pop(worker)
+        self.scores[epoch] = figures
+        return epoch
+
+    def give_back(self, worker: int) -> None:
+        """The worker is gone: another shall evaluate what it had, if it had any."""
+        epoch = self._held.pop(worker, None)
+        if epoch is not None:
+            self._waiting = sorted([*self._waiting, epoch])
+
+    @property
+    def last_epoch(self) -> int | None:
+        """The epoch that ends the run before its last ticket; None: none does, as far as is known.
+
+        The first that reaches the target, or whose figures are not finite. All before it are evaluated.
+        """
+        for epoch in range(len(self._ends)):
+            if epoch not in self.scores:
+                return None
+            if self._ends_run(self.scores[epoch]):
+                return epoch
+        return None
+
+    def _ends_run(self, figures: Mapping[str, float | None]) -> bool:
+        loss, score = figures["test_loss"], figures["score"]
+        if loss is None or score is None:
+            return True
+        if self._target is None:
+            return False
+        return score >= self._target if self._higher else score <= self._target

@@ -1,0 +1,95 @@
+"""What all lives of a cell's servers leave for each other and for workers: the journal, and that it is over.
+
+Files of JSON in one folder. A line is appended whole, so that what stands there survives a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.files import write_atomic
+
+_JOURNAL, _ENDED, _DONE = "journal.jsonl", "ended.json", "tickets"
+
+
+class Journal:
+    """Writes what happens to the workers: who joins, leaves, is lost, and what was evaluated."""
+
+    def __init__(self, folder: str | Path, life: int) -> None:
+        path = Path(folder, _JOURNAL)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._life = life
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Append an event, dated in seconds since 1970."""
+        entry = {"life": self._life, "event": event, "at_unix_s": time.time(), **facts}
+        os.write(self._file, f"{json.dumps(entry)}\n".encode())
+
+    def close(self) -> None:
+        """Nothing more will be noted."""
+        os.close(self._file)
+
+
+def read_journal(folder: str | Path) -> list[dict[str, Any]]:
+    """All events of all lives, in order; none where there is no journal."""
+    try:
+        lines = Path(folder, _JOURNAL).read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines[:-1]]  # the last may be half written
+
+
+def last_life(folder: str | Path) -> int:
+    """The number of the last life that has begun; 0 before the first."""
+    return max((entry["life"] for entry in read_journal(folder)), default=0)
+
+
+class SettledTickets:
+    """A byte a ticket: 0, or the life of the server in which it was settled last (255 for later ones).
+
+    So a later life knows what was done after the last saved state, and is done twice.
+    """
+
+    def __init__(self, folder: str | Path, life: int) -> None:
+        path = Path(folder, _DONE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._life = bytes([min(life, 255)])
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+    def numbers(self) -> set[int]:
+        """The tickets that were settled in some life."""
+        os.lseek(self._file, 0, os.SEEK_SET)
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            return {number for number, life in enumerate(file.read()) if life}
+
+    def add(self, number: int) -> None:
+        """Ticket `number` is settled."""
+        os.pwrite(self._file, self._life, number)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These tickets are to be done again."""
+        for number in numbers:
+            os.pwrite(self._file, b"\0", number)
+
+    def close(self) -> None:
+        """No more will be settled."""
+        os.close(self._file)
+
+
+def write_end(folder: str | Path, error: str | None) -> None:
+    """Tell workers and the other servers that the run is over; `error`: why it ended badly."""
+    write_atomic(Path(folder, _ENDED), json.dumps({"error": error}))
+
+
+def read_end(folder: str | Path) -> dict[str, Any] | None:
+    """What `write_end` has told; None while the run goes on."""
+    try:
+        return json.loads(Path(folder, _ENDED).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,98 @@
+"""Who takes part in a run: each worker by its number, and the place that it has.
+
+A worker's *number* is its name: of its files, in the log and the record, on tickets. Its *place*, 0 to
+W - 1, is what policies and shards know it by. In a gang the two are one. Workers that come and go have a
+number each that never comes again, and the lowest place that is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from stratbench.ps.member import Member
+from stratbench.ps.wire.frames import ComeAgain, ProtocolError
+
+
+class Membership:
+    """The workers of a gang: all come before it starts, each to the place of its number, once.
+
+    Not thread-safe: the server calls it under its lock.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.members: dict[int, Member] = {}  # by number
+        self._at: dict[int, Member] = {}  # who is at a place, or was the last there
+
+    @property
+    def numbers(self) -> int:
+        """A worker's number is below this."""
+        return self.places
+
+    def choose_place(self, number: int) -> int:
+        """The place for a worker that wants to join. ProtocolError if it cannot."""
+        known = self.members.get(number)
+        if known is not None:
+            state = "is connected already" if known.alive else "was here and cannot come back"
+            raise ProtocolError(f"worker {number} {state}")
+        return number
+
+    def enter(self, member: Member, place: int) -> None:
+        """`member` is at `place` from now on."""
+        member.place = place
+        self.members[member.worker] = self._at[place] = member
+
+    def at(self, place: int) -> Member:
+        """Who is at `place`, or was the last there."""
+        return self._at[place]
+
+    @property
+    def live(self) -> list[Member]:
+        """Who takes part, in order of arrival."""
+        return [m for m in self.members.values() if m.alive]
+
+    @property
+    def ready(self) -> list[Member]:
+        """Who of these has asked for weights."""
+        return [m for m in self.live if m.pulled]
+
+    def may_start(self, n_lost: int) -> bool:
+        """Whether training may begin, `n_lost` having been lost before it."""
+        return len(self.ready) + n_lost >= self.places
+
+    def absent(self, lost: Collection[int]) -> set[int]:
+        """The places that nobody is at when training begins; `lost`: numbers of lost workers."""
+        return set(lost)
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether nobody is here, and nobody will come."""
+        return not self.live and len(self.members) >= self.places
+
+
+class OpenMembership(Membership):
+    """Workers that come, leave and return under another number, at most `places` at a time."""
+
+    @property
+    def numbers(self) -> int:
+        return 1 << 31
+
+    def choose_place(self, number: int) -> int:
+        """The lowest free one. ComeAgain while there is none."""
+        super().choose_place(number)
+        taken = {m.place for m in self.live}
+        for place in range(self.places):
+            if place not in taken:
+                return place
+        raise ComeAgain(f"all {self.places} places are taken; come again later")
+
+    def may_start(self, n_lost: int) -> bool:
+        return bool(self.ready)
+
+    def absent(self, lost: Collection[int]) -> set[int]:
+        return set(range(self.places)) - {m.place for m in self.ready}
+
+    @property
+    def all_gone(self) -> bool:
+        """Never: who is gone may come again, until the training is over."""
+        return False

@@ -1,0 +1,72 @@
+"""What a worker job of an elastic cell asks SLURM for, from the rules to the launcher that submits it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+#: Of Snakemake's resources those that are options of sbatch, by their name there.
+_NAMED = {
+    "slurm_partition": "partition",
+    "slurm_account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+}
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """One worker's request: GPUs, CPU cores, MiB and minutes; `options` are sbatch's, of the profile."""
+
+    gpus: int
+    cpus: int
+    mem_mib: int
+    runtime_min: int
+    options: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        gpus: int,
+        cpus: int,
+        mem_mib: int,
+        runtime_min: int,
+        resources: Mapping[str, Any],
+        partition: str | None,
+    ) -> WorkerJob:
+        """The request with what the cell's own job has of the profile: Snakemake's `resources`.
+
+        `partition`: in place of the profile's.
+        """
+        named = {option: resources.get(name) for name, option in _NAMED.items()}
+        named["partition"] = partition or named["partition"]
+        options = [f"--{option}={value}" for option, value in named.items() if value]
+        extra = shlex.split(str(resources.get("slurm_extra") or ""))
+        return cls(gpus, cpus, mem_mib, runtime_min, (*options, *extra))
+
+    @property
+    def arguments(self) -> list[str]:
+        """The options of sbatch."""
+        gpus = [f"--gres=gpu:{self.gpus}"] if self.gpus else []
+        return [
+            "--nodes=1",
+            "--ntasks=1",
+            *gpus,
+            f"--cpus-per-task={self.cpus}",
+            f"--mem={self.mem_mib}M",
+            f"--time={self.runtime_min}",
+            *self.options,
+        ]
+
+    def as_json(self) -> str:
+        """A text for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerJob:
+        """The request that `as_json` wrote."""
+        fields = json.loads(text)
+        return cls(**fields | {"options": tuple(fields["options"])})

@@ -1,0 +1,148 @@
+"""Checkpoints of a split synchronous training: raw tensors behind a line of JSON; nothing is ever unpickled.
+
+`checkpoint-<step>.bin` appears whole or not at all; the one before is deleted after that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stratbench.cell.files import replacing
+from stratbench.ps.flat import as_bytes
+
+#: The longest line of JSON that is read, in bytes.
+_HEAD_BYTES = 16 << 20
+_NAME = re.compile(r"checkpoint-(\d+)\.bin")
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was written, or of another network."""
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return as_bytes(tensor.reshape(-1))
+
+
+def newest(folder: Path) -> int | None:
+    """The steps of the newest checkpoint in a folder; None without one."""
+    steps = [int(found[1]) for p in folder.glob("*.bin") if (found := _NAME.fullmatch(p.name))]
+    return max(steps, default=None)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """The file of the checkpoint after `step` steps."""
+    return folder / f"checkpoint-{step}.bin"
+
+
+def write(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
+    """Keep tensors of the host's memory as they are now, and delete older checkpoints."""
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(_raw(tensor), checksum)
+    head = {
+        "step": step,
+        "crc32": checksum,
+        "tensors": [[str(t.dtype), list(t.shape)] for t in tensors],
+    }
+    with replacing(path_of(folder, step)) as temporary, temporary.open("xb") as file:
+        file.write(json.dumps(head).encode() + b"\n")
+        for tensor in tensors:
+            file.write(_raw(tensor))
+    forget(folder, below=step)
+
+
+def forget(folder: Path, below: float = math.inf) -> None:
+    """Delete the checkpoints after fewer than `below` steps."""
+    for path in folder.glob("*.bin"):
+        if (found := _NAME.fullmatch(path.name)) and int(found[1]) < below:
+            path.unlink(missing_ok=True)
+
+
+def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
+    """Fill tensors with a checkpoint's. Raises Damaged, before any is changed, where it does not fit."""
+    path = path_of(folder, step)
+    with path.open("rb") as file:
+        try:
+            head = json.loads(file.readline(_HEAD_BYTES))
+            shapes, expected = head["tensors"], head["crc32"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{path}: its first line cannot be read: {error}") from None
+        if shapes != [[str(t.dtype), list(t.shape)] for t in tensors]:
+            raise Damaged(f"{path} holds other tensors than this network's state")
+        copies, checksum = [], 0
+        for tensor in tensors:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if file.readinto(_raw(copy)) != copy.nbytes:
+                raise Damaged(f"{path} is cut off")
+            checksum = zlib.crc32(_raw(copy), checksum)
+            copies.append(copy)
+    if checksum != expected:
+        raise Damaged(f"{path} was changed since it was written")
+    with torch.no_grad():
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+
+class Writer:
+    """Writes checkpoints on a thread of its own, from copies that a device makes without being waited for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._copies: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+        #: Seconds that the training was held up, and that the writing took, of each checkpoint.
+        self.held_up_s: list[float] = []
+        self.written_s: list[float] = []
+
+    def take(self, step: int, tensors: Sequence[Tensor], wait: bool = False) -> bool:
+        """Keep the state after `step`; False if the one before is still being written.
+
+        `wait`: until it lies on the disk. Raises OSError where an earlier one could not be written.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            if not wait:
+                return False
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        began = time.perf_counter()
+        on_cuda = tensors[0].device.type == "cuda"
+        if not self._copies:
+            self._copies = [
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == "cuda")
+                for t in tensors
+            ]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        event = torch.cuda.Event() if on_cuda else None
+        if event is not None:
+            event.record()
+        self._thread = threading.Thread(target=self._write, args=(step, event), daemon=True)
+        self._thread.start()
+        self.held_up_s.append(time.perf_counter() - began)
+        if wait:
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+        return True
+
+    def _write(self, step: int, event: torch.cuda.Event | None) -> None:
+        began = time.perf_counter()
+        try:
+            if event is not None:
+                event.synchronize()
+            write(self._folder, step, self._copies)
+        except OSError as error:
+            self._error = error
+        self.written_s.append(time.perf_counter() - began)

@@ -1,0 +1,84 @@
+"""The process group of a generation: formed through files that only their owner writes, and broken up.
+
+gloo's operations cannot be interrupted: to free a member that waits for a lost one, the group's connections
+are shut down beneath it. NCCL has an abort of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+#: How long members wait for one another to form a group, and within a collective, in seconds.
+FORM_S, COLLECTIVE_S = 30.0, 600.0
+
+
+class Group:
+    """This process's default process group, one after the other."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        """`folder`: where the members of a generation meet; all of them see it."""
+        self._folder, self._device = folder, device
+        self._connected: list[int] = []
+
+    def form_alone(self) -> None:
+        """A group of this process, for what it does before it meets the others."""
+        self._init(dist.HashStore(), 0, 1)
+
+    def form(self, generation: int, rank: int, world: int) -> None:
+        """Meet the other members. Raises RuntimeError where they do not come."""
+        self.dissolve()
+        path = self._folder / f"meeting-{generation}"
+        before = _sockets()
+        self._init(dist.FileStore(os.fspath(path), world), rank, world)
+        self._connected = sorted(_sockets() - before)
+        if rank == 0:  # all have met: the first collective is behind them
+            path.unlink(missing_ok=True)
+
+    def _init(self, store: dist.Store, rank: int, world: int) -> None:
+        on_cuda = self._device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=FORM_S),
+        )
+        dist.all_reduce(torch.zeros(1))
+        if on_cuda:  # NCCL connects with its first collective
+            dist.all_reduce(torch.zeros(1, device=self._device))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), dist.group.WORLD)
+
+    def dissolve(self) -> None:
+        """Leave the group, whatever state it is in."""
+        self._connected = []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def break_up(self) -> None:
+        """From another thread: have the collective fail that this process waits in."""
+        for number in self._connected:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.getpeername()  # gloo's listener must not be shut: it would end the process
+                connection.shutdown(socket.SHUT_RDWR)
+        if self._device.type == "cuda" and dist.is_initialized():
+            with suppress(Exception):
+                dist.distributed_c10d._abort_process_group()
+
+
+def _sockets() -> set[int]:
+    """The descriptors of this process's sockets."""
+    folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
+    found = set()
+    for entry in os.listdir(folder):
+        with suppress(OSError):
+            if os.readlink(folder / entry).startswith("socket:"):
+                found.add(int(entry))
+    return found

@@ -1,0 +1,254 @@
+"""Keeps the worker jobs of an elastic cell: submits them, replaces those that end, and cancels them all.
+
+Each job has a number that never comes again. At any time there is at most one job for each slot, from 0 to
+the cell's `gpus` - 1: so many are kept until the block ends.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+#: The shortest and the longest time between two looks at the jobs, in seconds: it doubles while nothing
+#: changes.
+LOOK_S, LONGEST_LOOK_S = 0.5, 30.0
+#: Failures of a slot's jobs after which the cell is given up.
+MOST_FAILURES = 20
+#: A job that fails within so many seconds after its start is replaced later: after 5 s, 10 s, ... 5 minutes.
+SOON_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 5.0, 300.0
+
+
+class GaveUp(RuntimeError):
+    """No worker job can be had: the text says why."""
+
+
+class Refused(RuntimeError):
+    """A job was not accepted; the text is the reason that was given."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A job as it was seen. Dates are seconds since 1970, None where unknown.
+
+    `failed`: it ended, and neither in order nor because it was taken back.
+    """
+
+    state: Literal["queued", "running", "ended"]
+    reason: str = ""
+    failed: bool = False
+    started_unix_s: float | None = None
+    ended_unix_s: float | None = None
+
+
+@dataclass(frozen=True)
+class WorkerJobEntry:
+    """What is kept of a worker job, for the record. `reason`: how it ended, or why it waits."""
+
+    number: int
+    slot: int
+    id: str
+    submitted_unix_s: float
+    started_unix_s: float | None = None
+    ended_unix_s: float | None = None
+    reason: str = ""
+    failed: bool = False
+
+
+class Backend(Protocol):
+    """Where worker jobs run: SLURM, or this machine."""
+
+    def submit(self, number: int, slot: int) -> str:
+        """Start or queue worker `number`; returns the job's id. Raises `Refused`."""
+
+    def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
+        """The jobs by id; one that is absent has ended. None: nobody answers now."""
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        """End jobs, queued and running ones; returns once that is asked for."""
+
+
+class Keeper:
+    """A context in which `slots` worker jobs are kept by a thread of its own.
+
+    `journal`: a file with the jobs that were submitted, one JSON object a line. A later keeper of the same
+    cell takes over those that are still alive. At the end all jobs are cancelled.
+    """
+
+    def __init__(self, backend: Backend, slots: int, journal: Path) -> None:
+        self._backend, self._slots, self._journal = backend, slots, journal
+        self._entries: dict[str, WorkerJobEntry] = {}  # by id
+        self._live: dict[int, str] = {}  # id by slot
+        self._not_before = dict.fromkeys(range(slots), 0.0)  # by time.monotonic
+        self._failures = dict.fromkeys(range(slots), 0)
+        self._next_number = 0
+        self._lock = threading.Lock()  # guards the entries
+        self._wake = threading.Condition()
+        self._soon = self._stopped = self._finishing = False
+        self._gave_up: str | None = None
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+
+    def __enter__(self) -> Keeper:
+        self._take_over()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+        self._thread.join()
+        self._backend.cancel(self._live.values())
+        now = time.time()
+        for slot in list(self._live):
+            self._end(slot, Seen("ended", "cancelled: the cell ended", ended_unix_s=now))
+
+    def finish(self) -> None:
+        """Submit no more: the training is over, and who is there may end in peace."""
+        self._finishing = True
+
+    def look_soon(self) -> None:
+        """Look at the jobs at once: a worker has come or gone."""
+        with self._wake:
+            self._soon = True
+            self._wake.notify()
+
+    def check(self) -> None:
+        """Raise GaveUp where no worker can be had."""
+        if self._gave_up is not None:
+            raise GaveUp(self._gave_up)
+
+    def jobs(self) -> list[WorkerJobEntry]:
+        """All jobs so far, by number."""
+        with self._lock:
+            return sorted(self._entries.values(), key=lambda e: e.number)
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The same as plain values."""
+        return [asdict(entry) for entry in self.jobs()]
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        pause_s = LOOK_S
+        while not self._stopped and self._gave_up is None:
+            try:
+                changed = self._look() | self._submit()
+            except Exception as error:  # the cell would wait for workers that nobody submits
+                self._gave_up = f"worker jobs cannot be kept: {type(error).__name__}: {error}"
+                return
+            pause_s = LOOK_S if changed else min(2 * pause_s, LONGEST_LOOK_S)
+            with self._wake:
+                if not self._soon and not self._stopped:
+                    self._wake.wait(self._until_next(pause_s))
+                if self._soon:
+                    self._soon, pause_s = False, LOOK_S
+
+    def _until_next(self, pause_s: float) -> float:
+        """Seconds until the next look: sooner where a slot's job is due."""
+        now = time.monotonic()
+        due = [t - now for s, t in self._not_before.items() if s not in self._live and t > now]
+        return min([pause_s, *(max(x, 0.05) for x in due)])
+
+    def _look(self) -> bool:
+        """Look at all live jobs; returns whether any has changed."""
+        seen = self._backend.look(list(self._live.values())) if self._live else {}
+        if seen is None:
+            return False
+        changed = False
+        for slot, id_ in list(self._live.items()):
+            now = seen.get(id_, Seen("ended", "no longer known"))
+            before = self._entries[id_]
+            if now.state == "ended":
+                self._end(slot, now)
+                changed = True
+                continue
+            started = before.started_unix_s or now.started_unix_s
+            changed |= started != before.started_unix_s
+            self._keep(replace(before, started_unix_s=started, reason=now.reason))
+        return changed
+
+    def _end(self, slot: int, seen: Seen) -> None:
+        id_ = self._live.pop(slot)
+        before = self._entries[id_]
+        started = before.started_unix_s or seen.started_unix_s
+        ended = seen.ended_unix_s or time.time()
+        entry = replace(
+            before,
+            started_unix_s=started,
+            ended_unix_s=ended,
+            reason=seen.reason,
+            failed=seen.failed,
+        )
+        self._keep(entry)
+        print(f"worker {entry.number} (job {id_}) ended: {entry.reason}", flush=True)
+        if not seen.failed:
+            return
+        self._failures[slot] += 1
+        if self._failures[slot] >= MOST_FAILURES:
+            self._gave_up = (
+                f"{MOST_FAILURES} worker jobs of one place failed, the last one, worker {entry.number}, "
+                f"with: {seen.reason}; its log says more"
+            )
+        if started is None or ended - started < SOON_S:
+            wait_s = min(FIRST_PAUSE_S * 2 ** (self._failures[slot] - 1), LONGEST_PAUSE_S)
+            self._not_before[slot] = time.monotonic() + wait_s
+
+    def _submit(self) -> bool:
+        """Submit a job for each slot without one; returns whether any was submitted."""
+        submitted = False
+        for slot in range(self._slots):
+            if self._stopped or self._finishing:
+                return submitted
+            if slot in self._live or self._not_before[slot] > time.monotonic():
+                continue
+            number = self._next_number
+            try:
+                id_ = self._backend.submit(number, slot)
+            except Refused as refused:
+                if not self._live:
+                    self._gave_up = f"no worker job is accepted: {refused}"
+                    return submitted
+                print(f"a worker job is not accepted now: {refused}", flush=True)
+                self._not_before[slot] = time.monotonic() + LONGEST_LOOK_S
+                continue
+            self._next_number += 1
+            self._live[slot] = id_
+            self._keep(WorkerJobEntry(number, slot, id_, time.time()), new=True)
+            print(f"worker {number} is job {id_}", flush=True)
+            submitted = True
+        return submitted
+
+    # ------------------------------------------------------------ the journal
+
+    def _keep(self, entry: WorkerJobEntry, new: bool = False) -> None:
+        with self._lock:
+            told = self._entries.get(entry.id)
+            self._entries[entry.id] = entry
+        if new or (entry.ended_unix_s is not None and told != entry):
+            with self._journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(entry)) + "\n")
+
+    def _take_over(self) -> None:
+        """Go on with the jobs that an earlier keeper of this cell has left."""
+        try:
+            lines = self._journal.read_text(encoding="utf-8").split("\n")[:-1]
+        except FileNotFoundError:
+            return
+        for line in lines:
+            entry = WorkerJobEntry(**json.loads(line))
+            self._entries[entry.id] = entry
+        self._next_number = max((e.number for e in self._entries.values()), default=-1) + 1
+        for entry in self._entries.values():
+            if entry.ended_unix_s is None and entry.slot < self._slots:
+                self._live[entry.slot] = entry.id

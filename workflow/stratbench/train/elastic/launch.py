@@ -1,0 +1,177 @@
+"""Runs an elastic cell: its coordinator here, its workers as jobs of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from stratbench.cell.run_folder import RunFolder
+from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
+from stratbench.ps.wire.transport import Listeners
+from stratbench.study.slurm.worker_job import WorkerJob
+from stratbench.telemetry.sampler import Sampler, busy_check
+from stratbench.train import agent
+from stratbench.train.elastic import checkpoints
+from stratbench.train.elastic.coordinator import Coordinator, reaches
+from stratbench.train.elastic.keeper import Backend, GaveUp, Keeper
+from stratbench.train.elastic.local_jobs import LocalJobs
+from stratbench.train.elastic.slurm_jobs import SlurmJobs
+from stratbench.train.ending import Ending
+from stratbench.train.forkserver import fork_server, shares_gpus
+from stratbench.train.job import Job
+from stratbench.workload.tasks import task_of
+
+#: How long members may take to write their files once all is over, in seconds.
+LAST_WORDS_S = 60.0
+#: How often the launcher looks whether the training is over, in seconds.
+LOOK_S = 0.2
+
+
+def prepare(folder: RunFolder, cell: Any, settings: Any) -> None:
+    """Make the run folder, or keep that of a launcher of the same cell that was ended before its time."""
+    if goes_on(folder, asdict(cell), asdict(settings)):
+        print(f"going on with the training that {folder.path} holds", flush=True)
+        return
+    folder.create()
+
+
+def goes_on(folder: RunFolder, cell: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether the run folder holds an unfinished training of this cell with these settings."""
+    try:
+        kept = json.loads(folder.job.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return kept["cell"] == cell and kept["settings"] == settings and not folder.ended.exists()
+
+
+def since_the_first(job: Job) -> Job:
+    """The same job, whose times count from the start of the first launcher that worked on it."""
+    try:
+        first = Job.from_json(job.folder.job.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return job
+    spent_s = job.origin_unix_s - first.origin_unix_s
+    return replace(job, origin_unix_s=first.origin_unix_s, origin_s=job.origin_s - spent_s)
+
+
+def launch(job: Job, asked: WorkerJob | None) -> Ending:
+    """Train the cell; `asked`: of SLURM for each worker, None: workers are processes of this machine."""
+    folder = job.folder
+    hand_out(job)
+    life = len(folder.lives())
+    with backend_of(job, asked) as backend, _coordinator(job, asked is not None) as coordinator:
+        try:
+            with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
+                coordinator.on_change = keeper.look_soon
+                ending = _wait(job, coordinator, keeper)
+                if ending.status != "error":
+                    folder.ended.touch()
+                    keeper.finish()
+                    _await_last_words(coordinator)
+        finally:
+            folder.write_life(life, asdict(coordinator.history))
+            if folder.ended.exists():  # nobody goes on with it
+                folder.secret.unlink(missing_ok=True)
+                checkpoints.forget(folder.path)
+    return ending
+
+
+def hand_out(job: Job) -> None:
+    """Write what worker jobs read: the job, and the secret, which stays that of the first launcher."""
+    # A worker on another node has a local folder of its own.
+    job.folder.write_job(replace(job, folder=replace(job.folder, local=None)).to_json())
+    if not job.folder.secret.exists():
+        write_secret(job.folder.secret, new_secret())
+
+
+def _wait(job: Job, coordinator: Coordinator, keeper: Keeper) -> Ending:
+    """Wait until the training is over, its time is, or nobody can go on."""
+    limit_s, deadline = job.time_limit_s, None
+    while not coordinator.done.wait(LOOK_S):
+        if ending := ended_by_workers(job.folder, keeper):
+            return ending
+        if coordinator.failure:
+            return Ending("error", coordinator.failure)
+        # Time in the queue is none of the training's.
+        if limit_s is not None and deadline is None and coordinator.has_begun:
+            deadline = time.monotonic() + limit_s
+        if deadline is not None and time.monotonic() > deadline:
+            return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
+    diverged = coordinator.diverged()
+    return Ending("diverged", diverged) if diverged else Ending("ok", None)
+
+
+def ended_by_workers(folder: RunFolder, keeper: Keeper) -> Ending | None:
+    """How the cell ends because of what its workers said at their end; None: it goes on."""
+    for result in _results(folder, keeper):
+        if result["status"] in ("oom", "refused"):
+            return Ending(result["status"], result["reason"])
+    try:
+        keeper.check()
+    except GaveUp as gave_up:
+        reasons = (r["reason"] for r in _results(folder, keeper) if r["status"] == "error")
+        return Ending("error", ": ".join([str(gave_up), *list(reasons)[:1]]))
+    return None
+
+
+def _results(folder: RunFolder, keeper: Keeper) -> Iterator[dict[str, Any]]:
+    """What ended workers have written of themselves."""
+    for entry in keeper.jobs():
+        if entry.ended_unix_s is not None and (found := folder.read_worker(entry.number)):
+            yield found
+
+
+def _await_last_words(coordinator: Coordinator) -> None:
+    ends = time.monotonic() + LAST_WORDS_S
+    while coordinator.present and time.monotonic() < ends:
+        time.sleep(LOOK_S / 4)
+
+
+@contextmanager
+def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
+    folder = job.folder
+    host = socket.gethostname() if across_nodes else None
+    listeners = Listeners("127.0.0.1" if host is None else "0.0.0.0", host)
+    better = task_of(job.settings, job.data_shape).better
+    coordinator = Coordinator(
+        load_secret(folder.secret),
+        listeners,
+        job.cell.gpus,
+        job.train_samples // job.settings.global_batch,
+        lambda: checkpoints.newest(folder.path),
+        len(folder.read_epochs()),
+        folder.add_epoch,
+        lambda score: reaches(score, job.settings.ends_at, better),
+    )
+    coordinator.start()
+    listeners.publish(folder.rendezvous, 0)
+    try:
+        yield coordinator
+    finally:
+        with suppress(OSError):
+            os.unlink(f"{folder.rendezvous}.0")
+        coordinator.close()
+
+
+@contextmanager
+def backend_of(job: Job, asked: WorkerJob | None) -> Iterator[Backend]:
+    """Where workers run."""
+    folder = job.folder
+    agent.set_environment(job, on_one_host=asked is None)
+    if asked is not None:
+        folder.write_busy(0, busy_check())
+        yield SlurmJobs(asked, folder, folder.job, job.cell.path)
+        return
+    with fork_server(may_share=not job.use_cuda or shares_gpus()) as server:
+        sampler = Sampler(folder.samples(0), folder.pids(0), job.origin_s)
+        try:
+            folder.write_busy(0, busy_check())
+            yield LocalJobs(server, folder.job, sampler.watch)
+        finally:
+            sampler.stop()

@@ -1,0 +1,145 @@
+"""What the record of an elastic cell with parameter servers says of its workers, from the servers' journal.
+
+Dates are seconds since 1970; the record counts from the first launcher's start.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from stratbench.ps.elastic.journal import read_journal
+from stratbench.train.elastic.accounts import job_entry, members_of, worker_jobs
+from stratbench.train.job import Job
+
+
+def entry_of(job: Job) -> dict[str, Any]:
+    """The record's `elastic`."""
+    journal, origin = read_journal(job.folder.servers), job.origin_unix_s
+    jobs = [job_entry(e, dates_of(journal, e["number"]), origin) for e in worker_jobs(job)]
+    started = [j["started_s"] for j in jobs if j["started_s"] is not None]
+    first_steps = [j["first_step_s"] for j in jobs if j["first_step_s"] is not None]
+    allocated_s = sum(j["allocated_s"] for j in jobs)
+    inside_s = sum(end - begin for begin, end in presence(journal))
+    servers = job.folder.read_servers(job.n_servers)
+    lives = [e for e in journal if e["event"] == "life"]
+    done_twice = sum(e["done_twice"] for e in lives)
+    return {
+        "lives": max(1, len(lives)),
+        "queue_wait_s": max(0.0, min(started) - min(j["submitted_s"] for j in jobs))
+        if started
+        else None,
+        "first_step_s": min(first_steps, default=None),
+        "allocated_s": allocated_s,
+        "idle_s": max(0.0, allocated_s - inside_s),
+        "joins": len(first_steps),
+        "leaves": count(journal, "leave"),
+        "losses": count(journal, "loss"),
+        "restarts": sum(e["settled"] > 0 for e in lives[1:]),
+        "steps_repeated": -(-done_twice // slices_of(job)),
+        "pauses": {"count": 0, "median_s": None, "longest_s": None, "total_s": 0.0},
+        "checkpoints": {
+            "count": sum(s["elastic"]["saves"] for s in servers),
+            "held_up_s": sum(s["elastic"]["held_up_s"] for s in servers),
+        },
+        "jobs": jobs,
+        "generations": [],
+        "servers": {
+            "tickets_done_twice": done_twice,
+            "tickets_handed_on": sum(len(e.get("tickets", ())) for e in journal),
+            "returns": sum(w.get("returns", 0) for w in members_of(job).values()),
+            "evaluations": count(journal, "score"),
+            "last_epoch": next((s["elastic"]["finished_at_epoch"] for s in servers[:1]), None),
+            "most_at_a_time": most_at_a_time(journal),
+            "lives": [
+                {
+                    "life": e["life"],
+                    "began_s": e["at_unix_s"] - origin,
+                    "tickets_before": e["settled"],
+                    "tickets_done_twice": e["done_twice"],
+                }
+                for e in lives
+            ],
+        },
+    }
+
+
+def slices_of(job: Job) -> int:
+    """Tickets of a global batch."""
+    s = job.settings
+    return s.global_batch // type_of(job).samples_per_step(s)
+
+
+def type_of(job: Job) -> Any:
+    """The cell's strategy."""
+    from stratbench.strategies import strategy_class
+
+    return strategy_class(job.settings.strategy)
+
+
+def count(journal: list[dict[str, Any]], event: str) -> int:
+    """How often something happened."""
+    return sum(e["event"] == event for e in journal)
+
+
+def dates_of(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
+    """When a worker was ready, and had its first ticket, in its first life of the servers."""
+    names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
+    found: dict[str, float] = {}
+    for event in journal:
+        if event.get("worker") == number:
+            for name in names.get(event["event"], ()):
+                found.setdefault(name, event["at_unix_s"])
+    return found
+
+
+def presence(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """From when to when each worker took part. Where servers were killed, until the last that they noted."""
+    began: dict[int, float] = {}
+    spans: list[tuple[float, float]] = []
+    last = 0.0
+    for event in journal:
+        kind, at = event["event"], event["at_unix_s"]
+        if kind in ("life", "end"):
+            spans += [(begin, at if kind == "end" else last) for begin in began.values()]
+            began.clear()
+        elif kind == "begin":
+            began[event["worker"]] = at
+        elif kind in ("leave", "loss") and event["worker"] in began:
+            spans.append((began.pop(event["worker"]), at))
+        last = at
+    return spans + [(begin, last) for begin in began.values()]
+
+
+def most_at_a_time(journal: list[dict[str, Any]]) -> int:
+    """How many workers took part at a time, at most."""
+    here: set[int] = set()
+    most = 0
+    for event in journal:
+        if event["event"] == "life":
+            here.clear()
+        elif event["event"] == "join":
+            here.add(event["worker"])
+        elif event["event"] in ("leave", "loss"):
+            here.discard(event["worker"])
+        most = max(most, len(here))
+    return most
+
+
+def epochs_of(job: Job) -> list[dict[str, Any]]:
+    """The epochs that were evaluated, as `RunFolder.read_epochs` gives them, up to one that ended the run."""
+    scores = {e["epoch"]: e for e in read_journal(job.folder.servers) if e["event"] == "score"}
+    server = job.folder.read_server(0)
+    last = server["elastic"]["finished_at_epoch"] if server else None
+    figures: dict[int, dict[str, Any]] = defaultdict(dict)
+    for epoch in sorted(scores):
+        if epoch != len(figures) or (last is not None and epoch > last):
+            break
+        score = scores[epoch]
+        figures[epoch] = {
+            "epoch": epoch + 1,
+            "train_time_s": score["end_s"],
+            "train_loss": None,
+            **{key: score[key] for key in ("test_loss", "score", "score_error")},
+        }
+    return list(figures.values())

@@ -1,0 +1,111 @@
+"""Worker jobs of an elastic cell in SLURM: submitted, looked at and cancelled by its own commands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+
+from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.study.slurm.worker_job import WorkerJob
+from stratbench.train.elastic.keeper import Refused, Seen
+
+#: How long before the end of a job's time its worker is told, in seconds.
+WARNING_S = 60
+_TIMEOUT_S = 120.0
+#: A job's id, state, reason, start and end, as squeue writes them.
+_FORMAT = "%i|%T|%r|%S|%e"
+_QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+_QUEUED |= {"RESV_DEL_HOLD"}
+_RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+#: Ends that say nothing against the worker.
+_TAKEN_BACK = {"COMPLETED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "REVOKED"}
+
+
+class SlurmJobs:
+    """SLURM as a `keeper.Backend`.
+
+    A job's script holds paths and numbers alone: `scontrol` shows it to others. The worker is a step, so that
+    SLURM's signals reach it at once; before its time ends it gets SIGUSR1.
+    """
+
+    def __init__(self, asked: WorkerJob, folder: RunFolder, job: Path, cell: str) -> None:
+        """`job`: the file that workers read; `cell`: its path among the results, for `squeue`."""
+        self._asked, self._folder, self._job, self._cell = asked, folder, job, cell
+
+    def submit(self, number: int, slot: int) -> str:
+        output = str(self._folder.log(worker_name(number))).replace("%", "%%")
+        command = [
+            "sbatch",
+            "--parsable",
+            "--no-requeue",
+            "--job-name=stratbench-worker",
+            f"--comment=worker {number} of {self._cell}",
+            f"--output={output}",
+            "--open-mode=append",
+            f"--signal=USR1@{WARNING_S}",
+            *self._asked.arguments,
+        ]
+        done = _run(command, self.script(number))
+        if done is None or done.returncode != 0:
+            raise Refused(
+                done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s"
+            )
+        return done.stdout.strip().partition(";")[0]
+
+    def script(self, number: int) -> str:
+        """What the job of worker `number` runs."""
+        worker = [sys.executable, "-m", "stratbench.train.elastic.worker", self._job, str(number)]
+        step = ["srun", "--ntasks=1", f"--cpus-per-task={self._asked.cpus}", "--quiet", *worker]
+        return f"#!/bin/sh\nexec {shlex.join(map(str, step))}\n"
+
+    def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
+        wanted = set(ids)
+        done = _run(["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"])
+        if done is None or done.returncode != 0:
+            return None
+        rows = [line.split("|") for line in done.stdout.splitlines()]
+        return {row[0]: _seen(*row[1:]) for row in rows if len(row) == 5 and row[0] in wanted}
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        if ids := list(ids):
+            _run(["scancel", "--quiet", *ids])
+
+
+def _seen(state: str, reason: str, start: str, end: str) -> Seen:
+    state = state.partition(" ")[0]  # CANCELLED by 1000
+    if state in _QUEUED:
+        return Seen("queued", reason)
+    if state in _RUNNING:
+        return Seen("running", started_unix_s=_date(start))
+    why = state if reason in ("None", "") else f"{state} ({reason})"
+    return Seen("ended", why, state not in _TAKEN_BACK, _date(start), _date(end))
+
+
+def _date(text: str) -> float | None:
+    """A date as squeue writes it, in this machine's time zone, as seconds since 1970."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:  # N/A, Unknown
+        return None
+
+
+def _run(command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str] | None:
+    """Run one of SLURM's commands; None where it does not answer.
+
+    What SLURM told this process of its own job would be taken for options.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_"))}
+    conf = os.environ.get("SLURM_CONF") or os.environ.get("STRATBENCH_SLURM_CONF")
+    env = kept | ({"SLURM_CONF": conf} if conf else {})
+    stdin = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}
+    try:
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, **stdin
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None

@@ -1,0 +1,43 @@
+"""What a coordinator and its members say to each other: JSON in frames of the parameter servers' wire."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
+from stratbench.ps.wire.transport import Closed, Connection
+
+#: How often each side says that it lives, and after how much silence the other is given up, in seconds.
+BEAT_S, SILENCE_S = 1.0, 10.0
+
+
+def say(connection: Connection, what: str, **said: Any) -> None:
+    """Send a message. Raises Closed."""
+    connection.send(Frame(Kind.TALK), json.dumps({"what": what} | said).encode())
+
+
+def hear(connection: Connection) -> dict[str, Any]:
+    """The next message; signs of life are passed over. Raises Closed, Silent and ProtocolError."""
+    while True:
+        frame = connection.receive()
+        if frame.kind is Kind.HEARTBEAT:
+            continue
+        text = connection.read(frame.length)
+        if frame.kind is Kind.ERR:
+            raise Closed(text.decode(errors="replace"))
+        said = json.loads(text) if frame.kind is Kind.TALK else None
+        if not isinstance(said, dict) or "what" not in said:
+            raise ProtocolError(f"unexpected {frame.kind.name}")
+        return said
+
+
+def beat_until(stopped: threading.Event, to: Callable[[], list[Connection]]) -> None:
+    """Say to each of the connections that this side lives, until `stopped` is set."""
+    while not stopped.wait(BEAT_S):
+        for connection in to():
+            with suppress(Closed):  # its reader notices
+                connection.send_if_free(Frame(Kind.HEARTBEAT))
