@@ -46,7 +46,7 @@ CELLS = {
     ),
     "zero-bubble": Planned("pipeline", "bf16", 8, "gpt-compact", PAIRS | {"schedule": "zero-bubble"}, ADAMW),
     "recomputed": Planned(
-        "pipeline", "bf16", 8, "vgg16", {"pipeline_workers": 4, "microbatches": 4},
+        "pipeline", "bf16", 8, "vit-compact", {"pipeline_workers": 4, "microbatches": 4},
         {"activation_checkpointing": True},
     ),
 }  # fmt: skip

@@ -436,3 +436,13 @@ def test_tables_of_no_epochs_draw_no_scores(tmp_path):
     empty = plots.FigureData(data.cells, data.epochs.iloc[:0], data.summary, data.marks)
     assert not {name for name, _ in all_figures(empty)} & {"score", "score_over_time"}
     assert isinstance(empty.epochs, pd.DataFrame)
+
+
+@pytest.mark.parametrize("bold", [True, False])
+def test_a_name_that_has_just_its_room_is_whole(bold):
+    for letters in range(1, 40):
+        name, margin = "n" * letters, 26
+        room = margin + sheet.text_width(name, bold) - margin
+        assert sheet.shortened(name, room, bold) == name
+        if letters > 5:
+            assert sheet.shortened(name + "n", room, bold) != name + "n"

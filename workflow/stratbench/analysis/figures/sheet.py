@@ -131,7 +131,8 @@ def text_width(text: str, bold: bool = False) -> float:
 
 def shortened(name: str, width: float, bold: bool = False) -> str:
     """`name`, cut in its middle to what has room in `width` pixels."""
-    room = max(5, int(width / (BOLD_LETTER if bold else LETTER) + 1e-6))
+    # A thousandth: the width may be a sum of just these letters, and rounded down.
+    room = max(5, int(width / (BOLD_LETTER if bold else LETTER) + 1e-3))
     if len(name) <= room:
         return name
     head = (room - 1) // 2
