@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from browser import Browser
 from browser_fixtures import browser  # noqa: F401
 
-from stratbench.plan import check, schedule
+from stratbench.plan import check, one_network, schedule
+from stratbench.plan.__main__ import main as plan_main
 from stratbench.plan.duration import Projected, Span
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.pages import what_fits
@@ -163,6 +165,23 @@ def test_between_two_counts_of_workers_the_pages_figures_are_the_plans(
         assert shown["span"] == pytest.approx(span, rel=WITHIN), c.cell
     assert interpolated >= {"ddp", "zero1", "fsdp", "diloco-8"}
     assert "ps-sync" not in interpolated
+
+
+@pytest.mark.slow
+def test_a_network_alone_is_planned_without_a_study(tmp_path, monkeypatch, capsys):
+    given = yaml.safe_load(one_network.TEMPLATE.read_text(encoding="utf-8"))
+    given["numbers"] = {"replicas": {"strategies": ["single", "ddp"], "gpus": [1, 2]}}
+    given["each"] = {"bf16": given["each"]["bf16"]}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    monkeypatch.setattr(one_network, "TEMPLATE", tmp_path / "small.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert plan_main(["--model", "vgg-compact", "--dataset", "digits", "--gpu", "A10G"]) == 0
+    said = capsys.readouterr().out
+    assert "vgg-compact on A10G, bf16, global batch 256" in said
+    assert "a worker that it needs, at 1, 2 workers (! does not fit)" in said
+    assert (tmp_path / "results/model-vgg-compact/plan.html").is_file()
+    assert plan_main(["--model", "vgg-compct"]) == 1
+    assert "vgg-compct: is not a model." in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from stratbench.plan.duration import Projected
 from stratbench.plan.one_network import study_of
 from stratbench.plan.pages import table
 from stratbench.plan.pages.check_text import check_text
-from stratbench.plan.pages.text import plan_text, write_html
+from stratbench.plan.pages.text import network_text, plan_text, write_html
 from stratbench.plan.projection.study import projected_trainings
 from stratbench.plan.schedule import Records, make_plan, records_by_cell
 from stratbench.study.config.config import Study, load_config
@@ -60,8 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     table.write_csv(plan, out / "plan.csv")
     table.write_json(plan, out / "plan.json")
     write_html(plan, out / "plan.html")
-    if args.model is None:
-        print(plan_text(plan))
+    print(plan_text(plan) if args.model is None else f"{network_text(plan)}\n")
     print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
     return 0
 

@@ -63,6 +63,22 @@ def plan_text(plan: Plan) -> str:
     return folded([text.rstrip()]) + "\n"
 
 
+def network_text(plan: Plan) -> str:
+    """What `stratbench plan --model NAME` prints: memory in the way to train with which the page begins."""
+    first = plan.cells[0].subject.settings
+    lines = [
+        f"{plan.cells[0].cell.model} on {plan.device}, {first.precision}, global batch {first.global_batch}"
+    ]
+    for _, cells in cells_by_experiment(plan):
+        s = cells[0].subject.settings
+        if (s.precision, s.activation_checkpointing) == (first.precision, False):
+            unit, n_bytes = _unit(cells, lambda c: c.fit.needed_bytes)
+            workers = ", ".join(map(str, _workers(cells)))
+            lines.append(f"   {unit} a worker that it needs, at {workers} workers (! does not fit)")
+            lines.append(_matrix(cells, _needed, n_bytes))
+    return folded(lines)
+
+
 def write_html(plan: Plan, path: Path) -> None:
     """Render plan.html."""
     script = (TEMPLATES / "what_fits.js").read_text(encoding="utf-8")
