@@ -199,9 +199,9 @@ def without_skill(cells: pd.DataFrame) -> str:
     naive_errors = [abs(row[row.better_naive]) for _, row in some.iterrows()]
     figures = summary(some)
     return (
-        f"On {len(some)} cells, not refused, a naive rule did better on the fitted counts; there its median "
-        f"error is {np.median(naive_errors):.1f} %, that of the projection {figures['median_percent']:.1f} %, with "
-        f"{figures['coverage_percent']:.0f} % in its interval"
+        f"On {len(some)} cells, not refused, a naive rule did better on the fitted counts. There its "
+        f"median error is {np.median(naive_errors):.1f} %, that of the projection "
+        f"{figures['median_percent']:.1f} %, with {figures['coverage_percent']:.0f} % in its interval"
     )
 
 
