@@ -33,6 +33,7 @@ from stratbench.plan.projection import naive  # noqa: E402
 from stratbench.plan.projection.limits import refusal  # noqa: E402
 from stratbench.plan.projection.naive import Measured  # noqa: E402
 from stratbench.plan.projection.population import Stated, projected  # noqa: E402
+from stratbench.plan.projection.project import by_counts  # noqa: E402
 
 FACTORS = (2, 4, 8)
 #: A source discriminates where a + b/N is off by more than this at x2 (or, without such cells, at all).
@@ -159,6 +160,7 @@ def cells_of(rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None
         targets = [p for p in points[fit:] if p.workers / fitted[-1].workers in FACTORS]
         places = [(t.workers, t.nodes) for t in targets]
         made = projected(fitted, stated, places, prior) if targets else []
+        better = better_naive(fitted, stated) if targets and prior is None else None
         for target, interval in zip(targets, made, strict=True):
             t = target.step_s
             found.append(
@@ -172,6 +174,7 @@ def cells_of(rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None
                     "error_percent": 100 * (interval.middle_s / t - 1),
                     "low_percent": 100 * (interval.low_s / t - 1),
                     "high_percent": 100 * (interval.high_s / t - 1),
+                    "better_naive": better,
                     "refused": bool(refusal(fitted, target.workers, target.nodes)),
                 }
                 | {
@@ -180,6 +183,26 @@ def cells_of(rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None
                 }
             )
     return pd.DataFrame(found)
+
+
+def better_naive(fitted: list[Measured], stated: Stated) -> str | None:
+    """The naive rule that does better than the projection on the fitted counts; None: there is none."""
+    skill = naive.skill_of(by_counts(stated), fitted, stated.scaling)
+    return None if skill.has_any else skill.best
+
+
+def without_skill(cells: pd.DataFrame) -> str:
+    """How the naive rule that did better on the fitted counts does further on, beside the projection."""
+    some = cells[cells.better_naive.notna() & ~cells.refused]
+    if some.empty:
+        return ""
+    naive_errors = [abs(row[row.better_naive]) for _, row in some.iterrows()]
+    figures = summary(some)
+    return (
+        f"On {len(some)} cells, not refused, a naive rule did better on the fitted counts. There its "
+        f"median error is {np.median(naive_errors):.1f} %, that of the projection "
+        f"{figures['median_percent']:.1f} %, with {figures['coverage_percent']:.0f} % in its interval"
+    )
 
 
 def summary(cells: pd.DataFrame) -> dict[str, Any]:
@@ -285,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
         print(made.drop(columns=["naive_median_percent"]).round(2).to_string(index=False))
     print(f"Discriminating (a + b/N off by more than {EASY_PERCENT:g} % at x2): "
           f"{', '.join(discriminating(cells)) or 'none'}")  # fmt: skip
-    print("\n".join(aims(made)))
+    print("\n".join([*aims(made), *filter(None, [without_skill(cells)])]))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         made.round(3).to_csv(args.out / "projection.csv", index=False)

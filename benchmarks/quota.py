@@ -31,7 +31,7 @@ def groups(share: float) -> Iterator[None]:
     folder = CONTROLLER / f"projection-own-{os.getpid()}"
     try:
         folder.mkdir()
-        (folder / "cpu.shares").write_text(str(WEIGHT))
+        (folder / "cpu.shares").write_text(str(WEIGHT), encoding="utf-8")
     except OSError as error:
         raise SystemExit(
             f"error: {CONTROLLER}: no control group can be made ({error.strerror}); the benchmark needs "
@@ -52,9 +52,9 @@ def enter() -> None:
     folder, _, share = os.environ[VARIABLE].rpartition(":")
     own = Path(folder) / str(os.getpid())
     own.mkdir(exist_ok=True)
-    (own / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-    (own / "cpu.cfs_quota_us").write_text(str(round(float(share) * PERIOD_US)))
-    (own / "cgroup.procs").write_text(str(os.getpid()))
+    (own / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="utf-8")
+    (own / "cpu.cfs_quota_us").write_text(str(round(float(share) * PERIOD_US)), encoding="utf-8")
+    (own / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
 
 
 def _remove(folder: Path) -> None:

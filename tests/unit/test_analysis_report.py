@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from stratbench.analysis.records.score import Score
 from stratbench.analysis.report import audit_section, report, sections
 from stratbench.analysis.tables import tables
 from stratbench.cell.installation import PACKAGE
+from stratbench.plan.projection.table import Row, write_csv
 from stratbench.study.config import config
 
 pytest_plugins = ["browser_fixtures"]
@@ -571,3 +573,15 @@ def test_everything_works_at_desktop_and_phone_width(browser, page_path, width, 
     assert seen["height_px"] < 12_000
     assert seen["dark"] == ("rgb(21, 24, 29)" if dark else "rgb(255, 255, 255)")
     assert set(seen["scales"]) == {sheet.WIDTH}  # text is of one size in all figures
+
+
+def test_a_projection_that_was_made_is_a_section_and_says_what_it_lacks(tmp_path):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(1, 2))
+    row = Row(cells[0].experiment, "vgg16", "ddp", "ddp", "strong", "A100", 1, 1, "measured")
+    steps = {"step_low_s": 0.9, "step_s": 1.0, "step_high_s": 1.2}
+    ahead = {"kind": "projected", "workers": 8, "rule": "a rule", "evidence": "one count"}
+    table = tmp_path / cells[0].study / "projection.csv"
+    write_csv(table, [replace(row, **steps), replace(row, **steps, **ahead)])
+    text = " ".join(Page(write_page(tmp_path, cells, figures=False).read_text()).text)
+    assert "On more workers" in text
+    assert "Records were added since" in text  # the one on two workers

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from stratbench.plan.projection import naive
+from stratbench.plan.projection import naive, population
 from stratbench.plan.projection.links import Links, Unmeasured
 from stratbench.plan.projection.naive import Measured
 from stratbench.plan.projection.population import Stated
@@ -250,11 +250,12 @@ def test_a_replay_without_skill_gives_way_to_the_counts():
 
 def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
     measured = points(n1=1.0, n2=0.6, n4=0.36)  # the same loss with each doubling
-    (found,) = project(measured, Stated("strong"), [(8, None)])
+    (found,) = project(measured, Stated("strong"), [(32, None)])
     assert not found.skill.has_any
     assert found.rule == BY_COUNTS
     naive_s = found.naive_s[found.skill.best]
-    assert found.interval.low_s <= naive_s <= found.interval.high_s
+    assert naive_s < population.projected(measured, Stated("strong"), [(32, None)])[0].low_s
+    assert found.interval.low_s == naive_s
     told = sentence(found)
     assert "has no skill" in told
     assert f"{found.skill.best} did better there, which says {naive_s * 1e3:.3g} ms" in told

@@ -31,8 +31,9 @@ def test_lines_meet_where_their_ratio_is_one():
     assert found.sentence("GPU").startswith(
         f"From about {found.workers:.0f} GPUs on other takes the lead in time from one"
     )
-    exact = {"one": line(4, 4, 4), "other": line(8, 5.657, 2.8284)}
-    assert crossings(exact)[0].workers == pytest.approx(2.83, rel=0.01)  # of slopes 0 and -1
+    # At 2 the other takes 5/4, at 4 a half: ln 1.25 / (ln 1.25 + ln 2) of the way.
+    exact = {"one": line(4, 4, 4), "other": line(16, 5, 2)}
+    assert crossings(exact)[0].workers == pytest.approx(2 * 2**0.2436, rel=1e-3)
 
 
 def test_a_crossing_within_overlapping_fans_is_said_to_be_open():

@@ -57,7 +57,7 @@ def project(
     """
     points = sorted(points, key=lambda p: p.workers)
     scaling = stated.scaling
-    name, rule = BY_COUNTS, _by_counts(stated)
+    name, rule = BY_COUNTS, by_counts(stated)
     skill = naive.skill_of(rule, points, scaling)
     if replayed is not None:
         by_links = naive.skill_of(on_links(replayed), points, scaling)
@@ -90,7 +90,9 @@ def _holding(interval: Interval, step_s: float) -> Interval:
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
 
 
-def _by_counts(stated: Stated) -> Rule:
+def by_counts(stated: Stated) -> Rule:
+    """The projection from counts alone as a rule."""
+
     def rule(points: Sequence[Measured], _scaling: Scaling, workers: int) -> float:
         # Nodes of a count that was left out: as the last of the others fill theirs.
         last = points[-1]
