@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from launching import LaunchedCell, assert_gone, settings, until
 from stratbench.cell import record
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
+from stratbench.plan.check import check_study
+from stratbench.plan.duration import span_by_records
+from stratbench.plan.pages.check_text import check_text
+from stratbench.plan.schedule import make_plan
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.needs import faults
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.sampler import CellProcesses
+from stratbench.train.commands.process import meeting_place
 from stratbench.train.commands.reading import ReportError, read_report
 from stratbench.workload.users_code import digest_of, files_of_command
 
@@ -386,3 +398,65 @@ def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
         child.stdin.close()
     assert alone["id"] == "rank0"
     assert together["rss_bytes"] >= alone["rss_bytes"] + (1 << 20)
+
+
+def test_processes_of_all_nodes_meet_where_node_0_says(tmp_path):
+    job = SimpleNamespace(n_nodes=2, folder=RunFolder(tmp_path))
+    host, port = meeting_place(job, 0)
+    assert host == os.uname().nodename
+    assert meeting_place(job, 1) == (host, port)
+    alone = meeting_place(SimpleNamespace(n_nodes=1, folder=RunFolder(tmp_path)), 0)
+    assert alone[0] == "127.0.0.1"
+
+
+PLANNED = {
+    "study": "s",
+    "datasets": {"t": {"source": "synthetic", "train_samples": 64, "test_samples": 32, "size": 16}},
+    "studies": {
+        "s": {
+            "variants": {"mine": {"strategy": "command", "command": ["python", "train.py"]}},
+            "experiments": {
+                "e": {"dataset": "t", "models": ["vgg-compact"], "strategies": ["mine"], "gpus": [2],
+                      "epochs": 1, "global_batch": 32, "lr": 0.1, "device": "cpu"}
+            },
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_plan_and_check_say_of_a_command_what_they_cannot_know(tmp_path):
+    config, study = load_config(PLANNED | {"results": str(tmp_path)})
+    checked = check_study(config, study)
+    assert checked.refused == {}
+    assert "mine: is a command of yours, which is not tried" in check_text(checked)
+    (planned,) = make_plan(config, checked, {}).cells
+    assert (planned.state, planned.footprint) == ("to do", None)
+    assert "memory and traffic of a command are unknown" in planned.why
+    found = {
+        "cell": planned.cell.as_dict(),
+        "status": "ok",
+        "time": {"train_time_s": 10.0},
+        "program": {},
+    }
+    span = span_by_records(planned.cell, [found])
+    assert (span.low_s, span.high_s) == (9.0, 11.0)
+    # Of others it says nothing.
+    assert span_by_records(replace(planned.cell, strategy="ddp"), [found]) is None
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words"),
+    [
+        ({"slowdown": {"sigma": 0.1}}, "slowdown"),
+        ({"strategies": ["command"]}, "it has no command"),
+        ({"gpus": [8]}, "several nodes"),
+        ({"epochs": None, "steps": 4}, "a command has it as {epochs}"),
+    ],
+)
+def test_what_a_command_cannot_do_is_refused_before_any_job(tmp_path, experiment, words):
+    config = copy.deepcopy(PLANNED)
+    config["studies"]["s"]["variants"]["mine"]["command"].append("{epochs}")
+    config["studies"]["s"]["experiments"]["e"] |= experiment
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config(config)

@@ -63,7 +63,7 @@ arrays = {
 }
 raw_model = Nano(1 + max(int(a.max()) for pair in arrays.values() for a in pair))
 model = DDP(raw_model)
-optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+optimizer = torch.optim.SGD(model.parameters(), float(given["learning_rate"]), 0.9)
 
 
 def get_batch(split):
