@@ -460,3 +460,51 @@ def test_what_a_command_cannot_do_is_refused_before_any_job(tmp_path, experiment
     config["studies"]["s"]["experiments"]["e"] |= experiment
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_config(config)
+
+
+#: Stands for srun on a machine that is both nodes: starts the agent of each.
+SRUN = """#!/bin/bash
+while [ "${1#--}" != "$1" ]; do shift; done
+for node in 0 1; do SLURM_NODEID=$node "$@" & started="$started $!"; done
+for one in $started; do wait $one || code=1; done
+exit ${code:-0}
+"""
+#: Tells which node it is and where all meet; that of node 0 reports.
+ON_NODES = """
+import os, sys
+node, nodes, host, port, told = sys.argv[1:]
+os.environ |= {"RANK": node, "WORLD_SIZE": "2"}
+from stratbench.report import Report
+Report(parameters=3).step(16)
+open(f"{told}-{node}", "w").write(f"{nodes} {host}:{port}")
+sys.exit(int(os.path.exists(f"{told}-fails") and node == "1"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_command_is_started_once_on_each_node(start_cell, tmp_path, fails):
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "train.py").write_text(ON_NODES)
+    told = tmp_path / "told"
+    if fails:
+        (tmp_path / "told-fails").touch()
+    given = ["{node}", "{nodes}", "{host}", "{port}", str(told)]
+    launched = start_cell(
+        of_command([sys.executable, str(tmp_path / "train.py"), *given]),
+        program=("-m", "stratbench.train.launch", "--nodes", "2"),
+        env=os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+    )
+    code, output = launched.finish()
+    assert code == fails, output
+    if fails:
+        assert "command1: exit code 1" in output
+        return
+    first, second = ((tmp_path / f"told-{node}").read_text() for node in (0, 1))
+    assert first == second
+    assert first.startswith("2 ")
+    found = record.read(launched.record)
+    assert found["provenance"]["nodes"] == 2
+    assert found["program"]["said"]["steps"] == 1
+    assert found["program"]["outside"]["exit_code"] == 0
