@@ -15,7 +15,7 @@ import fixture_records as fixture
 import pandas as pd
 import planted
 import pytest
-from planted import ENDS, Fault, both, change, faster, put, sound, swap, times
+from planted import ENDS, Fault, both, by_command, change, faster, put, sound, swap, times
 from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
@@ -130,6 +130,49 @@ FAULTS = [
         put("settings.elastic", True),
         "contradictory-elastic",
         "settings.elastic is True",
+    ),
+    # Commands of the user's.
+    Fault(
+        "steps after a command's end",
+        DDP,
+        both(by_command, times("program.said.last_s", 10)),
+        "contradictory-report",
+        "program.said.last_s",
+    ),
+    Fault(
+        "a command that tells more time than it lived",
+        DDP,
+        both(by_command, put("program.outside.begun_s", 100.0), put("program.said.first_s", 101.0)),
+        "contradictory-report",
+        "time.train_time_s",
+    ),
+    Fault(
+        "a command's samples are no multiple of its batch",
+        DDP,
+        both(by_command, times("program.said.batch", 2)),
+        "contradictory-report",
+        "program.said.batch",
+    ),
+    Fault(
+        "a command that trained with one process",
+        DDP,
+        both(by_command, put("program.said.workers", 1)),
+        "unlike-its-cell",
+        "cell.gpus",
+    ),
+    Fault(
+        "a command that trained an epoch less",
+        DDP,
+        both(by_command, times("settings.epochs", 2)),
+        "unlike-its-cell",
+        "program.said.samples",
+    ),
+    Fault(
+        "a command that slept",
+        DDP,
+        both(by_command, put("program.outside.cpu_time_s", 0.01)),
+        "contradictory-cpu-time",
+        "cpu_time_s",
     ),
     # Times.
     Fault("an epoch doubled", DDP, times("time.epoch_times_s.2", 2), "contradictory-time", "epoch"),

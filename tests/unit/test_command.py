@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from launching import LaunchedCell, assert_gone, settings, until
 from stratbench.cell import record
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
+from stratbench.plan.check import check_study
+from stratbench.plan.duration import span_by_records
+from stratbench.plan.pages.check_text import check_text
+from stratbench.plan.schedule import make_plan
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.needs import faults
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.sampler import CellProcesses
+from stratbench.train.commands.process import meeting_place
 from stratbench.train.commands.reading import ReportError, read_report
 from stratbench.workload.users_code import digest_of, files_of_command
 
@@ -386,3 +398,113 @@ def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
         child.stdin.close()
     assert alone["id"] == "rank0"
     assert together["rss_bytes"] >= alone["rss_bytes"] + (1 << 20)
+
+
+def test_processes_of_all_nodes_meet_where_node_0_says(tmp_path):
+    job = SimpleNamespace(n_nodes=2, folder=RunFolder(tmp_path))
+    host, port = meeting_place(job, 0)
+    assert host == os.uname().nodename
+    assert meeting_place(job, 1) == (host, port)
+    alone = meeting_place(SimpleNamespace(n_nodes=1, folder=RunFolder(tmp_path)), 0)
+    assert alone[0] == "127.0.0.1"
+
+
+PLANNED = {
+    "study": "s",
+    "datasets": {"t": {"source": "synthetic", "train_samples": 64, "test_samples": 32, "size": 16}},
+    "studies": {
+        "s": {
+            "variants": {"mine": {"strategy": "command", "command": ["python", "train.py"]}},
+            "experiments": {
+                "e": {"dataset": "t", "models": ["vgg-compact"], "strategies": ["mine"], "gpus": [2],
+                      "epochs": 1, "global_batch": 32, "lr": 0.1, "device": "cpu"}
+            },
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_plan_and_check_say_of_a_command_what_they_cannot_know(tmp_path):
+    config, study = load_config(PLANNED | {"results": str(tmp_path)})
+    checked = check_study(config, study)
+    assert checked.refused == {}
+    assert "mine: is a command of yours, which is not tried" in check_text(checked)
+    (planned,) = make_plan(config, checked, {}).cells
+    assert (planned.state, planned.footprint) == ("to do", None)
+    assert "memory and traffic of a command are unknown" in planned.why
+    found = {
+        "cell": planned.cell.as_dict(),
+        "status": "ok",
+        "time": {"train_time_s": 10.0},
+        "program": {},
+    }
+    span = span_by_records(planned.cell, [found])
+    assert (span.low_s, span.high_s) == (9.0, 11.0)
+    # Of others it says nothing.
+    assert span_by_records(replace(planned.cell, strategy="ddp"), [found]) is None
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words"),
+    [
+        ({"slowdown": {"sigma": 0.1}}, "slowdown"),
+        ({"strategies": ["command"]}, "it has no command"),
+        ({"gpus": [8]}, "several nodes"),
+        ({"epochs": None, "steps": 4}, "a command has it as {epochs}"),
+    ],
+)
+def test_what_a_command_cannot_do_is_refused_before_any_job(tmp_path, experiment, words):
+    config = copy.deepcopy(PLANNED)
+    config["studies"]["s"]["variants"]["mine"]["command"].append("{epochs}")
+    config["studies"]["s"]["experiments"]["e"] |= experiment
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config(config)
+
+
+#: Stands for srun on a machine that is both nodes: starts the agent of each.
+SRUN = """#!/bin/bash
+while [ "${1#--}" != "$1" ]; do shift; done
+for node in 0 1; do SLURM_NODEID=$node "$@" & started="$started $!"; done
+for one in $started; do wait $one || code=1; done
+exit ${code:-0}
+"""
+#: Tells which node it is and where all meet; that of node 0 reports.
+ON_NODES = """
+import os, sys
+node, nodes, host, port, told = sys.argv[1:]
+os.environ |= {"RANK": node, "WORLD_SIZE": "2"}
+from stratbench.report import Report
+Report(parameters=3).step(16)
+open(f"{told}-{node}", "w").write(f"{nodes} {host}:{port}")
+sys.exit(int(os.path.exists(f"{told}-fails") and node == "1"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_command_is_started_once_on_each_node(start_cell, tmp_path, fails):
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "train.py").write_text(ON_NODES)
+    told = tmp_path / "told"
+    if fails:
+        (tmp_path / "told-fails").touch()
+    given = ["{node}", "{nodes}", "{host}", "{port}", str(told)]
+    launched = start_cell(
+        of_command([sys.executable, str(tmp_path / "train.py"), *given]),
+        program=("-m", "stratbench.train.launch", "--nodes", "2"),
+        env=os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+    )
+    code, output = launched.finish()
+    assert code == fails, output
+    if fails:
+        assert "command1: exit code 1" in output
+        return
+    first, second = ((tmp_path / f"told-{node}").read_text() for node in (0, 1))
+    assert first == second
+    assert first.startswith("2 ")
+    found = record.read(launched.record)
+    assert found["provenance"]["nodes"] == 2
+    assert found["program"]["said"]["steps"] == 1
+    assert found["program"]["outside"]["exit_code"] == 0

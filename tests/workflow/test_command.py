@@ -13,6 +13,8 @@ from tiny_study import Workflow, tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+#: What the audit may find in an honest cell: what else ran on the machine.
+OF_THE_MACHINE = {"busy-machine", "loaded-machine", "steps-uneven"}
 #: A network for both: as our strategies call it, and as nanoGPT's loop does.
 MODEL = """
 import torch
@@ -63,7 +65,7 @@ arrays = {
 }
 raw_model = Nano(1 + max(int(a.max()) for pair in arrays.values() for a in pair))
 model = DDP(raw_model)
-optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+optimizer = torch.optim.SGD(model.parameters(), float(given["learning_rate"]), 0.9)
 
 
 def get_batch(split):
@@ -124,7 +126,8 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
     assert rows["mine"]["same_work"] == "yes"
     assert rows["ddp"]["same_work"] == ""
     with (study / "audit.csv").open(newline="") as file:
-        assert [f for f in csv.DictReader(file) if f["strategy"] == "mine"] == []
+        found = {f["rule"] for f in csv.DictReader(file) if f["strategy"] == "mine"}
+    assert found <= OF_THE_MACHINE
     assert "mine" in (study / "report.html").read_text()
     # A changed script, or one beside it, trains its cells again, and no others.
     assert workflow.jobs() == {}

@@ -423,8 +423,11 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
         for r in range(job.world_size)
     ]
     if job.is_command:
-        ends = job.folder.command_ends(job.n_nodes)
-        processes = [agent.ProcessExit(command_name(e["node"]), e["exit_code"]) for e in ends]
+        ends = {e["node"]: e["exit_code"] for e in job.folder.command_ends(job.n_nodes)}
+        lost = None if late or not process.returncode else 1  # its agent ended before it
+        processes = [
+            agent.ProcessExit(command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)
+        ]
     ended = process.returncode != 0
     hung = ended and why_hung(standings) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)

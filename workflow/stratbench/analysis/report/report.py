@@ -105,7 +105,7 @@ def length_of_training(rows: pd.DataFrame) -> str:
 
 
 def notices_of_commands(rows: pd.DataFrame) -> Iterator[str]:
-    """Notices on cells that commands of the user's trained: whose word their figures are, and whether all rank."""
+    """Notices on cells that a user's commands trained: whose word their figures are, and which rank."""
     if not len(rows):
         return
     names = ", ".join(dict.fromkeys(rows["strategy"]))
