@@ -20,7 +20,7 @@ from stratbench.ps.elastic.journal import read_journal
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
-SERVED = ENDLESS | {"strategies": ["ps-ormo"], "lr": 0.002}
+SERVED = ENDLESS | {"strategies": ["ps-ormo"], "lr": 0.002, "epochs": 3000}
 SHORT = SERVED | {"epochs": 15, "slowdown": {"workers": [0, 1], "factor": 15}}
 
 

@@ -22,8 +22,8 @@ from launching import until
 from stratbench.ps.client import Channel
 from stratbench.ps.elastic.channel import ReturningChannel, RunOver
 from stratbench.ps.elastic.evaluations import parse_score
-from stratbench.ps.elastic.journal import read_end, read_journal
-from stratbench.ps.elastic.saved_state import StateError, has_state, load_state, pack, unpack
+from stratbench.ps.elastic.journal import has_state, read_end, read_journal
+from stratbench.ps.elastic.saved_state import StateError, load_state, pack, unpack
 from stratbench.ps.policies.policies import POLICIES as ALL_POLICIES
 from stratbench.ps.policies.policies import make_policy
 from stratbench.ps.server import serve

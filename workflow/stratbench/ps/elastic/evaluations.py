@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from stratbench.ps.tickets import TicketPlan
@@ -38,7 +39,7 @@ class Evaluations:
     ) -> None:
         """`wanted`: whether anything is evaluated. `target`: the score that ends the run."""
         self.scores: dict[int, dict[str, float | None]] = {}  # by epoch
-        self._ends = [sum(map(plan.tickets_of, range(e + 1))) for e in range(plan.epochs)]
+        self._ends = list(accumulate(map(plan.tickets_of, range(plan.epochs))))
         self._wanted, self._target, self._higher = wanted, target, higher_is_better
         self._seen = 0  # epochs that have ended
         self._waiting: list[int] = []
