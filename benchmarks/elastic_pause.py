@@ -2,8 +2,8 @@
 
     PYTHONPATH=workflow python benchmarks/elastic_pause.py
 
-Writes results/elastic/pause.csv and pause.md; some eight minutes. `--only ours` measures ours alone, and keeps
-the rest of pause.csv.
+Writes results/elastic/pause.csv and pause.md; some eight minutes. `--only ours` measures ours alone, and
+keeps the rest of pause.csv.
 
 Ours: an elastic cell of `ddp` on this host, two workers, whose second leaves by SIGTERM or SIGKILL, again and
 again; another comes in its place, imports and warms up while the first one trains, and then joins.
@@ -163,7 +163,7 @@ def ours(number: int, folder: Path) -> Iterator[tuple[str, float]]:
     run = RunFolder.of_logs(logs)
     try:
         for i in range(2 * number):
-            wait_for(lambda: len(generations(run)) >= 2 and together(run))
+            wait_for(lambda: together(run))
             last = max(generations(run)[-1]["members"])
             entries = map(json.loads, run.worker_jobs.read_text(encoding="utf-8").splitlines())
             pid = next(int(e["id"]) for e in entries if e["number"] == last)
@@ -188,8 +188,8 @@ def generations(run: RunFolder) -> list[dict[str, Any]]:
 
 def together(run: RunFolder) -> bool:
     """Whether two train now."""
-    last = generations(run)[-1]
-    return len(last["members"]) == 2 and last["began_unix_s"] is not None
+    last = generations(run)[-1:]
+    return any(len(g["members"]) == 2 and g["began_unix_s"] is not None for g in last)
 
 
 def main() -> None:
@@ -238,8 +238,9 @@ def main() -> None:
     ]
     for key in dict.fromkeys((r["last_call_s"], r["change"]) for r in rows):
         found = [r["pause_s"] for r in rows if (r["last_call_s"], r["change"]) == key]
+        who = "this project" if key[0] == "ours" else f"torchrun, {key[0]} s"
         lines.append(
-            f"| {'this project' if key[0] == 'ours' else f'torchrun, {key[0]} s'} | {key[1]} | {len(found)} | "
+            f"| {who} | {key[1]} | {len(found)} | "
             f"{statistics.median(found):.2g} | {min(found):.2g} to {max(found):.2g} |"
         )
     (given.out / "pause.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
