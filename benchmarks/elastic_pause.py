@@ -150,7 +150,7 @@ def ours(number: int, folder: Path) -> Iterator[tuple[str, float]]:
     """The pause of each change in an elastic cell, as its coordinator keeps it."""
     from launching import settings
 
-    s = settings("ddp", gpus=2, per_worker_batch=8, elastic=True, epochs=10**6, warmup_steps=1)
+    s = settings("ddp", gpus=2, per_worker_batch=8, elastic=True, epochs=10**6, lr=1e-6)
     s = replace(s, slowdown={"workers": [0, 1], "factor": 10})
     cell = Cell("pause", "tiny", "ddp", s.model, s.dataset, 2, 0)
     prepare("tiny", folder / "data", spec=s.data_spec)
@@ -232,6 +232,7 @@ def main() -> None:
         f"cores, load average {load:.1f} at the start. Seconds without a step, no GPU. torchrun's hold",
         "launcher, rendezvous and imports, by its `last_call_timeout`; ours the rendezvous and the state,",
         "since a new worker imports and warms up while the others train.",
+        *["torchrun's rows are of an earlier run on the same machine."] * bool(given.only),
         "",
         "| who, with which last_call_timeout | change | n | median, s | range, s |",
         "|--:|---|--:|--:|---|",

@@ -2,9 +2,9 @@
 
     PYTHONPATH=workflow python benchmarks/elastic_slurm.py
 
-Writes a run to results/elastic/experiment/, and experiment.md; under 30 minutes on 2 cores. Each arm has a cluster
-of its own: SLURM on 2 nodes of 8 pretend GPUs, fed with the same jobs of others at the same moments; all
-clusters run side by side. At each of some moments a training is submitted, which each arm does in its way.
+Writes a run to results/elastic/experiment/, and experiment.md; under 30 minutes on 2 cores. Each arm has a
+cluster of its own: SLURM on 2 nodes of 8 pretend GPUs, fed with the same jobs of others at the same moments;
+all clusters run side by side. At each of some moments a training is submitted, which each arm does in its way.
 
 Time is compressed: 1 s stands for COMPRESSION s. So jobs sleep, the others' and the trainings' alike. Real
 are the queue, backfill, preemption, and who submits: worker jobs are kept by `train.elastic.keeper`, as
@@ -374,8 +374,8 @@ def table(run: dict) -> list[str]:
         f"## Load {run['load']:g}, seed {run['seed']}",
         "",
         f"{run['jobs']} jobs of others at an offered load of {run['load']:g}; {run['moments']} trainings in",
-        f"each arm. {run['cores']} cores with a load average of {begun:.1f} at the start and {ended:.1f} at the",
-        "end: others used the machine.",
+        f"each arm. {run['cores']} cores with a load average of {begun:.1f} at the start and {ended:.1f}",
+        "at the end: others used the machine.",
         "",
         f"| {' | '.join(names)} |",
         f"|---{'|--:' * (len(names) - 1)}|",
@@ -392,10 +392,10 @@ def write_page(out: Path) -> None:
     lines = [
         "# Gang or elastic workers on a real SLURM",
         "",
-        f"Made by `benchmarks/elastic_slurm.py`: SLURM on {NODES} nodes of {GPUS} pretend GPUs, one cluster an",
-        "arm, side by side. Each training is an hour on 8 GPUs, submitted at the same moments in each arm,",
-        f"among the same jobs of others. Seconds are compressed: 1 s stands for {COMPRESSION:g} s. Brackets: 95 %",
-        "by resampling the moments. Simulated: by `plan/queue`, with the same jobs at the same moments.",
+        f"Made by `benchmarks/elastic_slurm.py`: SLURM on {NODES} nodes of {GPUS} pretend GPUs, one cluster",
+        "an arm, side by side. Each training is an hour on 8 GPUs, at the same moments in each arm,",
+        f"among the same jobs of others. Seconds are compressed: 1 s stands for {COMPRESSION:g} s. Brackets:",
+        "95 % by resampling the moments. Simulated: by `plan/queue`, with the same jobs at the same moments.",
         "",
         "The queue, backfill, preemption and the keeper of worker jobs are real. Trainings sleep: an",
         "asynchronous worker's second counts as much as a synchronous one's (a worth of 1), and a pause is",
