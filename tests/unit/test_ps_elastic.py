@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,16 +14,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from policy_reference import hyper_of
 from process_groups import forking
 from ps_harness import PATIENCE_S, Served, Worked, config
 
 from launching import until
 from stratbench.ps.client import Channel
 from stratbench.ps.elastic.channel import ReturningChannel, RunOver
+from stratbench.ps.elastic.evaluations import parse_score
 from stratbench.ps.elastic.journal import read_end, read_journal
-from stratbench.ps.elastic.saved_state import has_state
+from stratbench.ps.elastic.saved_state import StateError, has_state, load_state, pack, unpack
+from stratbench.ps.policies.policies import POLICIES as ALL_POLICIES
+from stratbench.ps.policies.policies import make_policy
 from stratbench.ps.server import serve
 from stratbench.ps.server_config import ElasticConfig
+from stratbench.ps.server_run import ServerRun
+from stratbench.ps.tickets import Once, common
+from stratbench.ps.wire.frames import ProtocolError
+from stratbench.ps.wire.handshake import JoinLater, JoinRefused
+from stratbench.ps.wire.link import Left
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,7 +71,7 @@ def slowly(worker, ticket, channel):
 
 
 def history(folder, policy, n_servers, seed, numbers=12):
-    """A run whose workers join, leave and are lost at random moments; checks it, returns its servers' reports."""
+    """A run whose workers join, leave and are lost at random moments; returns its servers' reports."""
     rng = random.Random(seed)
     plan = elastic(folder, policy=policy, n_servers=n_servers)
     servers, here, come = serve_all(plan), [], 0
@@ -218,3 +228,283 @@ def test_another_life_of_the_servers_goes_on(tmp_path, processes, policy, n_serv
     assert read_end(plan.elastic.folder) == {"error": None}
     with pytest.raises(RunOver):
         Returning(plan, 9).join()
+
+
+# --- places ----------------------------------------------------------------------------------------
+
+
+def weights_at_the_end(monkeypatch, plan, join):
+    """The servers' weights after a run whose tickets are pushed in the order of their numbers."""
+    turn, changed, kept = [0], threading.Condition(), {}
+    finish_push, close, pushed = ServerRun._finish_push, ServerRun.close, {}
+
+    def finish_and_pass_on(run, member):
+        ticket = member.ticket
+        finish_push(run, member)
+        for other in list(run._members.values()):  # all who may read now have read
+            until(
+                lambda other=other: not other.has_mail and not other._sending.locked(), PATIENCE_S
+            )
+        with changed:
+            pushed[ticket] = pushed.get(ticket, 0) + 1
+            turn[0] += pushed[ticket] == plan.n_servers
+            changed.notify_all()
+
+    def close_and_keep(run):
+        close(run)
+        kept.update({k: s.policy.weights.clone() for k, s in run._store.shards.items()})
+
+    def wait_for_turn(worker, ticket, channel):
+        if ticket.number == 0:
+            until(lambda: len(workers) == PLACES and all(w.tickets for w in workers), PATIENCE_S)
+        with changed:
+            assert changed.wait_for(lambda: turn[0] == ticket.number, PATIENCE_S)
+
+    monkeypatch.setattr(ServerRun, "_finish_push", finish_and_pass_on)
+    monkeypatch.setattr(ServerRun, "close", close_and_keep)
+    workers = []
+    servers = serve_all(plan)
+    for number in range(PLACES):
+        workers.append(join(plan, number, wait_for_turn))
+        until(lambda number=number: hasattr(workers[number], "channel"), PATIENCE_S)
+    for worker in workers:
+        worker.join()
+    stats = [server.result() for server in servers]
+    assert [s["status"] for s in stats] == ["ok"] * plan.n_servers
+    return kept, [[t.number for t in w.tickets] for w in workers]
+
+
+@pytest.mark.parametrize("n_servers", [1, 2])
+@pytest.mark.parametrize("policy", [*POLICIES, "ps-preview", "ps-kbatch"])
+def test_with_all_workers_from_the_start_it_is_the_run_of_a_gang_bit_for_bit(
+    tmp_path, monkeypatch, policy, n_servers
+):
+    plan = elastic(tmp_path / "elastic", policy=policy, n_servers=n_servers, steps_per_epoch=4)
+    plan = replace(plan, snapshot_dir=None)
+    gang = replace(plan, elastic=None, rendezvous=str(tmp_path / "gang"))
+    ours, tickets = weights_at_the_end(
+        monkeypatch, plan, lambda *a: Worked(a[0], SECRET, a[1], before_push=a[2], life=1)
+    )
+    monkeypatch.undo()
+    theirs, gangs_tickets = weights_at_the_end(
+        monkeypatch, gang, lambda *a: Worked(a[0], SECRET, a[1], before_push=a[2])
+    )
+    assert tickets == gangs_tickets
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def test_a_place_comes_back_and_a_number_does_not(tmp_path):
+    plan = replace(elastic(tmp_path), workers=2)
+    servers = serve_all(plan)
+    here = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in (5, 3)]
+    until(lambda: all(w.tickets for w in here), PATIENCE_S)
+    with pytest.raises(JoinLater, match="all 2 places are taken; come again later"):
+        Worked(plan, SECRET, 8, life=1).join()
+    first = here[0]
+    first.channel.leave()
+    with pytest.raises(Left):
+        first.join()
+    with pytest.raises(JoinRefused, match="worker 5 was here and cannot come back"):
+        Worked(plan, SECRET, 5, life=1).join()
+    here[0] = Worked(plan, SECRET, 8, before_push=slowly, life=1)
+    for worker in here:
+        worker.join()
+    (found,) = [server.result() for server in servers]
+    check_run(plan, [found])
+    places = {w["worker"]: w["place"] for w in found["workers"]}
+    assert places[8] == places[5]
+    assert set(places.values()) == {0, 1}
+    assert found["lost"] == []
+    (left,) = events(plan, "leave")
+    assert left["worker"] == 5
+    assert [r["from"] for r in found["reassigned"]] == [5] * len(left["tickets"])
+    assert found["refused"] == 1  # a spare that asks too early has done nothing wrong
+
+
+def test_a_worker_of_another_life_of_the_servers_is_sent_away(tmp_path):
+    plan = elastic(tmp_path, life=4)
+    servers = serve_all(plan)
+    with pytest.raises(JoinLater, match="this is life 4 of the servers"):
+        Worked(plan, SECRET, 0, life=3).join()
+    with pytest.raises(JoinRefused, match="does not know this job's secret"):
+        Worked(plan, b"x" * 32, 0, life=4).join()
+    Worked(plan, SECRET, 0, life=4).join()
+    check_run(plan, [server.result() for server in servers])
+
+
+def test_training_outlives_its_last_worker(tmp_path):
+    plan = elastic(tmp_path)
+    servers = serve_all(plan)
+    only = Worked(plan, SECRET, 0, before_push=slowly, life=1)
+    until(lambda: len(only.tickets) > 4, PATIENCE_S)
+    only.channel._close_connections()
+    until(lambda: events(plan, "loss"), PATIENCE_S)
+    time.sleep(0.1)
+    assert not servers[0].done
+    Worked(plan, SECRET, 1, life=1).join()
+    (found,) = [server.result() for server in servers]
+    check_run(plan, [found])
+    assert [w["worker"] for w in found["lost"]] == [0]
+
+
+# --- evaluation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_servers", [1, 2])
+def test_the_first_epoch_that_reaches_the_target_ends_the_run(tmp_path, n_servers):
+    """`figures_of` gives the fourth epoch a score of 0.4."""
+    plan = elastic(tmp_path, epochs=8, target_score=0.35, n_servers=n_servers)
+    servers = serve_all(plan)
+    workers = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in range(3)]
+    for worker in workers:
+        worker.join()
+    found = [server.result() for server in servers]
+    assert [s["status"] for s in found] == ["ok"] * n_servers
+    own = found[0]["elastic"]
+    assert own["finished_at_epoch"] == 3
+    assert [s["score"] for s in own["scores"]][:4] == [0.1, 0.2, 0.3, 0.4]
+    assert found[0]["train_time_s"] == found[0]["epochs"][3]["end_s"]
+    assert found[0]["tickets_settled"] < len_of(plan)
+    assert sorted(e for w in workers for e in w.evaluated)[:4] == [0, 1, 2, 3]
+
+
+def len_of(plan):
+    return plan.epochs * plan.steps_per_epoch * plan.slices
+
+
+def test_others_train_while_one_evaluates(tmp_path, monkeypatch):
+    plan = elastic(tmp_path)
+    hold, begun = threading.Event(), threading.Event()
+    score = Channel.score
+
+    def score_when_told(channel, figures):
+        begun.set()
+        assert hold.wait(PATIENCE_S)
+        return score(channel, figures)
+
+    monkeypatch.setattr(Channel, "score", score_when_told)
+    servers = serve_all(plan)
+    workers = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in range(3)]
+    assert begun.wait(PATIENCE_S)
+    before = sum(len(w.tickets) for w in workers)
+    until(lambda: sum(len(w.tickets) for w in workers) > before + 10, PATIENCE_S)
+    hold.set()
+    for worker in workers:
+        worker.join()
+    check_run(plan, [server.result() for server in servers])
+
+
+@pytest.mark.parametrize("goes", ["leave", "_close_connections"])
+def test_what_a_worker_that_goes_was_to_evaluate_another_evaluates(tmp_path, monkeypatch, goes):
+    plan = elastic(tmp_path)
+    score, gone = Channel.score, []
+
+    def go_the_first_time(channel, figures):
+        if gone:
+            return score(channel, figures)
+        gone.append(channel.worker)
+        getattr(channel, goes)()
+        raise Left("gone")
+
+    monkeypatch.setattr(Channel, "score", go_the_first_time)
+    servers = serve_all(plan)
+    workers = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in range(3)]
+    for number, worker in enumerate(workers):
+        with contextlib.suppress(Left):
+            worker.join()
+        assert (number in gone) == (worker.error is not None)
+    check_run(plan, [server.result() for server in servers])
+    assert len(gone) == 1
+
+
+def test_a_score_that_is_none_is_refused():
+    good = {"test_loss": 1.0, "score": None, "score_error": 0.1}
+    assert parse_score(good) == good
+    for bad in (
+        3,
+        [],
+        {},
+        good | {"score": "1"},
+        good | {"score": float("inf")},
+        good | {"more": 1.0},
+    ):
+        with pytest.raises(ProtocolError, match="malformed SCORE"):
+            parse_score(bad)
+
+
+# --- the saved state ---------------------------------------------------------------------------------
+
+
+def policy_of(name, workers=3, numel=50):
+    hyper = hyper_of(name, lr=0.1, momentum=0.9, workers=workers)
+    return make_policy(name, torch.linspace(-1, 1, numel, dtype=torch.float64), hyper, {})
+
+
+@pytest.mark.parametrize("name", sorted(ALL_POLICIES))
+def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
+    """Three workers push in turn, one is away for a while; saved at an odd moment, through a file."""
+    rng = torch.Generator().manual_seed(1)
+
+    def act(policy, steps, reads):
+        for step in steps:
+            worker = step % 3
+            if step == 7 and policy.tolerates_loss:
+                policy.on_leave(2)
+            if step == 13 and policy.tolerates_loss:
+                policy.on_join(2)
+            if worker == 2 and 7 <= step < 13 and policy.tolerates_loss:
+                continue
+            out = torch.empty_like(policy.weights)
+            grads = torch.randn(50, generator=rng, dtype=torch.float64)
+            policy.on_push(worker, grads, reads.get(worker, 0))
+            reads[worker] = policy.view(worker, out)
+
+    whole, part, reads = policy_of(name), policy_of(name), {}
+    act(part, range(10), reads)
+    path = tmp_path / "state"
+    with path.open("wb") as file:
+        packed = json.loads(json.dumps(pack(part.state(), file)))
+    with path.open("rb") as file:
+        whole.load(unpack(packed, file))
+    drawn, reads_too = rng.get_state(), dict(reads)
+    act(part, range(10, 20), reads)
+    rng.set_state(drawn)
+    act(whole, range(10, 20), reads_too)
+    assert whole.version == part.version
+    assert reads == reads_too
+    assert torch.equal(whole.weights, part.weights)
+    assert torch.equal(
+        *(p.view(1, torch.empty_like(p.weights)) and p.weights for p in (whole, part))
+    )
+
+
+def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
+    plan = elastic(tmp_path, save_every_s=0.0, steps_per_epoch=40)
+    servers = serve_all(plan)
+    worker = Worked(plan, SECRET, 0, before_push=slowly, life=1)
+    folder = Path(plan.elastic.folder)
+    until(lambda: has_state(folder, 1), PATIENCE_S)
+    worker.join()
+    servers[0].result()
+    saved = load_state(folder, 0)
+    assert sorted(saved.shards) == list(range(len(saved.shards)))
+    (data,) = folder.glob("state0.*.bin")
+    whole = bytearray(data.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    data.write_bytes(whole)
+    with pytest.raises(StateError, match="not as it was written"):
+        load_state(folder, 0)
+
+
+def test_a_policy_that_keeps_what_cannot_be_saved_says_so():
+    policy = policy_of("ps-async")
+    policy.window = object()
+    with pytest.raises(TypeError, match="a policy keeps a object, which cannot be saved"):
+        policy.state()
+
+
+def test_what_all_sets_have_in_common():
+    sets = [Once(5, {7, 9}), Once(3, {5, 6, 7}), Once(8, {9})]
+    assert sorted(common(sets)) == [0, 1, 2, 7]
+    assert sorted(common([Once(4, {6})])) == [0, 1, 2, 3, 6]

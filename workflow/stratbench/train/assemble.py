@@ -157,7 +157,7 @@ def time_figures(
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy_class(s.strategy).breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": setup_s(first),
+        "setup_s": setup_s(first, s.elastic),
         "data_s": longest_phase_s(workers, "data_s"),
         "warmup_s": longest_phase_s(workers, "warmup_s"),
         **compile_figures(workers),
@@ -244,24 +244,31 @@ def served_run(
     `evaluated`: an elastic cell's epochs; server 0 knows when its training ended.
     """
     first = servers[0]
+    pushes = applied_pushes(servers)
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
     per_epoch = next((w["per_epoch"] for w in workers if w["per_epoch"]), [])
     timed = servers
     if evaluated is not None:
         per_epoch, timed = evaluated, servers[:1]
         ends = ends[: len(evaluated)] if evaluated else ends
+    tickets = first["tickets_settled"] - after_the_end(first)
     for entry in per_epoch:
         parts = [w["losses"].get(str(entry["epoch"] - 1), (0.0, 0)) for w in workers]
         if all(total is not None for total, _ in parts):
             entry["train_loss"] = sum(t for t, _ in parts) / max(1, sum(n for _, n in parts))
     return {
         "train_time_s": max(server["train_time_s"] for server in timed),
-        "samples_seen": first["tickets_settled"] * samples_per_step,
-        "samples_applied": round(samples_per_step * applied_pushes(servers)),
+        "samples_seen": tickets * samples_per_step,
+        "samples_applied": round(samples_per_step * min(tickets, pushes)),
         "updates_applied": max(version for server in servers for version in server["updates"]),
         "epoch_times_s": [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)],
         "per_epoch": per_epoch,
     }
+
+
+def after_the_end(server: dict[str, Any]) -> int:
+    """Tickets settled while the epoch that ended an elastic run was evaluated: part of no figure."""
+    return server.get("elastic", {}).get("after_the_end", 0)
 
 
 def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -355,12 +362,16 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def setup_s(worker: dict[str, Any]) -> float | None:
-    """Seconds for process start, imports, rendezvous, and building and wrapping the model."""
+def setup_s(worker: dict[str, Any], elastic: bool = False) -> float | None:
+    """Seconds for process start, imports, rendezvous, and building and wrapping the model.
+
+    Of an elastic cell without the first two: its worker may have started at any time.
+    """
     if not worker:
         return None
     phases = worker["phases_s"]
-    return worker["started_s"] + phases.get("rendezvous_s", 0) + phases["build_s"]
+    started_s = 0.0 if elastic else worker["started_s"]
+    return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 
 def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:

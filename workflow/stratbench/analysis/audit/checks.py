@@ -31,6 +31,8 @@ class Facts:
         self.status: str = self("status")
         #: Whether workers came and went: their number is that of nobody's.
         self.elastic = self("elastic") is not None
+        #: Whether its servers' workers trained on while the epoch was evaluated that ended it.
+        self.ended_early = self("elastic.servers.last_epoch") is not None
         #: Whether the workers trained to an end, so that their totals are known.
         self.finished = self.status in ("ok", "diverged") and bool(self.workers)
         #: Workers that servers lost, by their number.

@@ -191,7 +191,8 @@ def faults_of_epochs(facts: Facts) -> Iterator[str]:
 def faults_of_samples(facts: Facts) -> Iterator[str]:
     """Checks the samples of the cell and of its workers."""
     steps, epochs = facts.steps_run, facts("settings.epochs")
-    if facts("strategy.kind") == "server" and facts.status == "diverged" and epochs:
+    ends_after_all = facts("strategy.kind") == "server" and not facts.elastic
+    if ends_after_all and facts.status == "diverged" and epochs:
         steps = epochs * (facts("batch.steps_per_epoch") or 0)
     yield from unless_hold(facts, SAMPLES, steps=steps)
     each = [worker["samples"] for worker in facts.workers if facts.mesh.speaks(worker["rank"])]
@@ -209,7 +210,7 @@ def faults_of_updates(facts: Facts) -> Iterator[str]:
     """Checks the number of updates against what the strategy states of them."""
     if facts("strategy.kind") == "collective":
         yield from unless_hold(facts, UPDATES)
-    if facts.status == "ok":
+    if facts.status == "ok" and not facts.ended_early:
         # A step that overflowed makes no update; the last update may be of fewer pushes.
         if not facts.skips and not facts.lost:
             yield from unless_hold(facts, STATED_UPDATES)

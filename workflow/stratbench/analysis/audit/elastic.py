@@ -36,6 +36,17 @@ PAUSES = relations(
 IDLE = relations(("elastic.idle_s == allocated_s - inside_s", ROUNDING, 1.0))
 STEPS = relations("steps_taken == steps_run + elastic.steps_repeated")
 OF_WORKER = relations("worker.steps <= steps_of_generations")
+LIVES = relations(
+    "elastic.lives == len_lives",
+    "elastic.servers.tickets_done_twice == done_twice",
+    "elastic.servers.most_at_a_time <= cell.gpus",
+    "elastic.servers.most_at_a_time >= 1",
+    "elastic.servers.evaluations >= len(score.per_epoch)",
+)
+LIFE = relations(
+    ("later.began_s >= earlier.began_s", ROUNDING, DATES_S),
+    "later.tickets_before + later.tickets_done_twice >= earlier.tickets_before",
+)
 PAUSE = relations(("later.pause_s <= between_s", ROUNDING, DATES_S))
 
 
@@ -59,10 +70,32 @@ def contradictory_elastic(facts: Facts) -> Iterator[str]:
         ACCOUNTS,
         joined=len(first_steps),
         first_step_s=min(first_steps, default=None),
-        from_checkpoints=sum(g["from_checkpoint"] for g in generations),
+        from_checkpoints=_times_gone_on(facts, generations),
     )
+    if facts("strategy.kind") == "server":
+        yield from _faults_of_lives(facts)
     if facts("strategy.kind") == "collective" and facts.finished:
         yield from _faults_of_generations(facts, jobs, generations)
+
+
+def _times_gone_on(facts: Facts, generations: list[dict[str, Any]]) -> int:
+    """How often training went on from a checkpoint, or from the servers' saved state."""
+    if facts("strategy.kind") != "server":
+        return sum(g["from_checkpoint"] for g in generations)
+    return sum(life["tickets_before"] > 0 for life in (facts("elastic.servers.lives") or ())[1:])
+
+
+def _faults_of_lives(facts: Facts) -> Iterator[str]:
+    """Checks what is said of each life of the servers."""
+    lives = facts("elastic.servers.lives") or []
+    if [life["life"] for life in lives] != list(range(1, len(lives) + 1)):
+        yield f"the servers' lives have the numbers {[life['life'] for life in lives]}"
+    for earlier, later in pairwise(lives):
+        of = f"life {later['life']}"
+        yield from unless_hold(facts, LIFE, of, earlier=earlier, later=later)
+    yield from unless_hold(
+        facts, LIVES, len_lives=len(lives), done_twice=sum(x["tickets_done_twice"] for x in lives)
+    )
 
 
 def _faults_of_jobs(facts: Facts, jobs: list[dict[str, Any]]) -> Iterator[str]:

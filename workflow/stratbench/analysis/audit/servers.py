@@ -29,9 +29,17 @@ SERVER = relations(
     "server.n_servers == strategy.options.servers",
     "server.policy == policy_of_strategy",
 )
-TICKETS = relations("batch.samples_seen == server.tickets_settled * batch.samples_per_step")
+TICKETS = relations(
+    "batch.samples_seen == (server.tickets_settled - after_the_end) * batch.samples_per_step"
+)
 TICKETS_OF_WORKERS = relations("server.tickets_settled == sum_of_tickets")
 TICKETS_OF_WORKER = relations("worker.steps == link.tickets", "link.skips <= link.tickets")
+# Of an elastic run, in which a worker that goes may have taken a step that settled no ticket.
+ALL_TICKETS = relations(
+    "server.tickets_settled * batch.samples_per_step == steps_run * batch.global_batch"
+)
+ONCE = relations("server.tickets_settled == pushes + dropped")
+TICKETS_OF_ELASTIC = relations("link.tickets <= worker.steps", "link.skips <= link.tickets")
 # Shards are padded, and the last one may be almost empty.
 SHARDS = relations(
     "elements_of_shards >= model.trainable_parameters",
@@ -90,7 +98,11 @@ def contradictory_server(facts: Facts) -> Iterator[str]:
 def faults_of_tickets(facts: Facts) -> Iterator[str]:
     """Checks the batches handed out, settled, and done by the workers."""
     first = facts.servers[0]
-    yield from unless_hold(facts, TICKETS, server=first)
+    after = (first.get("elastic") or {}).get("after_the_end", 0)
+    yield from unless_hold(facts, TICKETS, server=first, after_the_end=after)
+    if facts.elastic:
+        yield from _faults_of_elastic_tickets(facts)
+        return
     if facts.lost or first.get("reassigned"):
         return
     links = {link["worker"]: link for link in first["workers"]}
@@ -104,6 +116,31 @@ def faults_of_tickets(facts: Facts) -> Iterator[str]:
         elif "tickets" in link:
             of = f"rank {worker['rank']}"
             yield from unless_hold(facts, TICKETS_OF_WORKER, of, worker=worker, link=link)
+
+
+def _faults_of_elastic_tickets(facts: Facts) -> Iterator[str]:
+    """Checks that every ticket was settled once, whoever came and went, in all lives of the servers."""
+    first = facts.servers[0]
+    own = first.get("elastic") or {}
+    links = {link["worker"]: link for link in first["workers"]}
+    if not facts.lost and not first.get("reassigned") and "settled_before" in own:
+        done = own["settled_before"] + sum(link["tickets"] for link in links.values())
+        yield from unless_hold(facts, TICKETS_OF_WORKERS, server=first, sum_of_tickets=done)
+    if facts.status == "ok" and not facts.ended_early:
+        yield from unless_hold(facts, ALL_TICKETS, server=first)
+        skips = sum(link.get("skips") or 0 for link in links.values())
+        for i, server in enumerate(facts.servers):
+            for k, (count, late) in enumerate(
+                zip(server["staleness"], server["dropped"], strict=True)
+            ):
+                of = f"shard {k} of server {i}"
+                figures = {"pushes": sum(count), "dropped": late, "server": first}
+                yield from unless_hold(facts, () if skips else ONCE, of, **figures)
+    for worker in facts.workers:
+        link = links.get(worker["rank"])
+        if link is not None:  # else it was there in an earlier life of the servers
+            of = f"rank {worker['rank']}"
+            yield from unless_hold(facts, TICKETS_OF_ELASTIC, of, worker=worker, link=link)
 
 
 def faults_of_shards(facts: Facts) -> Iterator[str]:
@@ -150,12 +187,13 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
             "highest_staleness": len(without_trailing_zeros(count)) - 1,
             "sum_of_staleness": sum(age * n for age, n in enumerate(count)),
         }  # fmt: skip
-        if tickets and not facts.lost and not server.get("reassigned"):
+        if tickets and not facts.lost and not server.get("reassigned") and not facts.elastic:
             yield from unless_hold(facts, PUSHES, shard, **figures)
         yield from unless_hold(facts, UPDATES, shard, **figures)
         busy = sum((link.get("tickets") or 0) >= BUSY for link in server["workers"])
         # Stale pushes may have been dropped; who takes over from a lost one begins anew.
         lossless = not late and not facts.lost and not server.get("reassigned")
+        lossless = lossless and not facts.elastic  # where not all are there all the time
         if made == pushes and not waiting and lossless:
             # Each update makes the N - 1 batches in progress older by one, so that the mean is N - 1 where
             # each worker always has one; where all of them wait for all, half of that.
@@ -165,8 +203,10 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
                 f"what {busy} busy workers cannot avoid",
                 UNAVOIDABLE * max(0, busy - 1),
             )
-        if not skips and not facts.lost and facts.status == "ok":
+        if not skips and not facts.lost and facts.status == "ok" and not facts.ended_early:
             yield from unless_hold(facts, STATED_UPDATES, shard, **figures)
+    if facts.ended_early:
+        return
     shards = [sum(c) for s in facts.servers for c in s["staleness"]]
     yield from unless_hold(
         facts,
@@ -180,6 +220,8 @@ def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator
     """Checks that epochs, waits and work of a server lie within its training time."""
     train_time_s = server.get("train_time_s")
     epochs = server.get("epochs") or ()
+    if facts.ended_early:
+        return  # the others trained on while one evaluated the epoch that ended it
     if facts.status == "ok":
         yield from unless_same(
             f"epochs of {name}",

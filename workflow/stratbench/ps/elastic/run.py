@@ -285,6 +285,13 @@ class ElasticRun(ServerRun):
         self._save()
         self._saver.wait()
 
+    def _after_the_end(self) -> int:
+        """Tickets that were settled beyond those of the epoch that ended the run."""
+        if self._finished_at is None:
+            return 0
+        counted = sum(map(self.plan.tickets_of, range(self._finished_at + 1)))
+        return self.tickets.n_settled - counted
+
     def statistics(self) -> dict[str, Any]:
         found = super().statistics()
         if self._finished_at is not None:
@@ -299,6 +306,7 @@ class ElasticRun(ServerRun):
             "done_twice": len(self._done_twice),
             "began_unix_s": self._began_unix_s,
             "finished_at_epoch": self._finished_at,
+            "after_the_end": self._after_the_end(),
             "saves": self._saver.count if self._saver is not None else 0,
             "held_up_s": self._saver.held_up_s if self._saver is not None else 0.0,
             "scores": [{"epoch": e, **s} for e, s in sorted(self._evaluations.scores.items())],

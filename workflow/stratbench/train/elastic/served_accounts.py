@@ -1,4 +1,4 @@
-"""What the record of an elastic cell with parameter servers says of its workers: the servers' journal in figures.
+"""What the record of an elastic cell with parameter servers says of its workers, from the servers' journal.
 
 Dates are seconds since 1970; the record counts from the first launcher's start.
 """
@@ -84,11 +84,12 @@ def count(journal: list[dict[str, Any]], event: str) -> int:
 
 def dates_of(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
     """When a worker was ready, and had its first ticket, in its first life of the servers."""
-    names = {"join": "ready", "begin": "first_step"}
+    names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
     found: dict[str, float] = {}
     for event in journal:
-        if event.get("worker") == number and event["event"] in names:
-            found.setdefault(names[event["event"]], event["at_unix_s"])
+        if event.get("worker") == number:
+            for name in names.get(event["event"], ()):
+                found.setdefault(name, event["at_unix_s"])
     return found
 
 
@@ -126,7 +127,7 @@ def most_at_a_time(journal: list[dict[str, Any]]) -> int:
 
 
 def epochs_of(job: Job) -> list[dict[str, Any]]:
-    """The epochs that were evaluated, as `RunFolder.read_epochs` gives them, up to the one that ended the run."""
+    """The epochs that were evaluated, as `RunFolder.read_epochs` gives them, up to one that ended the run."""
     scores = {e["epoch"]: e for e in read_journal(job.folder.servers) if e["event"] == "score"}
     server = job.folder.read_server(0)
     last = server["elastic"]["finished_at_epoch"] if server else None
