@@ -133,12 +133,17 @@ def cell_of(study: str, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
 # ---------------------------------------------------------------- from files
 
 
+#: Why elastic cells are in no bout.
+ELASTIC = "its workers are jobs of their own (elastic), and a block is one allocation"
+
+
 def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
     """The evidence of a config's study, and notes on what was not used. `config`: validated."""
     study = Study(config, config["study"])
     given = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skipped
+    elastic = (cell.path for cell in study.cells if study.settings(cell).elastic)
+    skipped = Jobs(config, study).skipped | dict.fromkeys(elastic, ELASTIC)
     bouts = tuple(bouts_of(study, skipped))
     notes = [
         f"{path} is not raced: {why}" for path, why in skipped.items() if path.endswith("rep0")

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Literal
 
@@ -166,6 +166,20 @@ class Coordinator:
         """How many members are there, warming up or in."""
         with self._lock:
             return len(self._members)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """Another value when the history has changed in more than seconds."""
+        with self._lock:
+            h = self.history
+            began = sum(g.began_unix_s is not None for g in h.generations)
+            ended = sum(g.ended_unix_s is not None for g in h.generations)
+            return len(h.generations), began, ended, len(h.dates), len(h.lost), self._epochs_done
+
+    def facts(self) -> dict[str, Any]:
+        """The history as plain values."""
+        with self._lock:
+            return asdict(self.history)
 
     @property
     def has_begun(self) -> bool:
