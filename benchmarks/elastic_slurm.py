@@ -4,7 +4,7 @@
 
 Writes a run to results/elastic/experiment/, and experiment.md; under 30 minutes on 2 cores. Each arm has a
 cluster of its own: SLURM on 2 nodes of 8 pretend GPUs, fed with the same jobs of others at the same moments;
-all clusters run side by side. At each of some moments a training is submitted, which each arm does in its way.
+all clusters run side by side. At each of some moments a training is submitted, by each arm in its way.
 
 Time is compressed: 1 s stands for COMPRESSION s. So jobs sleep, the others' and the trainings' alike. Real
 are the queue, backfill, preemption, and who submits: worker jobs are kept by `train.elastic.keeper`, as

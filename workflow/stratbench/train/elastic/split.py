@@ -204,7 +204,7 @@ class Split:
     def _meet(self, said: dict[str, Any]) -> None:
         """Form the group, and have the state of its first rank."""
         with self._phases("rendezvous"):
-            self._group.form(said["generation"], said["rank"], said["world"])
+            self._group.form(said["meeting"], said["rank"], said["world"])
         worker, strategy = self.worker, self.strategy
         self._rank, self._world = said["rank"], said["world"]
         worker.rank, worker.world_size, worker.mesh = self._rank, self._world, Mesh(self._world)
