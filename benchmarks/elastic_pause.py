@@ -1,8 +1,14 @@
-"""How long synchronous elastic workers stop when one joins or leaves: torchrun's own restart, measured.
+"""How long synchronous elastic workers stop when one joins or leaves: torchrun's own restart, and ours.
 
-    python benchmarks/elastic_pause.py
+    PYTHONPATH=workflow python benchmarks/elastic_pause.py
 
-Writes results/elastic/pause.csv and pause.md; some six minutes. Two agents of `torchrun --nnodes=1:3` on this
+Writes results/elastic/pause.csv and pause.md; some eight minutes. `--only ours` measures ours alone, and
+keeps the rest of pause.csv.
+
+Ours: an elastic cell of `ddp` on this host, two workers, whose second leaves by SIGTERM or SIGKILL, again and
+again; another comes in its place, imports and warms up while the first one trains, and then joins.
+
+torchrun's: Two agents of `torchrun --nnodes=1:3` on this
 host, one CPU process each, all-reduce by gloo, a model of nothing. The second joins, and leaves by SIGTERM or
 SIGKILL, again and again. The pause is the time without a step: from the last step before the change to the
 first one after it. So it holds the launcher, the rendezvous and the imports; a cluster adds its data, its
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import signal
 import socket
@@ -27,9 +34,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
+from stratbench.workload.data.prepare import prepare
 
 OUT = Path(__file__).parent / "results" / "elastic"
 #: torchrun's default is 30: how long a rendezvous that has the least number of nodes waits for more.
@@ -131,10 +146,57 @@ def rounds(last_call_s: int, number: int, folder: Path) -> Iterator[tuple[str, f
                 end(process, signal.SIGTERM)
 
 
+def ours(number: int, folder: Path) -> Iterator[tuple[str, float]]:
+    """The pause of each change in an elastic cell, as its coordinator keeps it."""
+    from launching import settings
+
+    s = settings("ddp", gpus=2, per_worker_batch=8, elastic=True, epochs=10**6, lr=1e-6)
+    s = replace(s, slowdown={"workers": [0, 1], "factor": 10})
+    cell = Cell("pause", "tiny", "ddp", s.model, s.dataset, 2, 0)
+    prepare("tiny", folder / "data", spec=s.data_spec)
+    logs = cell.log_dir(folder)
+    command = [sys.executable, "-m", "stratbench.train.launch", "--cell", json.dumps(asdict(cell))]
+    command += ["--settings", s.as_json(), "--data", str(folder / "data"), "--logs", str(logs)]
+    command += ["--record", str(folder / "record.json"), "--timeline", str(folder / "t.csv")]
+    with open(folder / "launcher.log", "ab") as said:
+        launcher = subprocess.Popen(command, stdout=said, stderr=said)
+    run = RunFolder.of_logs(logs)
+    try:
+        for i in range(2 * number):
+            wait_for(lambda: together(run))
+            last = max(generations(run)[-1]["members"])
+            entries = map(json.loads, run.worker_jobs.read_text(encoding="utf-8").splitlines())
+            pid = next(int(e["id"]) for e in entries if e["number"] == last)
+            os.kill(pid, (signal.SIGTERM, signal.SIGKILL)[i % 2])
+            wait_for(lambda n=last: n not in generations(run)[-1]["members"])
+        wait_for(lambda: together(run))
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    for g in generations(run):
+        if g["pause_s"] is not None:
+            kinds = {"joined": "join", "left": "leave by SIGTERM"}
+            yield kinds.get(g["cause"].rpartition(" ")[2], "leave by SIGKILL"), g["pause_s"]
+
+
+def generations(run: RunFolder) -> list[dict[str, Any]]:
+    """Who has trained together so far."""
+    return [
+        g for p in run.lives() for g in json.loads(p.read_text(encoding="utf-8"))["generations"]
+    ]
+
+
+def together(run: RunFolder) -> bool:
+    """Whether two train now."""
+    last = generations(run)[-1:]
+    return any(len(g["members"]) == 2 and g["began_unix_s"] is not None for g in last)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=["ours"], help="keep what pause.csv has of torchrun")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     if given.worker:
@@ -145,7 +207,14 @@ def main() -> None:
     rows = []
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        for last_call_s in LAST_CALLS_S:
+        if given.only:
+            with open(given.out / "pause.csv", newline="", encoding="utf-8") as file:
+                kept = [r for r in csv.DictReader(file) if r["last_call_s"] != "ours"]
+                rows += [r | {"pause_s": float(r["pause_s"])} for r in kept]
+        for change, pause_s in ours(given.rounds, Path(folder)):
+            rows.append({"last_call_s": "ours", "change": change, "pause_s": round(pause_s, 3)})
+            print(rows[-1], flush=True)
+        for last_call_s in () if given.only else LAST_CALLS_S:
             for change, pause_s in rounds(last_call_s, given.rounds, Path(folder)):
                 rows.append(
                     {"last_call_s": last_call_s, "change": change, "pause_s": round(pause_s, 2)}
@@ -157,20 +226,23 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(rows)
     lines = [
-        "# torchrun's restart when a worker joins or leaves",
+        "# What a joining or leaving worker costs the others",
         "",
         f"Made by `benchmarks/elastic_pause.py`: PyTorch {torch.__version__}, gloo, {os.cpu_count()} CPU",
-        f"cores, load average {load:.1f} at the start. Seconds without a step: launcher, rendezvous and",
-        "imports, no GPU.",
+        f"cores, load average {load:.1f} at the start. Seconds without a step, no GPU. torchrun's hold",
+        "launcher, rendezvous and imports, by its `last_call_timeout`; ours the rendezvous and the state,",
+        "since a new worker imports and warms up while the others train.",
+        *["torchrun's rows are of an earlier run on the same machine."] * bool(given.only),
         "",
-        "| last_call_timeout | change | n | median, s | range, s |",
+        "| who, with which last_call_timeout | change | n | median, s | range, s |",
         "|--:|---|--:|--:|---|",
     ]
     for key in dict.fromkeys((r["last_call_s"], r["change"]) for r in rows):
         found = [r["pause_s"] for r in rows if (r["last_call_s"], r["change"]) == key]
+        who = "this project" if key[0] == "ours" else f"torchrun, {key[0]} s"
         lines.append(
-            f"| {key[0]} | {key[1]} | {len(found)} | {statistics.median(found):.1f} | {min(found):.1f} to "
-            f"{max(found):.1f} |"
+            f"| {who} | {key[1]} | {len(found)} | "
+            f"{statistics.median(found):.2g} | {min(found):.2g} to {max(found):.2g} |"
         )
     (given.out / "pause.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -2,9 +2,9 @@
 
     PYTHONPATH=workflow python benchmarks/elastic_slurm.py
 
-Writes results/elastic/experiment.csv and experiment.md; under 30 minutes on 2 cores. Each arm has a cluster
-of its own: SLURM on 2 nodes of 8 pretend GPUs, fed with the same jobs of others at the same moments; all
-clusters run side by side. At each of some moments a training is submitted, which each arm does in its way.
+Writes a run to results/elastic/experiment/, and experiment.md; under 30 minutes on 2 cores. Each arm has a
+cluster of its own: SLURM on 2 nodes of 8 pretend GPUs, fed with the same jobs of others at the same moments;
+all clusters run side by side. At each of some moments a training is submitted, by each arm in its way.
 
 Time is compressed: 1 s stands for COMPRESSION s. So jobs sleep, the others' and the trainings' alike. Real
 are the queue, backfill, preemption, and who submits: worker jobs are kept by `train.elastic.keeper`, as
@@ -15,7 +15,6 @@ minutes), nor are SLURM's own delays. A pause is the one measured with real work
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -28,7 +27,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
@@ -37,7 +36,9 @@ from cluster import SlurmCluster
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan.queue.background import poisson
-from stratbench.plan.queue.simulator import Arrival
+from stratbench.plan.queue.simulator import Arrival, Rules
+from stratbench.plan.queue.simulator import Cluster as Simulated
+from stratbench.plan.queue.trainings import Checkpoints, Gang, Scaling, Split
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic.keeper import Keeper
 from stratbench.train.elastic.slurm_jobs import SlurmJobs
@@ -53,6 +54,8 @@ WIDTH, TRAINING_S = 8, 16.0
 #: Pauses of synchronous workers, in real seconds: this project's, and torchrun's by default (pause.md).
 OWN_PAUSE_S, TORCHRUN_PAUSE_S = 0.2, 39.0
 LOOK_S = 0.05
+#: SLURM's delays in seconds, as queue_slurm.py has them.
+START_S, END_S, REACT_S = 0.15, 0.09, 0.4
 #: So that jobs of some seconds meet a scheduler that looks as often as a real one looks at jobs of hours.
 SCHEDULER = (
     "bf_interval=1,bf_resolution=1,sched_interval=2,batch_sched_delay=0,bf_job_part_count_reserve=1,"
@@ -277,7 +280,12 @@ def run_arm(name: str, jobs: int, load: float, seed: int, moments: int, out: Pat
         while cluster.run("squeue", "-h"):
             time.sleep(1)
         waits = [queue.dates(job)[0] - at_s for job, at_s in submitted.items() if queue.dates(job)]
-    out.write_text(json.dumps({"trainings": [asdict(t) for t in trainings], "waits": waits}))
+    rounded = [
+        {k: round(v, 2) if isinstance(v, float) else v for k, v in asdict(t).items() if k != "arm"}
+        for t in trainings
+    ]
+    wait_s = round(statistics.fmean(waits), 2)
+    out.write_text(json.dumps({"others_wait_s": wait_s, "trainings": rounded}))
 
 
 # ---------------------------------------------------------------- the table
@@ -289,55 +297,117 @@ def interval(values: Sequence[float], rng: random.Random) -> tuple[float, float]
     return draws[50], draws[1949]
 
 
-def rows_of(found: dict[str, dict]) -> Iterator[dict[str, object]]:
+def simulated(arm: Arm, run: dict, arrivals: list[Arrival], draws: int = 20) -> float | None:
+    """The mean time to the result by `plan.queue`, in seconds; None for what others preempt.
+
+    As `queue_slurm.py` draws it: SLURM's delays are inputs, and the next allocation comes a little later.
+    """
+    if arm.preemptible or arm.gpus < 0:
+        return None
+    rng, times = random.Random(0), []
+    last_s, moments = arrivals[-1].submit_s, run["moments"]
+    for _ in range(draws):
+        late = [
+            replace(a, duration_s=a.duration_s + rng.expovariate(1 / REACT_S)) for a in arrivals
+        ]
+        rules = Rules(
+            reserve=1, backfill_s=1.0, depth=500, start_delay_s=START_S, end_delay_s=END_S
+        )
+        sim = Simulated(NODES, GPUS, late, rules)
+        trainings = []
+        for k in range(moments):
+            sim.run_until(last_s * (k + 1) / (moments + 1))
+            own = (Scaling(0.0), Checkpoints(1800.0, 0.0), 0.0)
+            if arm.gpus:
+                request_s = 60.0 * math.ceil(1.5 * TRAINING_S * WIDTH / arm.gpus / 60)
+                work = (WIDTH * TRAINING_S, request_s, arm.gpus)
+                trainings.append(Gang(*work, *own, scatter=arm.scatter))
+            else:
+                request_s = 60.0 * math.ceil(3 * TRAINING_S / 60)
+                trainings.append(Split(WIDTH * TRAINING_S, request_s, WIDTH, *own))
+            trainings[-1].begin(sim)
+        sim.run_until()
+        times += [t.time_to_result_s for t in trainings]
+    return statistics.fmean(times)
+
+
+def rows_of(run: dict) -> Iterator[dict[str, str]]:
     """A row of the table for each arm."""
     rng = random.Random(0)
+    arrivals = others(run["jobs"], run["load"], run["seed"])
     times = {
-        arm: {t["moment"]: t["done_s"] - t["submitted_s"] for t in told["trainings"]}
-        for arm, told in found.items()
+        name: {t["moment"]: t["done_s"] - t["submitted_s"] for t in arm["trainings"]}
+        for name, arm in run["arms"].items()
     }
-    for arm, told in found.items():
-        row: dict[str, object] = {"arm": ARMS[arm].title}
-        row["others' mean wait, s"] = f"{statistics.fmean(told['waits']):.1f}"
+    for name, told in run["arms"].items():
+        row = {"arm": ARMS[name].title}
         if trainings := told["trainings"]:
-            taken = list(times[arm].values())
+            taken = list(times[name].values())
             low, high = interval(taken, rng)
             row["time to result, s"] = f"{statistics.fmean(taken):.1f} [{low:.1f}, {high:.1f}]"
-            pairs = [math.log(times[arm][k] / times["gang"][k]) for k in times[arm]]
+            pairs = [math.log(times[name][k] / times["gang"][k]) for k in times[name]]
             low, high = map(math.exp, interval(pairs, rng))
             ratio = math.exp(statistics.fmean(pairs))
             row["over the gang's"] = f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
-            mean = lambda key: statistics.fmean(t[key] for t in trainings)  # noqa: E731
-            wait_s = statistics.fmean(t["started_s"] - t["submitted_s"] for t in trainings)
-            row["wait to the first step, s"] = f"{wait_s:.1f}"
-            row["GPU-s held"] = f"{mean('gpu_s'):.0f}"
-            row["of them idle"] = f"{mean('idle_gpu_s'):.1f}"
-            row["joins"], row["lost"] = f"{mean('joins'):.1f}", f"{mean('losses'):.1f}"
+            by_plan = simulated(ARMS[name], run, arrivals)
+            row["simulated, s"] = "" if by_plan is None else f"{by_plan:.1f}"
+            waits = [t["started_s"] - t["submitted_s"] for t in trainings]
+            row["wait to the first step, s"] = f"{statistics.fmean(waits):.1f}"
+            for title, key in COUNTED.items():
+                row[title] = f"{statistics.fmean(t[key] for t in trainings):.1f}"
+        row["others' mean wait, s"] = f"{told['others_wait_s']:.1f}"
         yield row
 
 
-def page(found: dict[str, dict], given: argparse.Namespace, load: tuple[float, float]) -> str:
-    rows = list(rows_of(found))
+COUNTED = {
+    "GPU-s held": "gpu_s", "of them idle": "idle_gpu_s", "workers that came": "joins",
+    "that were preempted": "losses",
+}  # fmt: skip
+
+
+def table(run: dict) -> list[str]:
+    """A run's lines of the page."""
+    rows = list(rows_of(run))
     names = list(max(rows, key=len))
-    lines = [
-        "# Gang or elastic workers on a real SLURM",
+    begun, ended = run["load_average"]
+    return [
+        f"## Load {run['load']:g}, seed {run['seed']}",
         "",
-        f"Made by `benchmarks/elastic_slurm.py --jobs {given.jobs} --load {given.load:g} --seed {given.seed}",
-        f"--moments {given.moments}`: SLURM on {NODES} nodes of {GPUS} pretend GPUs, one cluster an arm side",
-        f"by side on {os.cpu_count()} cores; load average {load[0]:.1f} at the start, {load[1]:.1f} then.",
-        f"{given.jobs} jobs of others at an offered load of {given.load:g}; {given.moments} trainings of",
-        f"{TRAINING_S:g} s on {WIDTH} GPUs, the same moments in each arm. 1 s stands for {COMPRESSION:g} s.",
-        "Brackets: 95 % by resampling the moments.",
+        f"{run['jobs']} jobs of others at an offered load of {run['load']:g}; {run['moments']} trainings in",
+        f"each arm. {run['cores']} cores with a load average of {begun:.1f} at the start and {ended:.1f}",
+        "at the end: others used the machine.",
         "",
         f"| {' | '.join(names)} |",
         f"|---{'|--:' * (len(names) - 1)}|",
-        *(f"| {' | '.join(str(row.get(name, '')) for name in names)} |" for row in rows),
+        *(f"| {' | '.join(row.get(name, '') for name in names)} |" for row in rows),
         "",
-        "The queue, backfill, preemption and the keeper of worker jobs are real; trainings sleep, and an",
-        "asynchronous worker's second counts as much as a synchronous one's. The keeper's looks and SLURM's",
-        "delays are not compressed: here they cost more than they would beside trainings of hours.",
     ]
-    return "\n".join(lines) + "\n"
+
+
+def write_page(out: Path) -> None:
+    """Write experiment.md of all runs."""
+    runs = [
+        json.loads(p.read_text(encoding="utf-8")) for p in sorted((out / "experiment").glob("*"))
+    ]
+    lines = [
+        "# Gang or elastic workers on a real SLURM",
+        "",
+        f"Made by `benchmarks/elastic_slurm.py`: SLURM on {NODES} nodes of {GPUS} pretend GPUs, one cluster",
+        "an arm, side by side. Each training is an hour on 8 GPUs, at the same moments in each arm,",
+        f"among the same jobs of others. Seconds are compressed: 1 s stands for {COMPRESSION:g} s. Brackets:",
+        "95 % by resampling the moments. Simulated: by `plan/queue`, with the same jobs at the same moments.",
+        "",
+        "The queue, backfill, preemption and the keeper of worker jobs are real. Trainings sleep: an",
+        "asynchronous worker's second counts as much as a synchronous one's (a worth of 1), and a pause is",
+        "the measured one ([pause](pause.md)), compressed. The keeper's looks and SLURM's delays are not",
+        "compressed: here they cost more than beside trainings of hours.",
+        "",
+    ]
+    for run in runs:
+        lines += table(run)
+    text = "\n".join(lines)
+    (out / "experiment.md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 def main() -> None:
@@ -350,8 +420,12 @@ def main() -> None:
     parser.add_argument("--moments", type=int, default=12, help="trainings in each arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--page", action="store_true", help="only write the page anew")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
+    if given.page:
+        write_page(given.out)
+        return
     if given.arm:
         run_arm(given.arm, given.jobs, given.load, given.seed, given.moments, given.out)
         return
@@ -368,17 +442,20 @@ def main() -> None:
             if process.wait():
                 raise SystemExit(f"the arm {arm} failed")
         found = {arm: json.loads(Path(folder, f"{arm}.json").read_text()) for arm in given.arms}
-    given.out.mkdir(parents=True, exist_ok=True)
-    with open(given.out / "experiment.csv", "w", newline="", encoding="utf-8") as file:
-        rows = [t for told in found.values() for t in told["trainings"]]
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {k: round(v, 2) if isinstance(v, float) else v for k, v in r.items()} for r in rows
-        )
-    text = page(found, given, (begun, os.getloadavg()[0]))
-    (given.out / "experiment.md").write_text(text, encoding="utf-8")
-    print(text)
+    run = {
+        "jobs": given.jobs,
+        "load": given.load,
+        "seed": given.seed,
+        "moments": given.moments,
+        "cores": os.cpu_count(),
+        "load_average": [begun, os.getloadavg()[0]],
+        "arms": found,
+    }
+    runs = given.out / "experiment"
+    runs.mkdir(parents=True, exist_ok=True)
+    name = f"load-{given.load:g}-seed-{given.seed}.json"
+    (runs / name).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    write_page(given.out)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pandas as pd
 import pytest
 from test_elastic_split import found_in, jobs
 
-from launching import LaunchedCell, settings, until
+from launching import WORKFLOW, LaunchedCell, settings, until
 from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.rule import Evidence
 from stratbench.analysis.records.columns import COLUMNS, row_of_record
@@ -135,4 +137,8 @@ def test_a_cell_ends_at_its_target_and_a_late_worker_with_it(
     assert len(per_epoch) == last + 1 < 500
     assert per_epoch[-1]["score"] >= 0.5 > max([e["score"] for e in per_epoch[:-1]], default=0)
     assert found["time"]["train_time_s"] == per_epoch[-1]["train_time_s"]
+    late = [sys.executable, "-m", "stratbench.train.elastic.worker", str(launched.folder.job), "99"]
+    came = subprocess.run(late, env=os.environ | {"PYTHONPATH": str(WORKFLOW)}, timeout=300)
+    assert came.returncode == 0
+    assert launched.folder.read_worker(99) is None
     assert found_in(found) == set(), said_of(found)

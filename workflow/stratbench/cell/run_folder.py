@@ -160,6 +160,14 @@ class RunFolder:
         """The folder that the lives of an elastic cell's parameter servers share (`ps.elastic`)."""
         return self.path / "servers"
 
+    def write_unheard(self, number: int, told: dict[str, Any]) -> None:
+        """Keep what an elastic cell's worker would have told a launcher that was gone."""
+        write_atomic(self.path / f"unheard{number}.json", json.dumps(told))
+
+    def read_unheard(self, number: int) -> dict[str, Any] | None:
+        """What `write_unheard` kept; None: it was heard."""
+        return _read(self.path / f"unheard{number}.json")
+
     def lives(self) -> list[Path]:
         """What each launcher of an elastic cell kept of its members, in order."""
         return sorted(self.path.glob("life*.json"), key=lambda p: int(p.stem.removeprefix("life")))

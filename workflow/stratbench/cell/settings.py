@@ -139,9 +139,9 @@ class Settings:
         help="The data set's standard augmentation (random crop; flip for natural images).")
     elastic: bool = setting(False,
         help="Whether each worker is a SLURM job of its own, which trains from when it starts and may end "
-        "and come again (docs/elastic.md). `gpus` is then the most workers at a time. The cell's own job has no "
-        "GPU: it submits the workers and is their server, or brings them together. Where there is no SLURM, "
-        "workers are processes of this machine.")
+        "and come again (docs/elastic.md). `gpus` is then the most workers at a time. The cell's own job has "
+        "no GPU: it submits the workers and is their server, or brings them together. Without SLURM, workers "
+        "are processes of this machine.")
     placement: Literal["device", "host"] = setting("device",
         help="Where the data set lies: whole on each worker's device; or in host memory, for what does not "
         "fit there. Then a thread of each worker gathers the next batch and copies it while the device "

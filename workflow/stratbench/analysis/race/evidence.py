@@ -133,16 +133,24 @@ def cell_of(study: str, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
 # ---------------------------------------------------------------- from files
 
 
+#: Why elastic cells, and those that a command trains, are in no bout.
+ELASTIC = "its workers are jobs of their own (elastic), and a block is one allocation"
+COMMAND = "a command of yours cannot be stopped and begun in segments"
+
+
+def not_raced(study: Study) -> dict[str, str]:
+    """Paths of the cells that blocks cannot time, with the reason."""
+    elastic = {cell.path: ELASTIC for cell in study.cells if study.settings(cell).elastic}
+    own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
+    return elastic | dict.fromkeys(own, COMMAND)
+
+
 def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
     """The evidence of a config's study, and notes on what was not used. `config`: validated."""
     study = Study(config, config["study"])
     given = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skipped | {
-        cell.path: "a command of yours cannot be stopped and begun in segments"
-        for cell in study.cells
-        if study.strategy_kind(cell.strategy) == "own"
-    }
+    skipped = Jobs(config, study).skipped | not_raced(study)
     bouts = tuple(bouts_of(study, skipped))
     notes = [
         f"{path} is not raced: {why}" for path, why in skipped.items() if path.endswith("rep0")

@@ -109,7 +109,31 @@ def worker_jobs(job: Job) -> list[dict[str, Any]]:
 
 
 def _lives(job: Job) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.lives()]
+    """What each launcher kept, with what the members of its last generation could not tell it any more."""
+    lives = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.lives()]
+    for life in lives:
+        last = next(iter(life["generations"][-1:]), None)
+        if last is None or last["ended_unix_s"] is not None:
+            continue
+        unheard = [job.folder.read_unheard(number) for number in last["members"]]
+        for told in unheard:
+            if told is not None and told["generation"] == last["number"]:
+                _add_unheard(life, last, told)
+    return lives
+
+
+def _add_unheard(life: dict[str, Any], last: dict[str, Any], told: dict[str, Any]) -> None:
+    last["ended_unix_s"] = max(told["ended_unix_s"], last["ended_unix_s"] or 0.0)
+    last["to_step"] = max(told["step"], last["to_step"] or last["from_step"])
+    for key, (loss, steps, world, seconds) in told["epochs"].items():
+        epoch = life["epochs"].setdefault(
+            key, {"loss": 0.0, "steps": 0.0, "train_s": 0.0, "pause_s": 0.0}
+        )
+        longest_s = last["train_s"].get(key, 0.0)
+        epoch["loss"] += loss / world
+        epoch["steps"] += steps / world
+        epoch["train_s"] += max(0.0, seconds - longest_s)
+        last["train_s"][key] = max(seconds, longest_s)
 
 
 def _dates_of(entry: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, float]:

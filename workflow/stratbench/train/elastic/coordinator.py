@@ -10,11 +10,12 @@ are told, and repeat the step.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Literal
 
@@ -117,7 +118,7 @@ class Coordinator:
         member has come or gone.
         """
         self._secret, self._listeners, self._places = secret, listeners, places
-        self._checkpoint, self._on_epoch, self._on_change = checkpoint, on_epoch, on_change
+        self._checkpoint, self._on_epoch, self.on_change = checkpoint, on_epoch, on_change
         self._epochs_done, self._per_epoch = epochs_done, steps_per_epoch
         self._members: dict[int, Member] = {}
         self._known: set[int] = set()
@@ -168,6 +169,20 @@ class Coordinator:
             return len(self._members)
 
     @property
+    def changes(self) -> tuple[int, ...]:
+        """Another value when the history has changed in more than seconds."""
+        with self._lock:
+            h = self.history
+            began = sum(g.began_unix_s is not None for g in h.generations)
+            ended = sum(g.ended_unix_s is not None for g in h.generations)
+            return len(h.generations), began, ended, len(h.dates), len(h.lost), self._epochs_done
+
+    def facts(self) -> dict[str, Any]:
+        """The history as plain values."""
+        with self._lock:
+            return asdict(self.history)
+
+    @property
     def has_begun(self) -> bool:
         """Whether a step was ever taken in this life."""
         return any(g.began_unix_s for g in self.history.generations)
@@ -203,7 +218,7 @@ class Coordinator:
             self._known.add(number)
             member = self._members[number] = Member(number, place, connection)
             self.history.dates[number] = {"admitted": time.time()}
-        self._on_change()
+        self.on_change()
         return lambda: self._attend(member)
 
     def _attend(self, member: Member) -> None:
@@ -220,7 +235,7 @@ class Coordinator:
             with self._lock:
                 self._gone(member)
                 self._consider()
-            self._on_change()
+            self.on_change()
 
     def _gone(self, member: Member) -> None:
         if self._members.pop(member.number, None) is None:
@@ -373,6 +388,9 @@ class Coordinator:
         )
         self.history.generations.append(generation)
         self._changing, self._cause = False, "worker joined"
+        meeting = secrets.token_hex(
+            8
+        )  # those of an earlier launcher, or of a broken generation, may be left
         for rank, member in enumerate(ranked):
             member.state = "inside"
             with suppress(Closed):  # its reader breaks the generation
@@ -380,6 +398,7 @@ class Coordinator:
                     member.connection,
                     "form",
                     generation=generation.number,
+                    meeting=meeting,
                     rank=rank,
                     world=len(ranked),
                     step=step,

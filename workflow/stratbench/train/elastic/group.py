@@ -32,10 +32,12 @@ class Group:
         """A group of this process, for what it does before it meets the others."""
         self._init(dist.HashStore(), 0, 1)
 
-    def form(self, generation: int, rank: int, world: int) -> None:
-        """Meet the other members. Raises RuntimeError where they do not come."""
+    def form(self, meeting: str, rank: int, world: int) -> None:
+        """Meet the other members, by the name of a file. Raises RuntimeError where they do not come."""
         self.dissolve()
-        path = self._folder / f"meeting-{generation}"
+        path = self._folder / f"meeting-{meeting}"
+        # Whoever could write it could take part.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         before = _sockets()
         self._init(dist.FileStore(os.fspath(path), world), rank, world)
         self._connected = sorted(_sockets() - before)

@@ -6,9 +6,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder
@@ -69,13 +70,14 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
         try:
             with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
                 coordinator.on_change = keeper.look_soon
-                ending = _wait(job, coordinator, keeper)
+                keep = partial(folder.write_life, life)
+                ending = _wait(job, coordinator, keeper, keep)
                 if ending.status != "error":
                     folder.ended.touch()
                     keeper.finish()
                     _await_last_words(coordinator)
         finally:
-            folder.write_life(life, asdict(coordinator.history))
+            folder.write_life(life, coordinator.facts())
             if folder.ended.exists():  # nobody goes on with it
                 folder.secret.unlink(missing_ok=True)
                 checkpoints.forget(folder.path)
@@ -90,10 +92,18 @@ def hand_out(job: Job) -> None:
         write_secret(job.folder.secret, new_secret())
 
 
-def _wait(job: Job, coordinator: Coordinator, keeper: Keeper) -> Ending:
-    """Wait until the training is over, its time is, or nobody can go on."""
-    limit_s, deadline = job.time_limit_s, None
+def _wait(
+    job: Job,
+    coordinator: Coordinator,
+    keeper: Keeper,
+    keep: Callable[[dict[str, Any]], None],
+) -> Ending:
+    """Wait until the training is over, its time is, or nobody can go on; `keep` writes the history."""
+    limit_s, deadline, kept = job.time_limit_s, None, None
     while not coordinator.done.wait(LOOK_S):
+        if kept != coordinator.changes:  # a launcher that is killed keeps nothing more
+            kept = coordinator.changes
+            keep(coordinator.facts())
         if ending := ended_by_workers(job.folder, keeper):
             return ending
         if coordinator.failure:

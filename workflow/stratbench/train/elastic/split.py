@@ -91,6 +91,7 @@ class Split:
         group: Group,
         seat: Seat,
         leaving: threading.Event,
+        number: int,
     ) -> None:
         """`strategy`: set up and warmed up in a group of its own. `leaving`: set when it shall leave."""
         self.strategy, self.data, self.worker = strategy, data, worker
@@ -103,7 +104,7 @@ class Split:
         self._total = worker.settings.total_steps(data.train_samples)
         self._step = self._samples = self._generations = 0
         self._epochs_done = 0
-        self._rank, self._world = 0, 1
+        self._rank, self._world, self._generation, self._number = 0, 1, 0, number
         self._running = self._through = False
         self._stopped_s: float | None = None
         self._kept_s = time.monotonic()
@@ -150,7 +151,7 @@ class Split:
 
     def _take_part(self, said: dict[str, Any], memory: Any) -> None:
         """Be in one generation, from its forming to its stop."""
-        self._epochs_done = said["epochs_done"]
+        self._epochs_done, self._generation = said["epochs_done"], said["generation"]
         done = _Round()
         try:
             self._meet(said)
@@ -190,16 +191,20 @@ class Split:
         leaving = self._leaving.is_set()
         if leaving and self._world == 1 and not done.failed:
             self._keep(wait=True)
-        self._seat.say(
-            "stopped", step=self._step, failed=done.failed, leaving=leaving, epochs=epochs
-        )
+        told = {"step": self._step, "epochs": epochs}
+        try:
+            self._seat.say("stopped", failed=done.failed, leaving=leaving, **told)
+        except Over:  # the record's maker reads it
+            told |= {"generation": self._generation, "ended_unix_s": time.time()}
+            self.worker.folder.write_unheard(self._number, told)
+            raise
 
     # ------------------------------------------------------------ meeting
 
     def _meet(self, said: dict[str, Any]) -> None:
         """Form the group, and have the state of its first rank."""
         with self._phases("rendezvous"):
-            self._group.form(said["generation"], said["rank"], said["world"])
+            self._group.form(said["meeting"], said["rank"], said["world"])
         worker, strategy = self.worker, self.strategy
         self._rank, self._world = said["rank"], said["world"]
         worker.rank, worker.world_size, worker.mesh = self._rank, self._world, Mesh(self._world)

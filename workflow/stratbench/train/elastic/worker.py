@@ -124,7 +124,7 @@ def train(job: Job, number: int, local_rank: int, leaving: threading.Event) -> d
         strategy.setup(built.model, me)
     with phases("warmup"):
         loop.warm_up(strategy, data, me)
-    split = Split(strategy, data, me, phases, group, seat, leaving)
+    split = Split(strategy, data, me, phases, group, seat, leaving, number)
     outcome = split.run(memory, loop.Progress(None))
     measured = worker.worker_result(outcome.result, strategy, phases, number)
     measured |= _facts(outcome) | worker.description_of(s, built, strategy, data)
