@@ -13,9 +13,9 @@ import pytest
 from stratbench.analysis import audit
 from stratbench.analysis.decision import decide, theory
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.projected import read_projection
 from stratbench.analysis.decision.turns import read_turns
 from stratbench.analysis.paper import published
+from stratbench.analysis.projection.projected import read_projection
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.cell.text.words import folded

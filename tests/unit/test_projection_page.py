@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratbench.analysis.decision.crossings import Count, crossings, sentences_on_crossings
+from stratbench.analysis.projection.crossings import Count, crossings, sentences_on_crossings
 from stratbench.analysis.report import projection as report
 from stratbench.plan.projection.table import Row, write_csv
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from stratbench.analysis.decision.projected import Projected
+from stratbench.analysis.projection.projected import Projected
 from stratbench.analysis.records.score import Score
 from stratbench.strategies.base import Traits
 

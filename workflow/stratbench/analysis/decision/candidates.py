@@ -11,9 +11,9 @@ import pandas as pd
 
 from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, PROJECTED, Candidate
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.projected import Line, Projected
 from stratbench.analysis.decision.raced import Raced
 from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
+from stratbench.analysis.projection.projected import Line, Projected
 from stratbench.analysis.records.groups import Group, Repeats, findings_by_group
 from stratbench.analysis.records.score import score_of
 from stratbench.cell.text.words import GIB, unit_for

@@ -24,7 +24,6 @@ from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.claim import is_count_known, unanswered
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.projected import Line, Projected, read_crossings, read_projection
 from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
 from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
 from stratbench.analysis.decision.sentences import (
@@ -42,6 +41,12 @@ from stratbench.analysis.decision.short import (
     short_answer,
 )
 from stratbench.analysis.decision.turns import Turn, read_turns, sentences_on_links
+from stratbench.analysis.projection.projected import (
+    Line,
+    Projected,
+    read_crossings,
+    read_projection,
+)
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Group

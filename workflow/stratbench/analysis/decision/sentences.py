@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import kept_out, share
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.projected import Projected
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
+from stratbench.analysis.projection.projected import Projected
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import bytes_text, counted, hours_text, plural, short_time
 from stratbench.statistics.intervals import Estimate

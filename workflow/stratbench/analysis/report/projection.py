@@ -14,10 +14,10 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from stratbench.analysis.decision.crossings import Lines, sentences_on_crossings
-from stratbench.analysis.decision.projected import lines_of, noun_of, read_rows
 from stratbench.analysis.figures.log_chart import Series, log_chart
 from stratbench.analysis.figures.marks import Mark, css_variables, marks_by_strategy
+from stratbench.analysis.projection.crossings import Lines, sentences_on_crossings
+from stratbench.analysis.projection.projected import lines_of, noun_of, read_rows
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import bytes_text, folded, hours_text, short_time

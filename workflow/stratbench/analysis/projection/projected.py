@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stratbench.analysis.decision.crossings import Count, Lines, crossings
+from stratbench.analysis.projection.crossings import Count, Lines, crossings
 
 #: (experiment, model, strategy)
 Line = tuple[str, str, str]
