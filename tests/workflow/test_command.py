@@ -51,10 +51,11 @@ given = dict(a.removeprefix("--").split("=") for a in sys.argv[1:])
 max_iters, eval_interval, batch_size, seed = (
     int(given[key]) for key in ("max_iters", "eval_interval", "batch_size", "seed")
 )
-ddp, gradient_accumulation_steps, iter_num = True, 1, 0
+ddp, iter_num = True, 0
 init_process_group("gloo")
 ddp_rank, ddp_world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 master_process = ddp_rank == 0
+gradient_accumulation_steps = int(given["gradient_accumulation_steps"]) // ddp_world_size
 torch.manual_seed(seed)
 arrays = {
     split: [
