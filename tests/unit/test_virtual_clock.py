@@ -190,6 +190,15 @@ def test_every_run_ends_with_every_ticket_settled_once(name, schedule, data):
     assert sorted(trace.settled) == list(range(len(plan)))
 
 
+def test_shards_agree_on_who_is_late_in_a_step_that_overflowed():
+    """Worker 1 is lost between its push to one shard and to the other, and every gradient overflows."""
+    policies = policies_of("ps-backup", 4, 2, {"backups": 1})
+    timing = Timing(1.0, push_s=2.0, compute_spread=0.3, transfer_spread=1.0, seed=1)
+    plan = TicketPlan(1, 2, 3)
+    trace = simulate(policies, plan, lambda *_: None, timing, [(2.0, 1, "leave")])
+    assert sorted(trace.settled) == list(range(len(plan)))
+
+
 @pytest.mark.parametrize("name", ["ps-ssp", "ps-async-modified"])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(schedule=schedules(), bound=st.integers(0, 4))

@@ -147,7 +147,7 @@ class BackupPolicy(SyncPolicy):
     """Of N workers the first N - b of a step make its update; late pushes are dropped.
 
     Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late when its weights
-    were read before the last update; its sender goes on at once with the new weights. A step is
+    were read before the last step; its sender goes on at once with the new weights. A step is
     also made when every live worker has been heard since the last one, late or not: then workers
     were lost, or (shards decide one by one who was late) the missing ones wait at another shard.
     """
@@ -179,27 +179,38 @@ class BackupPolicy(SyncPolicy):
         super().__init__(weights, hyper, options)
         self._quorum = self.options.quorum(hyper.workers)
         self._late: set[int] = set()  # heard since the last step, but not in this one
+        #: Not yet heard of a step whose pushes were all skipped: they are late, on an unchanged version.
+        self._passed: set[int] = set()
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        if read_version == self.version:
+        if not self._is_late(worker, read_version):
             return super().on_push(worker, grad, read_version)
         self._late.add(worker)
         self._advance()
         return Outcome.DROPPED
 
     def on_skip(self, worker: int, read_version: int) -> None:
-        (self._arrived if read_version == self.version else self._late).add(worker)
+        (self._late if self._is_late(worker, read_version) else self._arrived).add(worker)
         self._advance()
 
     def on_leave(self, worker: int) -> None:
         self._late.discard(worker)
+        self._passed.discard(worker)
         super().on_leave(worker)
 
+    def _is_late(self, worker: int, read_version: int) -> bool:
+        passed = worker in self._passed
+        self._passed.discard(worker)
+        return passed or read_version != self.version
+
     def _advance(self, borrowed: Tensor | None = None) -> bool:
+        version, missing = self.version, self._live - self._arrived - self._late
         pushes = len(self._arrived) + self._arrived_and_left
         stepped = pushes > 0 and super()._advance(borrowed)
         if stepped:
             self._late.clear()
+            if self.version == version:
+                self._passed |= missing
         return stepped
 
     def _summable_below(self) -> float:
