@@ -63,14 +63,18 @@ EXACT: dict[str, Any] = {
 
 
 def disturb(launched: LaunchedCell, changes: int, seed: int) -> list[str]:
-    """Have workers leave by SIGTERM and be lost by SIGKILL, each time that a new one has come."""
+    """Have workers leave by SIGTERM and be lost by SIGKILL, each time that a new one has come.
+
+    At first whoever is there; then one of three, so that two of them share a batch that is odd.
+    """
     chance, done = random.Random(seed), []
     known, chosen = set(), set()
 
     def new() -> list[int] | None:
         assert launched.process.poll() is None, launched.process.communicate()[0]
         now = [n for n in inside(launched) if n not in chosen]
-        return now if set(now) - known else None
+        enough = len(now) >= (1 if len(done) < 2 else 3)
+        return now if enough and set(now) - known else None
 
     while len(done) < changes:
         now = until(new)
@@ -99,6 +103,7 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     assert losses(launched) == pytest.approx(losses(alone), rel=1e-12), history
     told = found["elastic"]
     assert told["joins"] >= 3 + 1
+    assert any(len(g["members"]) == 2 and g["to_step"] > g["from_step"] for g in told["generations"])
     assert told["losses"] + told["leaves"] >= len(history)
     assert told["pauses"]["count"] >= 1
     record.validate(found)
