@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -80,6 +80,71 @@ def on_known_gpus(record: Record) -> None:
     compute["mfu"] = compute["achieved_flops_per_s"] / compute["peak_flops_per_s"]
 
 
+def elastic(**changed: Any) -> Callable[[Record], None]:
+    """A change to a cell whose two workers were jobs of their own; its training was gone on with."""
+
+    def change(record: Record) -> None:
+        record["settings"]["elastic"] = True
+        record["strategy"]["traits"]["ends_with_a_worker"] = False
+        dates = {"joined_s": 14.5, "first_step_s": 15.0, "allocated_s": 61.0, "reason": "COMPLETED"}
+        jobs = [
+            {"number": n, "slot": n, "id": str(n), "submitted_s": 10.5, "started_s": 11.0 + n}
+            | {"ended_s": 72.0 + n, **dates}
+            for n in range(2)
+        ]
+        record["elastic"] = {
+            "lives": 2, "queue_wait_s": 0.5, "first_step_s": 15.0, "allocated_s": 122.0, "idle_s": 24.0,
+            "joins": 2, "leaves": 0, "losses": 0, "restarts": 1, "steps_repeated": 10,
+            "pauses": {"count": 0, "median_s": None, "longest_s": None, "total_s": 0.0},
+            "checkpoints": {"count": 9, "held_up_s": 0.1}, "jobs": jobs, "generations": [],
+        } | copy.deepcopy(changed)  # fmt: skip
+        record["communication"] = record["energy"] = None
+
+    return change
+
+
+def generation(
+    life: int, steps: tuple[int, int], dates: tuple[float, float], **more: Any
+) -> Record:
+    own = {
+        "life": life,
+        "number": 0,
+        "members": [0, 1],
+        "cause": "",
+        "broken": False,
+        "pause_s": None,
+    }
+    own |= {"from_step": steps[0], "to_step": steps[1], "began_s": dates[0], "ended_s": dates[1]}
+    return own | {"from_checkpoint": life > 0} | more
+
+
+#: Synchronous workers: all stop for a change, and later go on from a checkpoint.
+SPLIT = elastic(
+    generations=[
+        generation(0, (0, 1000), (15.0, 35.0)),
+        generation(0, (1000, 1200), (37.0, 41.0), number=1, pause_s=1.5),
+        generation(1, (1190, 2340), (45.0, 70.0)),
+    ],
+    pauses={"count": 1, "median_s": 1.5, "longest_s": 1.5, "total_s": 1.5},
+)
+
+
+def served_elastic(record: Record) -> None:
+    """Servers that were started again twice; forty tickets were done twice."""
+    lives = [(1, 0.2, 0, 0), (2, 30.0, 2000, 10), (3, 40.0, 1990, 30)]
+    keys = ("life", "began_s", "tickets_before", "tickets_done_twice")
+    of_servers = {
+        "tickets_done_twice": 40, "tickets_handed_on": 0, "returns": 2, "evaluations": 6,
+        "last_epoch": None, "most_at_a_time": 2,
+        "lives": [dict(zip(keys, life, strict=True)) for life in lives],
+    }  # fmt: skip
+    elastic(servers=of_servers, steps_repeated=20, lives=3, restarts=2)(record)
+    (server,) = record["server"]["servers"]
+    server["elastic"] = {"settled_before": 1990, "after_the_end": 0}
+    for link in server["workers"]:
+        link["tickets"] = 1345
+
+
 KNOWN_GPU = "NVIDIA A100-SXM4-40GB"
 
 
@@ -99,6 +164,8 @@ def honest() -> dict[str, Record]:
         ("skipped", ASYNC, put(f"{LINK}.skips", 0)),
         ("rate of a push", ASYNC, put("strategy.details.push_lr", rate)),
         ("known GPUs", DDP, on_known_gpus),
+        ("split", DDP, SPLIT),
+        ("served by three lives", ASYNC, served_elastic),
     ):
         found[name] = copy.deepcopy(sound("cuda")[base])
         change(found[name])
@@ -142,6 +209,9 @@ ELSEWHERE = {
     "most_updates_of_a_shard", "n", "policy_of_strategy", "power_limits_w", "registered_kind",
     "registered_method", "sum_of_datasheets", "sum_of_staleness", "times_of_workers_s",
     "train_time_s_of_worker",
+    # Of workers that come and go: counts, and sums over who was where.
+    "between_s", "from_checkpoints", "inside_s", "joined", "len_lives", "len_pauses", "steps_of_generations",
+    "steps_taken", "sum_pauses",
 }  # fmt: skip
 #: What weighs too little in a relation to break it: the longest of all steps, the last of many groups.
 TOO_LITTLE = {
@@ -167,6 +237,13 @@ def places(name: str, record: Record) -> Iterator[list[Any]]:
         "score": ["score.per_epoch.1", first],
         "worker": ["workers.1", "workers.0"],
         "skips": [f"{LINK}.skips", "strategy.details.skipped_steps"],
+        "job": ["elastic.jobs.1"],
+        "first_step_s": ["elastic.jobs.0.first_step_s"],
+        "allocated_s": ["elastic.allocated_s"],
+        "earlier": ["elastic.servers.lives.1"],
+        "later": ["elastic.servers.lives.2", "elastic.generations.1"],
+        "done_twice": ["elastic.servers.lives.2.tickets_done_twice"],
+        "after_the_end": [f"{SERVER}.elastic.after_the_end"],
     }
     for start in starts.get(first, [PLACES.get(first, first)]):
         place: list[Any] = []

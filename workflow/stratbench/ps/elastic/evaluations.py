@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from stratbench.ps.tickets import TicketPlan
@@ -38,9 +39,11 @@ class Evaluations:
     ) -> None:
         """`wanted`: whether anything is evaluated. `target`: the score that ends the run."""
         self.scores: dict[int, dict[str, float | None]] = {}  # by epoch
-        self._ends = [sum(map(plan.tickets_of, range(e + 1))) for e in range(plan.epochs)]
+        self._ends = list(accumulate(map(plan.tickets_of, range(plan.epochs))))
         self._wanted, self._target, self._higher = wanted, target, higher_is_better
         self._seen = 0  # epochs that have ended
+        self._judged = 0  # epochs of which is known whether they end the run
+        self._last: int | None = None  # the one that does
         self._waiting: list[int] = []
         self._held: dict[int, int] = {}  # worker -> epoch
 
@@ -91,12 +94,11 @@ class Evaluations:
 
         The first that reaches the target, or whose figures are not finite. All before it are evaluated.
         """
-        for epoch in range(len(self._ends)):
-            if epoch not in self.scores:
-                return None
-            if self._ends_run(self.scores[epoch]):
-                return epoch
-        return None
+        while self._last is None and self._judged in self.scores:
+            if self._ends_run(self.scores[self._judged]):
+                self._last = self._judged
+            self._judged += 1
+        return self._last
 
     def _ends_run(self, figures: Mapping[str, float | None]) -> bool:
         loss, score = figures["test_loss"], figures["score"]

@@ -82,6 +82,16 @@ class SettledTickets:
         os.close(self._file)
 
 
+def state_manifest(folder: str | Path, server: int) -> Path:
+    """Where a server says what it has saved (`ps.elastic.saved_state`)."""
+    return Path(folder, f"state{server}.json")
+
+
+def has_state(folder: str | Path, n_servers: int) -> bool:
+    """Whether all servers have saved a state."""
+    return all(state_manifest(folder, server).exists() for server in range(n_servers))
+
+
 def write_end(folder: str | Path, error: str | None) -> None:
     """Tell workers and the other servers that the run is over; `error`: why it ended badly."""
     write_atomic(Path(folder, _ENDED), json.dumps({"error": error}))

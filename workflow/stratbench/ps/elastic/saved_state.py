@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from stratbench.cell.files import write_atomic
+from stratbench.ps.elastic.journal import state_manifest
 from stratbench.ps.flat import as_bytes
 from stratbench.ps.policies.policy import Fields
 from stratbench.ps.store import Store
@@ -28,10 +29,6 @@ from stratbench.ps.wire.shm import DTYPES, Layout, dtype_name
 
 class StateError(ValueError):
     """A saved state that cannot be loaded; the message names the file."""
-
-
-def _manifest(folder: Path, server: int) -> Path:
-    return folder / f"state{server}.json"
 
 
 def pack(value: Any, file: BinaryIO) -> Any:
@@ -97,7 +94,7 @@ def save_state(folder: Path, server: int, facts: dict[str, Any], store: Store) -
         "file": path.name, "layout": asdict(store.layout), "facts": facts, "taken": taken,
         "shards": shards, "buffers": buffers,
     }  # fmt: skip
-    write_atomic(_manifest(folder, server), json.dumps(manifest))
+    write_atomic(state_manifest(folder, server), json.dumps(manifest))
     for other in old:
         other.unlink(missing_ok=True)
     return held_up_s
@@ -121,11 +118,6 @@ def load_state(folder: Path, server: int) -> Saved:
     return Saved(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
 
 
-def has_state(folder: Path, n_servers: int) -> bool:
-    """Whether all servers have saved a state."""
-    return all(_manifest(folder, server).exists() for server in range(n_servers))
-
-
 def settled_tickets(folder: Path, n_servers: int) -> Once:
     """The tickets that all shards of all servers have taken, as they were saved.
 
@@ -137,7 +129,7 @@ def settled_tickets(folder: Path, n_servers: int) -> Once:
 
 
 def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
-    path = _manifest(folder, server)
+    path = state_manifest(folder, server)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -13,12 +13,13 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from stratbench.cell.files import replacing
-from stratbench.ps.flat import as_bytes
+
+if TYPE_CHECKING:  # the launcher looks for checkpoints, and does without PyTorch
+    import torch
+    from torch import Tensor
 
 #: The longest line of JSON that is read, in bytes.
 _HEAD_BYTES = 16 << 20
@@ -30,6 +31,8 @@ class Damaged(ValueError):
 
 
 def _raw(tensor: Tensor) -> memoryview:
+    from stratbench.ps.flat import as_bytes
+
     return as_bytes(tensor.reshape(-1))
 
 
@@ -70,6 +73,8 @@ def forget(folder: Path, below: float = math.inf) -> None:
 
 def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
     """Fill tensors with a checkpoint's. Raises Damaged, before any is changed, where it does not fit."""
+    import torch
+
     path = path_of(folder, step)
     with path.open("rb") as file:
         try:
@@ -110,6 +115,8 @@ class Writer:
 
         `wait`: until it lies on the disk. Raises OSError where an earlier one could not be written.
         """
+        import torch
+
         if self._thread is not None and self._thread.is_alive():
             if not wait:
                 return False

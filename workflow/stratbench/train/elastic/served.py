@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, server_name
-from stratbench.ps.elastic.journal import last_life, read_journal
-from stratbench.ps.elastic.saved_state import has_state
+from stratbench.ps.elastic.journal import has_state, last_life, read_journal
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train import agent
