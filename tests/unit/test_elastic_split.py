@@ -103,7 +103,9 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     assert losses(launched) == pytest.approx(losses(alone), rel=1e-12), history
     told = found["elastic"]
     assert told["joins"] >= 3 + 1
-    assert any(len(g["members"]) == 2 and g["to_step"] > g["from_step"] for g in told["generations"])
+    assert any(
+        len(g["members"]) == 2 and g["to_step"] > g["from_step"] for g in told["generations"]
+    )
     assert told["losses"] + told["leaves"] >= len(history)
     assert told["pauses"]["count"] >= 1
     record.validate(found)
