@@ -125,5 +125,5 @@ def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):
         assert (each.nodes, each.gpus, each.cpus, each.mem_mib) == (1, 1, 6, 9000)
         assert (each.runtime_min, each.workers, each.server_cpus) == (45, 0, 0)
         assert "; up to 16 times: sbatch --nodes=1" in asked.sbatch
-    gang = jobs_of(tmp_path, {"gpus": [4]})
+    gang = jobs_of(tmp_path, {"gpus": [4], "strategies": ["ddp"]})
     assert not gang.request_of(gang.cell_of(wildcards("ddp", 4))).workers
