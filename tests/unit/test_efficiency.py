@@ -107,13 +107,13 @@ def test_strategies_that_do_not_say():
     assert efficiency.communication_figures(None, [], [], {}) is None
 
 
-def test_exposed_communication_comes_out_of_backward():
+def test_exposed_communication_comes_out_of_backward(tmp_path: Path):
     marked = {"data": 1.0, "forward": 2.0, "backward": 5.0, "other": 0.5}
     workers = [
         worker(r, breakdown_ms=marked, communication=sends(1, exposed_ms=2.0 + 2 * r))
         for r in (0, 1)
     ]
-    found = efficiency.communication_figures(None, workers, [], RUN)
+    found = efficiency.communication_figures(job(tmp_path), workers, [], RUN)
     split = efficiency.mean_phases_ms(workers, found)
     assert split == {
         "data": 1.0, "forward": 2.0, "backward": 2.0, "exposed_communication": 3.0, "optimizer": 0.5,
@@ -125,11 +125,11 @@ def test_exposed_communication_comes_out_of_backward():
     assert efficiency.mean_phases_ms([], None) is None
 
 
-def test_the_wait_comes_out_of_the_exchange():
+def test_the_wait_comes_out_of_the_exchange(tmp_path: Path):
     marked = {"forward": 2.0, "backward": 5.0, "server": 4.0, "other": 0.1}
     workers = [worker(0, breakdown_ms=marked, communication=sends(1, server_wait_ms=3.0))]
     split = efficiency.mean_phases_ms(
-        workers, efficiency.communication_figures(None, workers, [], RUN)
+        workers, efficiency.communication_figures(job(tmp_path), workers, [], RUN)
     )
     assert split == {"forward": 2.0, "backward": 5.0, "push": 1.0, "server_wait": 3.0, "other": 0.1}
 
