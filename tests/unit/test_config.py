@@ -160,6 +160,26 @@ def refusal(config_: Any) -> str:
         ({"final_lr": 9.0, "schedule": "linear"}, ["final_lr = 9.0: is above lr"]),
         ({"lr_warmup_steps": 10**6}, ["lr_warmup_steps = 1000000", "use fewer"]),
         ({"accumulate": 0}, ["accumulate = 0: must be at least 1"]),
+        (
+            {"elastic": True, "strategies": ["ddp", "fsdp"]},
+            ["elastic = true: fsdp: each worker holds a part of the state", "remove fsdp"],
+        ),
+        (
+            {"elastic": True, "strategies": ["ps-sync"]},
+            ["elastic = true: ps-sync: each of its steps"],
+        ),
+        (
+            {"elastic": True, "strategies": ["single"]},
+            ["elastic = true: single: it has one worker"],
+        ),
+        (
+            {"elastic": True, "strategies": ["ddp"], "compile": True},
+            ["compile = true with elastic = true: each number of workers", "remove one of the two"],
+        ),
+        (
+            {"elastic": True, "strategies": ["ddp"], "precision": "fp16"},
+            ["elastic = true: the loss scale", "use bf16"],
+        ),
         ({"accumulate": 3}, ["accumulate = 3: a batch of", "equal parts"]),
         ({"accumulate": 2, "strategies": ["ps-sync"]}, ["accumulate = 2: a worker's flat"]),
         (

@@ -60,6 +60,16 @@ def test_a_job_that_ends_is_replaced_by_one_of_a_new_number(tmp_path: Path) -> N
     assert "cancelled" in told[2]
 
 
+def test_the_job_of_a_worker_that_nobody_hears_of_is_cancelled(tmp_path: Path) -> None:
+    backend = Scripted()
+    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+        until(lambda: backend.jobs)
+        backend.jobs["0"] = Seen("running", started_unix_s=1.0)
+        kept.give_up(0)
+        until(lambda: backend.cancelled)
+        assert backend.cancelled == ["0"]
+
+
 def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) -> None:
     backend = Scripted()
     with Keeper(backend, 1, tmp_path / "jobs") as kept:

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from launching import LaunchedCell, settings, until
+from launching import FOREVER, LaunchedCell, settings, until
 from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.rule import Evidence
 from stratbench.analysis.records.columns import COLUMNS, row_of_record
@@ -63,14 +63,18 @@ EXACT: dict[str, Any] = {
 
 
 def disturb(launched: LaunchedCell, changes: int, seed: int) -> list[str]:
-    """Have workers leave by SIGTERM and be lost by SIGKILL, each time that a new one has come."""
+    """Have workers leave by SIGTERM and be lost by SIGKILL, each time that a new one has come.
+
+    At first whoever is there; then one of three, so that two of them share a batch that is odd.
+    """
     chance, done = random.Random(seed), []
     known, chosen = set(), set()
 
     def new() -> list[int] | None:
         assert launched.process.poll() is None, launched.process.communicate()[0]
         now = [n for n in inside(launched) if n not in chosen]
-        return now if set(now) - known else None
+        enough = len(now) >= (1 if len(done) < 2 else 3)
+        return now if enough and set(now) - known else None
 
     while len(done) < changes:
         now = until(new)
@@ -99,6 +103,9 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     assert losses(launched) == pytest.approx(losses(alone), rel=1e-12), history
     told = found["elastic"]
     assert told["joins"] >= 3 + 1
+    assert any(
+        len(g["members"]) == 2 and g["to_step"] > g["from_step"] for g in told["generations"]
+    )
     assert told["losses"] + told["leaves"] >= len(history)
     assert told["pauses"]["count"] >= 1
     record.validate(found)
@@ -133,3 +140,36 @@ PLANTED: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "a worker did more": lambda e, r: r["workers"][-1].update(steps=10**6),
     "it is not elastic": lambda e, r: r.pop("elastic"),
 }
+
+
+def generations(launched: LaunchedCell) -> list[dict[str, Any]]:
+    """Who has trained together so far."""
+    return [
+        g for path in launched.folder.lives() for g in json.loads(path.read_text())["generations"]
+    ]
+
+
+def together(launched: LaunchedCell, members: int) -> bool:
+    """Whether so many train now."""
+    assert launched.process.poll() is None, launched.process.communicate()[0]
+    last = generations(launched)[-1:]
+    return any(len(g["members"]) == members and g["began_unix_s"] is not None for g in last)
+
+
+def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
+    start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
+) -> None:
+    """A stopped process stands for a node that is gone: its connections stay open, and no collective ends."""
+    slow = {"workers": [0, 1], "factor": 5}
+    s = settings("ddp", gpus=2, elastic=True, epochs=FOREVER, lr=1e-6, slowdown=slow)
+    launched = start_cell(s, env=warm)
+    until(lambda: together(launched, 2))
+    silent = generations(launched)[-1]["members"][1]
+    os.kill(int(jobs(launched)[silent]["id"]), signal.SIGSTOP)
+    began = len(generations(launched))
+    until(lambda: any(silent not in g["members"] for g in generations(launched)[began:]))
+    until(lambda: together(launched, 2))  # another has come in its place
+    lost = json.loads(launched.folder.lives()[-1].read_text())["lost"]
+    assert silent in lost
+    launched.process.terminate()
+    assert launched.finish()[0] == 128 + signal.SIGTERM

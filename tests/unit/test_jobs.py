@@ -111,3 +111,19 @@ def test_links_are_measured_as_the_strategies_use_them(tmp_path):
     # One that does not say what it uses is measured with all there are.
     assert "--kinds" not in told("ddp", "deepspeed")
     assert "--largest-mib 256" in told("ddp", models=("vgg16",))
+
+
+def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):
+    changes = {"strategies": ["ddp", "ps-ormo"], "gpus": [16], "elastic": True}
+    cluster = {"cpus_per_gpu": 6, "mem_mib_per_gpu": 9000, "server_cpus": 3, "elastic_wait_h": 2}
+    jobs = jobs_of(tmp_path, changes, worker_min=45, startup_allowance_s=60, **cluster)
+    for strategy, cpus in (("ddp", 1), ("ps-ormo", 3)):
+        asked = jobs.request_of(jobs.cell_of(wildcards(strategy, 16)))
+        assert (asked.nodes, asked.gpus, asked.cpus, asked.workers) == (1, 0, cpus, 16)
+        assert asked.runtime_min == 11 + 120
+        each = asked.worker
+        assert (each.nodes, each.gpus, each.cpus, each.mem_mib) == (1, 1, 6, 9000)
+        assert (each.runtime_min, each.workers, each.server_cpus) == (45, 0, 0)
+        assert "; up to 16 times: sbatch --nodes=1" in asked.sbatch
+    gang = jobs_of(tmp_path, {"gpus": [4], "strategies": ["ddp"]})
+    assert not gang.request_of(gang.cell_of(wildcards("ddp", 4))).workers

@@ -133,6 +133,15 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("warmup_s", "number", "s", "time.warmup_s"),
     Column("eval_s", "number", "s", "time.eval_s"),
     Column("total_s", "number", "s", "time.total_s"),
+    Column("queue_wait_s", "number", "s", "time.queue_wait_s"),
+    Column("time_to_result_s", "number", "s", derived.time_to_result_s,
+           "From the submission of the cell's job to its end, the wait in the queue included; of an "
+           "elastic cell the waits of its workers, too. Of cells in SLURM, and of elastic ones."),
+    Column("first_step_s", "number", "s", "elastic.first_step_s"),
+    Column("allocated_s", "number", "s", "elastic.allocated_s"),
+    Column("idle_s", "number", "s", "elastic.idle_s"),
+    Column("worker_joins", "number", "", "elastic.joins"),
+    Column("pauses_s", "number", "s", "elastic.pauses.total_s"),
     Column("time_limit_s", "number", "s", "time.time_limit_s"),
     Column("achieved_flops_per_s", "number", "FLOP/s", "compute.achieved_flops_per_s",
            "Three times the operations of the forward pass (backward computes two gradients) for "

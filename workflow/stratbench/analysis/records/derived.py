@@ -27,6 +27,14 @@ def value_at(value: Any, path: str) -> Any:
 # ---------------------------------------------------------------- the score
 
 
+def time_to_result_s(record: Record) -> float | None:
+    """From the submission of a cell's job to its end; None outside of SLURM for one that is not elastic."""
+    wait_s, total_s = value_at(record, "time.queue_wait_s"), value_at(record, "time.total_s")
+    if wait_s is None and value_at(record, "elastic") is None:
+        return None
+    return None if total_s is None else (wait_s or 0.0) + total_s
+
+
 def score_error(record: Record) -> float | None:
     """Standard error of the last epoch's score, for a cell that finished."""
     entries = value_at(record, "score.per_epoch") or [{}]

@@ -216,6 +216,7 @@ MEASURES: dict[str, Measure] = {
         ),
         Measure("energy", "Energy of the GPUs per sample", "joules_per_sample"),
         Measure("time_to_target", "Training time to the target score", "time_to_target_s"),
+        Measure("time_to_result", "Time to the result, queue included", "time_to_result_s"),
         Measure(
             "score",
             "Test score after the last epoch",

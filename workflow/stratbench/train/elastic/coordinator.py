@@ -130,6 +130,8 @@ class Coordinator:
         self._last_pause_s = 0.0
         self._finished, self._ends_at = False, ends_at
         self._diverged: str | None = None
+        #: Called with the number of a member that was lost.
+        self.on_lost: Callable[[int], None] = lambda number: None
         self.history = History()
         #: Set once all steps are taken and evaluated.
         self.done = threading.Event()
@@ -242,6 +244,7 @@ class Coordinator:
             return  # it has left
         if member.state != "through":
             self.history.lost.append(member.number)
+            self.on_lost(member.number)
         if member.state == "inside":
             self._break(f"worker {member.number} was lost")
 

@@ -87,6 +87,7 @@ class Keeper:
         self._not_before = dict.fromkeys(range(slots), 0.0)  # by time.monotonic
         self._failures = dict.fromkeys(range(slots), 0)
         self._next_number = 0
+        self._given_up: set[int] = set()
         self._lock = threading.Lock()  # guards the entries
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
@@ -116,6 +117,11 @@ class Keeper:
     def finish(self) -> None:
         """Submit no more: the training is over, and who is there may end in peace."""
         self._finishing = True
+
+    def give_up(self, number: int) -> None:
+        """Cancel a worker's job if it still runs: nobody hears of the worker any more."""
+        self._given_up.add(number)
+        self.look_soon()
 
     def look_soon(self) -> None:
         """Look at the jobs at once: a worker has come or gone."""
@@ -173,6 +179,10 @@ class Keeper:
                 self._end(slot, now)
                 changed = True
                 continue
+            if before.number in self._given_up:
+                self._given_up.discard(before.number)
+                self._backend.cancel([id_])
+                changed = True
             started = before.started_unix_s or now.started_unix_s
             changed |= started != before.started_unix_s
             self._keep(replace(before, started_unix_s=started, reason=now.reason))

@@ -69,7 +69,7 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
     with backend_of(job, asked) as backend, _coordinator(job, asked is not None) as coordinator:
         try:
             with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
-                coordinator.on_change = keeper.look_soon
+                coordinator.on_change, coordinator.on_lost = keeper.look_soon, keeper.give_up
                 keep = partial(folder.write_life, life)
                 ending = _wait(job, coordinator, keeper, keep)
                 if ending.status != "error":
