@@ -365,6 +365,7 @@ def test_one_worker_alone_trains_where_there_are_places_for_four(tmp_path, polic
 # --- evaluation --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_servers", [1, 2])
 def test_the_first_epoch_that_reaches_the_target_ends_the_run(tmp_path, n_servers):
     """`figures_of` gives the fourth epoch a score of 0.4."""
@@ -493,6 +494,7 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
     )
 
 
+@pytest.mark.slow
 def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
     plan = elastic(tmp_path, save_every_s=0.0, steps_per_epoch=40)
     servers = serve_all(plan)
