@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launching import until
-from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic import checkpoints, keeper
 from stratbench.train.elastic.keeper import GaveUp, Keeper, Refused, Seen
@@ -160,7 +160,7 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     args = (tmp_path / "args").read_text().splitlines()
     assert "--comment=worker 3 of a/b c" in args
     assert "--no-requeue" in args
-    assert f"--output={folder.path}/rank3.log".replace("%", "%%") in args
+    assert f"--output={folder.log(worker_name(3))}".replace("%", "%%") in args
     assert args[-10:] == [
         "--gres=gpu:1", "--cpus-per-task=4", "--mem=2000M", "--time=90", "--partition=scavenger",
         "--account=me", "--qos=low", "--constraint=a100", "--exclusive", "--reservation=my one",
