@@ -157,6 +157,13 @@ def load_snapshot(
     return first["seconds"], torch.cat(parts), buffers
 
 
+def drop_later(folder: str | Path, server: int, epochs: int) -> None:
+    """Let server `server`'s snapshots after its first `epochs` be none: an earlier life has left them."""
+    for path in Path(folder).glob(f"epoch*.{server}.json"):
+        if int(path.name.removeprefix("epoch").partition(".")[0]) >= epochs:
+            path.unlink(missing_ok=True)
+
+
 def drop_snapshot(folder: str | Path, epoch: int) -> None:
     """Delete the files of a snapshot that has been loaded; its folder stays, for those to come."""
     for path in Path(folder).glob(f"epoch{epoch}.*"):

@@ -20,7 +20,7 @@ from stratbench.ps.member import Member
 from stratbench.ps.membership import OpenMembership
 from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.server_run import ServerRun
-from stratbench.ps.snapshots import drop_snapshot
+from stratbench.ps.snapshots import drop_later, drop_snapshot
 from stratbench.ps.store import MakePolicy, Store
 from stratbench.ps.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
@@ -56,17 +56,20 @@ class ElasticRun(ServerRun):
         if self._first:
             self._journal = Journal(own.folder, own.life)
             self._ledger = SettledTickets(own.folder, own.life)
-        if own.resumes:
-            self._resume()
+        settled = self._resume() if own.resumes else set()
+        if config.snapshot_dir is not None:
+            drop_later(config.snapshot_dir, config.server, len(self.epochs.ends))
         if self._first:
+            self._done_twice = sorted(self._ledger.numbers() - settled)
+            self._ledger.forget(self._done_twice)
             self._journal.note(
                 "life", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
             )
 
     # --- another life ------------------------------------------------------------------------------
 
-    def _resume(self) -> None:
-        """Go on from what the servers have saved; called before any worker is here."""
+    def _resume(self) -> set[int]:
+        """Go on from what the servers have saved, before any worker is here; returns the settled tickets."""
         c = self.config
         saved, settled = (
             load_state(self._folder, c.server),
@@ -80,14 +83,13 @@ class ElasticRun(ServerRun):
         self.epochs.resume(settled, saved.facts["ends"])
         self.tickets.resume(list(settled))
         if self._first:
-            self._done_twice = sorted(self._ledger.numbers() - set(settled))
-            self._ledger.forget(self._done_twice)
             self.lost, self.tickets.reassigned = saved.facts["lost"], saved.facts["reassigned"]
             self._evaluations.resume(scores_in(read_journal(self._folder)), len(settled))
         with self._lock:
             self._finish_if_over()
             if self.epochs.complete and not self._first:
                 self.done = True
+        return set(settled)
 
     def _begin_clock(self) -> None:
         """The first ticket: of an earlier life, where there was one; time passed between lives, too."""
