@@ -100,7 +100,9 @@ def test_servers_whose_job_is_killed_go_on_and_workers_find_them(
     assert found["status"] == "ok", output
     told = found["elastic"]["servers"]
     assert len(told["lives"]) == 2
-    assert told["lives"][1]["tickets_before"] > 0
+    second = told["lives"][1]  # what an epoch had settled by then was saved, or was done twice
+    tickets = 2 * found["batch"]["steps_per_epoch"]
+    assert second["tickets_before"] + second["tickets_done_twice"] >= tickets
     assert told["evaluations"] >= 15
     print({k: told[k] for k in ("tickets_done_twice", "returns", "lives")})
     assert found["batch"]["samples_seen"] == 15 * found["batch"]["steps_per_epoch"] * 32

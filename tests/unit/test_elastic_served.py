@@ -71,7 +71,8 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     wait_for(first, "begin", 3)
     send(first, 1, signal.SIGKILL)
     (lost,) = wait_for(first, "loss", 1)
-    assert (lost["worker"], lost["reason"]) == (1, "the connection was closed")
+    assert lost["worker"] == 1
+    assert "connection" in lost["reason"]  # closed, or reset: not silence
     wait_for(first, "score", 1)
     second = start_cell(s, env=warm)
     code, output = second.finish()

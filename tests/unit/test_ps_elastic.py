@@ -29,6 +29,7 @@ from stratbench.ps.policies.policies import make_policy
 from stratbench.ps.server import serve
 from stratbench.ps.server_config import ElasticConfig
 from stratbench.ps.server_run import ServerRun
+from stratbench.ps.shard import Shard
 from stratbench.ps.tickets import Once, common
 from stratbench.ps.wire.frames import ProtocolError
 from stratbench.ps.wire.handshake import JoinLater, JoinRefused
@@ -352,9 +353,19 @@ def test_training_outlives_its_last_worker(tmp_path):
     assert [w["worker"] for w in found["lost"]] == [0]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_worker_alone_trains_where_there_are_places_for_four(tmp_path, policy):
+    """A bounded or averaging policy waits for nobody who never came."""
+    plan = elastic(tmp_path, policy=policy)
+    servers = serve_all(plan)
+    Worked(plan, SECRET, 0, life=1).join()
+    check_run(plan, [server.result() for server in servers])
+
+
 # --- evaluation --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_servers", [1, 2])
 def test_the_first_epoch_that_reaches_the_target_ends_the_run(tmp_path, n_servers):
     """`figures_of` gives the fourth epoch a score of 0.4."""
@@ -483,6 +494,7 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
     )
 
 
+@pytest.mark.slow
 def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
     plan = elastic(tmp_path, save_every_s=0.0, steps_per_epoch=40)
     servers = serve_all(plan)
@@ -512,3 +524,25 @@ def test_what_all_sets_have_in_common():
     sets = [Once(5, {7, 9}), Once(3, {5, 6, 7}), Once(8, {9})]
     assert sorted(common(sets)) == [0, 1, 2, 7]
     assert sorted(common([Once(4, {6})])) == [0, 1, 2, 3, 6]
+
+
+def test_a_shard_that_goes_on_takes_no_ticket_twice_and_nobody_is_there():
+    alive = lambda: True  # noqa: E731
+    released = []
+
+    def shard():
+        return Shard(0, policy_of("ps-ssp"), lambda *release: released.append(release))
+
+    before, after = shard(), shard()
+    for ticket, worker in enumerate((0, 1, 2, 0)):
+        before.push(worker, ticket, torch.ones(50, dtype=torch.float64), alive)
+    after.load(before.state())
+    weights = after.policy.weights.clone()
+    assert torch.equal(weights, before.policy.weights)
+    assert sorted(after.taken) == [0, 1, 2, 3]
+    released.clear()
+    after.push(1, 3, torch.ones(50, dtype=torch.float64), alive)
+    assert torch.equal(after.policy.weights, weights)
+    assert released == [(1, 0)]  # it is answered, and waits for none of those who were there
+    after.push(1, 4, torch.ones(50, dtype=torch.float64), alive)
+    assert not torch.equal(after.policy.weights, weights)
