@@ -111,14 +111,15 @@ class Cluster(SlurmCluster):
 
     def _configure(self) -> None:
         super()._configure()
-        text = self.conf.read_text()
+        text = self.conf.read_text(encoding="utf-8")
         text += (
             "PartitionName=spare Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=CANCEL\n"
             f"SchedulerParameters={SCHEDULER}\nPriorityType=priority/basic\n"
             "PreemptType=preempt/partition_prio\nPreemptMode=CANCEL\n"
         )
         self.conf.write_text(
-            text.replace("Default=YES", "Default=YES PriorityTier=10 PreemptMode=OFF")
+            text.replace("Default=YES", "Default=YES PriorityTier=10 PreemptMode=OFF"),
+            encoding="utf-8",
         )
 
 
@@ -168,7 +169,10 @@ class Queue:
     def dates(self, name: str) -> list[float]:
         """When the job started and ended, as far as it has."""
         with suppress(FileNotFoundError):
-            return [float(x) - self.origin for x in (self.marks / name).read_text().split()]
+            return [
+                float(x) - self.origin
+                for x in (self.marks / name).read_text(encoding="utf-8").split()
+            ]
         return []
 
 
@@ -207,8 +211,8 @@ class Sleepers(SlurmJobs):
         found = set()
         for number in numbers:
             with suppress(FileNotFoundError, ValueError):
-                pid = int((self.folder / str(number)).read_text())
-                if Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+                pid = int((self.folder / str(number)).read_text(encoding="utf-8"))
+                if Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").split()[2] != "Z":
                     found.add(number)
         return found
 
@@ -285,7 +289,7 @@ def run_arm(name: str, jobs: int, load: float, seed: int, moments: int, out: Pat
         for t in trainings
     ]
     wait_s = round(statistics.fmean(waits), 2)
-    out.write_text(json.dumps({"others_wait_s": wait_s, "trainings": rounded}))
+    out.write_text(json.dumps({"others_wait_s": wait_s, "trainings": rounded}), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- the table
@@ -441,7 +445,10 @@ def main() -> None:
         for arm, process in started.items():
             if process.wait():
                 raise SystemExit(f"the arm {arm} failed")
-        found = {arm: json.loads(Path(folder, f"{arm}.json").read_text()) for arm in given.arms}
+        found = {
+            arm: json.loads(Path(folder, f"{arm}.json").read_text(encoding="utf-8"))
+            for arm in given.arms
+        }
     run = {
         "jobs": given.jobs,
         "load": given.load,

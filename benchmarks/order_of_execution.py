@@ -161,6 +161,7 @@ def judged(
             {
                 "cell": cell.as_dict(),
                 "status": "ok",
+                "strategy": {"kind": "collective"},
                 "time": {"train_time_s": time_s},
                 "provenance": moments,
                 "workers": [],

@@ -73,6 +73,11 @@ class Facts:
         return bool(traits["waits_for_slowest"] and traits["updates_per_step"] == 1)
 
     @property
+    def may_average_all(self) -> bool:
+        """Whether, where pushes happen to arrive in turn, every update is made of all workers' gradients."""
+        return self("strategy.traits.updates_per_step") == 1
+
+    @property
     def epochs_run(self) -> int:
         """The number of epochs that were trained to their end, counted by the scores."""
         return len(self("score.per_epoch") or ())

@@ -60,6 +60,7 @@ class ReturningChannel:
         self._leaving = leaving
         self._channel: Channel | None = None
         self._waited_s, self._moved = 0.0, [0]
+        self._joined_life: int | None = None
         self.returns = 0  # how often it went on with another life of the servers
         self.left = False
         if not self._join():
@@ -77,17 +78,21 @@ class ReturningChannel:
         while not self._leaving.is_set():
             if read_end(self._folder) is not None:
                 return False
+            life = None
             try:
-                self._channel = self._connect(self._life())
+                life = self._life()
+                self._channel = self._connect(life)
+                self._joined_life = life
                 return True
             except JoinLater as later:
                 print(f"no place yet: {later}", flush=True)
                 heard = time.monotonic()
                 self._leaving.wait(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            except JoinRefused:
-                raise
             except (OSError, ValueError) as error:
+                # Of the life that it has lost a server may be there still, and refuse a worker that it knows.
+                if isinstance(error, JoinRefused) and life != self._joined_life:
+                    raise
                 if time.monotonic() - heard > self._silence_s:
                     raise ServerLost(f"no server for {self._silence_s:g} s: {error}") from None
                 self._leaving.wait(_RETRY_S)
