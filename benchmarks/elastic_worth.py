@@ -221,6 +221,7 @@ def best_rate(rows: Iterable[dict]) -> float | None:
 
 def page(rows: list[dict], epochs: int) -> str:
     schedules = len({row["schedule"] for row in rows})
+    rows = finished(rows, schedules)
     lines = [
         "# What a sample of elastic workers is worth", "",
         f"DDP's samples to {TARGET:g} % test accuracy over a policy's: 1 is as good as DDP, 0.8 needs a "
@@ -260,10 +261,20 @@ def page(rows: list[dict], epochs: int) -> str:
             own = best_rate(here)
             at = [row for row in here if row["lr"] == own]
             cells.append("–" if own is None or best is None else text_of(worth(at, ddp, best), at))
+            if set(cells) == {"–"}:
+                continue  # not measured yet
             name = " ".join(policy).strip()
             slow_text = "–" if slow == 1 else f"{slow:g}x"
             lines.append(f"| {places} | {slow_text} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def finished(rows: list[dict], schedules: int) -> list[dict]:
+    """The rows of what was trained under all schedules: fewer have no interval."""
+    seen: dict[tuple, set[int]] = {}
+    for row in rows:
+        seen.setdefault(tuple(row[c] for c in Key._fields[:-1]), set()).add(row["schedule"])
+    return [r for r in rows if len(seen[tuple(r[c] for c in Key._fields[:-1])]) == schedules]
 
 
 def samples_of_ddp(alone: list[dict], rates: Iterable[float]) -> list[str]:

@@ -350,3 +350,11 @@ def test_a_relation_tells_both_sides_or_is_not_judged(total_s, train_s, spans, b
     record = copy.deepcopy(sound("cuda")[DDP])
     record["time"] |= {"total_s": total_s, "train_time_s": train_s, "epoch_times_s": spans}
     assert list(unless_hold(Facts(record), ROWS, "rank 1", bound=bound)) == said
+
+
+def test_an_elastic_worker_that_came_too_late_for_a_batch_may_have_waited():
+    record = copy.deepcopy(HONEST["served by three lives"])
+    record["workers"][0]["train_time_s"] = 0.0
+    link = record["server"]["servers"][0]["workers"][0]
+    assert link["worker"] == record["workers"][0]["rank"]
+    assert not [text for text in figures_of("servers", record) if "wait_s" in text]

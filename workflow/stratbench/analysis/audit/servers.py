@@ -241,13 +241,14 @@ def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator
     yield from unless_hold(facts, APPLIED, name, server=server)
     own = {w["rank"]: w.get("train_time_s") for w in facts.workers}
     for link in server["workers"]:
-        its_time_s = own.get(link["worker"])
+        # Of a worker that is not known or, in an elastic cell, came too late for a batch: the servers' time.
+        its_time_s = own.get(link["worker"]) or train_time_s
         yield from unless_hold(
             facts,
             WAITED,
             f"worker {link['worker']} at {name}",
             link=link,
-            train_time_s_of_worker=train_time_s if its_time_s is None else its_time_s,
+            train_time_s_of_worker=its_time_s,
         )
 
 
