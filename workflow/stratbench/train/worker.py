@@ -159,30 +159,12 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     with phases("data"):
         data = load_data(job, device)
     with phases("build"):
-        built = build(s, strategy, data, device)
-        slowdown = Slowdown.of(s, rank, built.model, built.shape, data.meta["classes"], device)
-        worker = Worker(
-            s,
-            rank,
-            job.world_size,
-            job.workers_beside(rank),
-            device,
-            job.folder,
-            built.groups,
-            slowdown.wait,
-            task=built.task,
-            total_steps=s.total_steps(job.train_samples),
-            watch=watch,
-            pulse=pulse,
-            mesh=strategy.mesh(job.world_size),
-            input_shape=built.shape,
-            trial=built.trial,
-        )
-        if built.trial is not None:
-            acceptance.check_model(strategy, built.network, built.model, worker)
-        two = data.test_batch(0, 2)[0]
-        with acceptance.same_scores(strategy, built.network, built.model, worker, two):
-            strategy.setup(built.model, worker)
+        ready = set_up(
+            s, strategy, data, device, rank,
+            rank=rank, world_size=job.world_size, local_world=job.workers_beside(rank),
+            folder=job.folder, watch=watch, pulse=pulse, mesh=strategy.mesh(job.world_size),
+        )  # fmt: skip
+        built, worker = ready.built, ready.worker
         # From here on only what is random per copy (dropout) draws from the global generator.
         torch.manual_seed(s.seed + 1 + worker.draws)
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
@@ -200,15 +182,64 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             loop.record_profile(strategy, data, worker, trace)
     if chosen:
         measured |= flops_of(s, built)
-    measured |= description_of(s, built, strategy, data)
+    describe(measured, ready, strategy, data)
     measured["started_s"] = started_s
-    measured["provenance"] = worker_provenance(device)
-    if slowdown.factors:
-        measured["strategy"]["details"]["slowdown"] = slowdown.summary()
-    if built.trial is not None and acceptance.moves_by_zeros(strategy, built.trial, s):
-        measured["strategy"]["details"]["moved_by_zeros"] = list(built.trial.skipped)
     strategy.close()
     return measured
+
+
+class Ready(NamedTuple):
+    """A worker whose network is built and set up under its strategy."""
+
+    built: Built
+    slowdown: Slowdown
+    worker: Worker
+
+
+def set_up(
+    s: Settings,
+    strategy: Strategy,
+    data: DeviceData,
+    device: torch.device,
+    slowed_as: int,
+    **place: Any,
+) -> Ready:
+    """Build the network and set it up. `slowed_as`: its number in `slowdown.workers`.
+
+    `place`: the fields of Worker that do not follow from the settings and the network. Refused where the
+    strategy cannot train a user's network.
+    """
+    built = build(s, strategy, data, device)
+    slowdown = Slowdown.of(s, slowed_as, built.model, built.shape, data.meta["classes"], device)
+    worker = Worker(
+        settings=s,
+        device=device,
+        wrap_groups=built.groups,
+        delay=slowdown.wait,
+        task=built.task,
+        total_steps=s.total_steps(data.train_samples),
+        input_shape=built.shape,
+        trial=built.trial,
+        **place,
+    )
+    if built.trial is not None:
+        acceptance.check_model(strategy, built.network, built.model, worker)
+    two = data.test_batch(0, 2)[0]
+    with acceptance.same_scores(strategy, built.network, built.model, worker, two):
+        strategy.setup(built.model, worker)
+    return Ready(built, slowdown, worker)
+
+
+def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData) -> None:
+    """Add to what a worker measured what the record says of its network, its device and its delays."""
+    built, s = ready.built, ready.worker.settings
+    measured |= description_of(s, built, strategy, data)
+    measured["provenance"] = worker_provenance(ready.worker.device)
+    details = measured["strategy"]["details"]
+    if ready.slowdown.factors:
+        details["slowdown"] = ready.slowdown.summary()
+    if built.trial is not None and acceptance.moves_by_zeros(strategy, built.trial, s):
+        details["moved_by_zeros"] = list(built.trial.skipped)
 
 
 def watch_compiling(job: Job) -> CompileWatch:

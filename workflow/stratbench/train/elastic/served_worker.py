@@ -9,14 +9,11 @@ import torch
 
 from stratbench.ps.elastic.channel import RunOver
 from stratbench.ps.wire.link import Left, ServerLost
-from stratbench.strategies import acceptance, strategy_class
-from stratbench.strategies.base import Worker
+from stratbench.strategies import strategy_class
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.ps import ParameterServer
-from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
-from stratbench.telemetry.provenance import worker_provenance
 from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop, worker
@@ -50,41 +47,20 @@ def _train(job: Job, number: int, local_rank: int, leaving: threading.Event) -> 
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
-        built = worker.build(s, strategy, data, device)
         # A worker's number never comes again: those of `slowdown.workers` are what is left over `gpus`.
-        rank, classes = number % s.gpus, data.meta["classes"]
-        slowdown = Slowdown.of(s, rank, built.model, built.shape, classes, device)
-        me = Worker(
-            s,
-            number,
-            s.gpus,
-            1,
-            device,
-            job.folder,
-            built.groups,
-            slowdown.wait,
-            task=built.task,
-            total_steps=s.total_steps(job.train_samples),
-            pulse=pulse,
-            mesh=Mesh(1),
-            input_shape=built.shape,
-            trial=built.trial,
-            leaving=leaving,
-        )
-        if built.trial is not None:
-            acceptance.check_model(strategy, built.network, built.model, me)
-        strategy.setup(built.model, me)
+        ready = worker.set_up(
+            s, strategy, data, device, number % s.gpus,
+            rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
+            pulse=pulse, mesh=Mesh(1), leaving=leaving,
+        )  # fmt: skip
         torch.manual_seed(s.seed + 1 + number)  # what is random per copy (dropout)
     progress = loop.Progress(None)
-    result = loop.train_with_server(strategy, data, me, phases, log, memory, progress)
+    result = loop.train_with_server(strategy, data, ready.worker, phases, log, memory, progress)
     measured = worker.worker_result(result, strategy, phases, number)
-    measured |= worker.description_of(s, built, strategy, data)
+    worker.describe(measured, ready, strategy, data)
     if not strategy.channel.left:
-        measured |= worker.flops_of(s, built)
+        measured |= worker.flops_of(s, ready.built)
     measured["left"], measured["returns"] = strategy.channel.left, strategy.channel.returns
     measured["started_s"] = started_s
-    measured["provenance"] = worker_provenance(device)
-    if slowdown.factors:
-        measured["strategy"]["details"]["slowdown"] = slowdown.summary()
     strategy.close()
     return measured

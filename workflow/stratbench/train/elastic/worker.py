@@ -23,13 +23,10 @@ from typing import Any
 import torch
 
 from stratbench.cell.run_folder import worker_name
-from stratbench.strategies import acceptance, strategy_class
-from stratbench.strategies.base import Worker
+from stratbench.strategies import strategy_class
 from stratbench.strategies.mesh import Mesh
-from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
-from stratbench.telemetry.provenance import worker_provenance
 from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop, worker
@@ -99,41 +96,21 @@ def train(job: Job, number: int, local_rank: int, leaving: threading.Event) -> d
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
-        built = worker.build(s, strategy, data, device)
-        slowdown = Slowdown.of(
-            s, seat.place, built.model, built.shape, data.meta["classes"], device
-        )
-        me = Worker(
-            s,
-            0,
-            1,
-            1,
-            device,
-            job.folder,
-            built.groups,
-            slowdown.wait,
-            task=built.task,
-            total_steps=s.total_steps(job.train_samples),
-            pulse=pulse,
-            mesh=Mesh(1),
-            input_shape=built.shape,
-            trial=built.trial,
-        )
-        if built.trial is not None:
-            acceptance.check_model(strategy, built.network, built.model, me)
-        strategy.setup(built.model, me)
+        ready = worker.set_up(
+            s, strategy, data, device, seat.place,
+            rank=0, world_size=1, local_world=1, folder=job.folder, pulse=pulse, mesh=Mesh(1),
+        )  # fmt: skip
+        me = ready.worker
     with phases("warmup"):
         loop.warm_up(strategy, data, me)
     split = Split(strategy, data, me, phases, group, seat, leaving, number)
     outcome = split.run(memory, loop.Progress(None))
     measured = worker.worker_result(outcome.result, strategy, phases, number)
-    measured |= _facts(outcome) | worker.description_of(s, built, strategy, data)
+    measured |= _facts(outcome)
+    worker.describe(measured, ready, strategy, data)
     if outcome.was_first:
-        measured |= worker.flops_of(s, built)
+        measured |= worker.flops_of(s, ready.built)
     measured["started_s"] = started_s
-    measured["provenance"] = worker_provenance(device)
-    if slowdown.factors:
-        measured["strategy"]["details"]["slowdown"] = slowdown.summary()
     return measured
 
 
