@@ -6,6 +6,7 @@ are shut down beneath it. NCCL has an abort of its own.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+log = logging.getLogger(__name__)
 
 #: How long members wait for one another to form a group, and within a collective, in seconds.
 FORM_S, COLLECTIVE_S = 30.0, 600.0
@@ -71,8 +74,10 @@ class Group:
                 connection.getpeername()  # gloo's listener must not be shut: it would end the process
                 connection.shutdown(socket.SHUT_RDWR)
         if self._device.type == "cuda" and dist.is_initialized():
-            with suppress(Exception):
+            try:
                 dist.distributed_c10d._abort_process_group()
+            except RuntimeError:  # the collective then fails at its own time limit
+                log.exception("NCCL's operations could not be ended")
 
 
 def _sockets() -> set[int]:
