@@ -73,9 +73,13 @@ class Facts:
         return bool(traits["waits_for_slowest"] and traits["updates_per_step"] == 1)
 
     @property
-    def may_average_all(self) -> bool:
-        """Whether, where pushes happen to arrive in turn, every update is made of all workers' gradients."""
-        return self("strategy.traits.updates_per_step") == 1
+    def averaged_all(self) -> bool:
+        """Whether every update was made of all workers' gradients on the same weights, if only by chance.
+
+        That is so where a step makes one update and no push was stale: pushes may arrive in turn.
+        """
+        stale = (sum((server["staleness_all_shards"] or ())[1:]) for server in self.servers)
+        return self("strategy.traits.updates_per_step") == 1 and not any(stale)
 
     @property
     def epochs_run(self) -> int:

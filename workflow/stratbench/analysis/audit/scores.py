@@ -272,7 +272,7 @@ def cannot_agree(listed: list[list[Facts]]) -> bool:
         for members in listed
     }
     by_arrival = any(
-        f.servers and f.gpus > 1 and not f.may_average_all for members in listed for f in members
+        f.servers and f.gpus > 1 and not f.averaged_all for members in listed for f in members
     )
     return len(starts) > 1 or by_arrival
 
