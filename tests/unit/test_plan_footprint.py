@@ -23,6 +23,7 @@ from stratbench.plan.footprint.footprint import Affine, upper_envelope
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.plan.footprint.traffic import wire_bytes
+from stratbench.plan.pages.answers import larger_networks
 from stratbench.strategies import base, option_defaults, strategy_class
 from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import example_batch
@@ -43,10 +44,19 @@ SMALL = {
             {"layers": 2, "heads": 4, "width": 128},
             ["Block"],
         ),
+        *(
+            (
+                f"text of {layers} x {width}",
+                "stratbench.workload.network.gpt.GPT",
+                {"layers": layers, "heads": 4, "width": width},
+                ["Block"],
+            )
+            for layers, width in ((4, 64), (8, 64), (4, 256))
+        ),
         ("small images", f"{__name__}.normalised", {}, ["Conv2d", "Linear"]),
     )
 }
-READ_TEXT = ("gpt-compact", "small text")
+READ_TEXT = ("gpt-compact", *(name for name in SMALL if "text" in name))
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-8}
 
 
@@ -612,6 +622,20 @@ def test_the_envelope_holds_every_line_that_is_highest_somewhere():
         assert max(lines[i].at(batch) for i in kept) == highest.at(batch)
     assert 3 not in kept
     assert kept == sorted(kept, key=lambda i: lines[i].per_sample)
+
+
+@pytest.mark.slow  # each footprint takes a second or two
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_how_much_larger_a_network_may_be_holds_for_deeper_and_wider_ones(strategy: str):
+    small, *larger = (
+        planned(request_for(strategy, f"text of {layers} x {width}", **ADAMW))
+        for layers, width in ((4, 64), (8, 64), (4, 256))
+    )
+    parameters = "parameters_bytes"
+    for f in larger:
+        times = f.model_states_bytes[parameters] / small.model_states_bytes[parameters]
+        least, most = larger_networks(small, 8, f.needed_bytes(8))
+        assert 1 < least <= times <= most
 
 
 def test_a_footprint_survives_json():

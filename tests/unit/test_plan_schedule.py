@@ -571,6 +571,34 @@ def test_of_what_fits_the_quickest_at_both_ends_of_its_range_is_named(plan_of):
     assert "none fits; " in told(ddp=None, zero1=None, fsdp=None)
 
 
+def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_it_still_fits(
+    plan_of,
+):
+    plan = plan_of(strategies=["ddp", "zero1", "fsdp"], gpus=[4])
+    spans = {"ddp": (1, 2), "zero1": (1, 3), "fsdp": (1, 4)}
+    kept_gib = {"ddp": 2, "zero1": 2, "fsdp": 1}  # of states; 1 GiB more is of activations
+    cells = []
+    for c in plan.cells:
+        gib = kept_gib[c.cell.strategy]
+        moment = Moment(
+            "optimizer",
+            Affine((gib + 1) * GIB, 0),
+            {"optimizer": Affine(gib * GIB, 0), "activations": Affine(GIB, 0)},
+        )
+        fit = replace(c.fit, by_device=Span(*spans[c.cell.strategy], ""))
+        footprint = made_up(moments=[moment], between_steps_bytes={})
+        cells.append(replace(c, footprint=footprint, fits_on={plan.device: fit}))
+    room_bytes = 9 * GIB + cells[0].needs.data_bytes
+    (said,) = dict(answered_questions(replace(plan, cells=cells, room_bytes=room_bytes)))[
+        "How large a network fits, of this kind?"
+    ]
+    # All grows: 9 / 3 and 9 / 2. The states alone: (9 - 1) / 2 and (9 - 1) / 1.
+    assert said.endswith(
+        "of those that fit the quickest is ddp up to 3.0 to 4.0 times, then fsdp up to 4.5 to 8.0 times as "
+        "many parameters."
+    )
+
+
 def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_does_not_fit(plan_of):
     question = "How is the network best divided among workers?"
     assert question not in dict(answered_questions(plan_of(strategies=["ddp"], gpus=[4])))

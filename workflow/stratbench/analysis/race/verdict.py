@@ -184,7 +184,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
         return "none", f"{out.strategy} is out ({out.why}); the others are judged next."
     if few:
         return "none", (
-            f"Open: {last.leader} leads after {counted(last.counted, 'block')}; nothing is claimed before "
+            f"{last.leader} leads after {counted(last.counted, 'block')}; nothing is claimed before "
             f"{judging.FEWEST_BLOCKS}."
         )
     if last.fastest:

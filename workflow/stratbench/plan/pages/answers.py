@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from stratbench.cell.text.words import bytes_text, counted
+from stratbench.plan.footprint.footprint import Footprint
 from stratbench.plan.quantities import span_text
 from stratbench.plan.schedule import DeviceFit, Plan, Planned
 from stratbench.plan.verdict_cost import sentences_on_a_verdict
@@ -29,6 +30,8 @@ PART_NAMES = {
     "temporaries": "temporary results of backward and optimizer",
 }
 
+#: Parts of the memory that grow with a network's parameters, however it grows.
+STATES = ("parameters", "gradients", "optimizer", "buckets", "gathered")
 #: By how much two predicted times may differ, relatively, and still count as alike.
 ALIKE = 0.03
 
@@ -39,6 +42,7 @@ def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
         ("What fits, and what is quickest?", list(_quickest(plan))),
         *_if_any("How is the network best divided among workers?", list(_divisions(plan))),
         ("How large a batch fits?", list(_batches(plan))),
+        *_if_any("How large a network fits, of this kind?", list(_sizes(plan))),
         ("How does the number of workers change the peak?", list(_workers(plan))),
         (
             "May FSDP keep its gathered weights between forward and backward?",
@@ -89,6 +93,55 @@ def _batches(plan: Plan) -> Iterator[str]:
         if most[low] >= samples:
             fit = f"All {samples:,} of the data set would fit."
         yield f"{where}: the study's global batch is {settings.global_batch:,}. {fit}"
+
+
+def larger_networks(
+    footprint: Footprint, batch: int, room_bytes: float, threads: int = 0
+) -> tuple[float, float]:
+    """How many times the parameters may become that fit into `room_bytes`, with `batch` samples a worker.
+
+    At least: all that a worker needs grows as they do, as in a deeper network. At most: the states alone
+    do. `threads`: that the GPU holds at once.
+    """
+    peak, copied_bytes = footprint.training_peak(batch, threads), footprint.copied_bytes
+    states_bytes = sum(peak.parts_bytes.get(part, 0) for part in STATES)
+    rest_bytes = peak.n_bytes - states_bytes
+    least = room_bytes / footprint.needed_bytes(batch, threads)
+    return least, max(least, (room_bytes - rest_bytes) / (states_bytes + copied_bytes))
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    """Which is quickest of those that still fit, as a network grows."""
+    for where, there in _on_most_workers(plan):
+        growth = {
+            c.cell.strategy: larger_networks(
+                c.footprint,
+                c.subject.samples_per_step,
+                plan.room_bytes - c.needs.data_bytes,
+                plan.resident_threads,
+            )
+            for c in there
+            if c.fit.device == plan.device and c.fit.fits and c.fit.by_device
+        }
+        timed = sorted(
+            (c for c in there if c.cell.strategy in growth),
+            key=lambda c: (c.fit.by_device.high_s, -growth[c.cell.strategy][0]),
+        )
+        chain: list[str] = []
+        for name in (c.cell.strategy for c in timed):
+            if not chain or growth[name] > growth[chain[-1]]:
+                chain.append(name)
+        if chain:
+            told = [f"{name} up to {_times(growth[name])}" for name in chain]
+            yield (
+                f"{where}, this batch: of those that fit the quickest is {', then '.join(told)} as many "
+                "parameters."
+            )
+
+
+def _times(growth: tuple[float, float]) -> str:
+    low, high = (f"{n:,.0f}" if n >= 10 else f"{n:.1f}" for n in growth)
+    return f"{low} times" if low == high else f"{low} to {high} times"
 
 
 def _quickest(plan: Plan) -> Iterator[str]:
