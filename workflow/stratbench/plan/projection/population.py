@@ -29,6 +29,8 @@ A_NODE = (1, 2, 4, 8, 8, 16)
 #: Quantiles: the interval of 80 %, and the middle fifth.
 INTERVAL, MIDDLE = (0.1, 0.9), (0.4, 0.6)
 DRAWS = 1024
+#: Of a draw that counts: all others together move no quantile.
+LEAST_WEIGHT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,8 @@ def _quantile(centres: NDArray, sds: NDArray, weights: NDArray, p: float) -> flo
     """The p-quantile of a mixture of normals, by bisection."""
     from scipy.special import ndtr
 
+    counts = weights > LEAST_WEIGHT
+    centres, sds, weights = centres[counts], sds[counts], weights[counts]
     low, high = (centres - 8 * sds).min(), (centres + 8 * sds).max()
     for _ in range(50):
         middle = (low + high) / 2
