@@ -8,8 +8,8 @@ as known `series`, `source`, `scaling` (weak or strong; where it is not stated, 
 `throughput_unit` (of all GPUs together, if it does not say per GPU; steps or iterations are whole batches).
 Of each series the smallest counts are fitted (`--fit` says how many), and every count that is exactly 2, 4 or
 8 times the largest fitted one is projected. No collective is measured in such a file: the projection knows
-only what a row states (`plan/projection/population.py`). Numbers beyond 1e-30 and 1e30, and counts above a million,
-are taken for mistakes.
+only what a row states (`plan/projection/population.py`). Numbers beyond 1e-30 and 1e30, and counts
+above a million, are taken for mistakes.
 
 Prints, by source and by factor: median, 90th percentile and signed error, how often the interval of 80 %
 holds the measured time, and the skill, 1 - (median error / that of the best naive rule). Cells that a user

@@ -38,7 +38,8 @@ class Stated:
     """What is stated of a series beside its counts; None and "" where it is not.
 
     `step_s`: of the smallest count in seconds, if the measured times are in another unit. `servers`:
-    whether parameter servers exchange the gradients.
+    whether parameter servers exchange the gradients. `accumulates`: whether a fixed global batch is cut into
+    parts that are all reduced, fewer with more workers; None: it may be.
     """
 
     scaling: Scaling
@@ -47,6 +48,7 @@ class Stated:
     per_gpu_batch: float | None = None
     step_s: float | None = None
     servers: bool = False
+    accumulates: bool | None = None
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -176,6 +178,8 @@ def _draws(stated: Stated, prior: Mapping[str, float]) -> dict[str, NDArray]:
     accumulates = uniform < 1 / (
         1 + math.exp(-(prior["accumulates"] + prior["accumulates_by"] * batch))
     )
+    if stated.accumulates is not None:
+        accumulates = np.full(DRAWS, stated.accumulates)
     return {
         "volume": volume,
         "between": np.exp(prior["between"] + connected + abs(prior["between_sd"]) * normal[1]),
