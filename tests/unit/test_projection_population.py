@@ -46,6 +46,16 @@ def test_other_nodes_are_slower_and_less_certain_than_one():
     assert many.high_s / many.low_s > one.high_s / one.low_s
 
 
+def test_a_step_that_reduces_once_gains_less_from_workers_than_one_that_may_accumulate():
+    """A time that hardly falls with the workers: parts that are each reduced would become fewer."""
+    measured = [Measured(1, 1.0, 1), Measured(2, 1.05, 1), Measured(4, 0.95, 2)]
+    once, perhaps = (
+        projected(measured, Stated("strong", accumulates=known), [(32, 16)])[0]
+        for known in (False, None)
+    )
+    assert once.low_s > 1.2 * perhaps.low_s
+
+
 def test_a_rule_that_runs_below_zero_is_caught():
     falling = [Measured(1, 1.0, 1), Measured(2, 0.4, 1)]  # superlinear: a is below zero
     assert naive.a_plus_b_over_n(falling, "strong", 16) < 0
