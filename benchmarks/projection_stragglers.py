@@ -4,10 +4,11 @@
 
 A job's workers compute a step in log-normal times with a coefficient of variation as in published traces
 (quartiles .053, .087, .449), whose logarithms are correlated from step to step (0.7; published 0.64 to
-0.74). A share of their variance is the worker's own and stays. Steps of all workers wait for the slowest. From
-STEPS steps of 4 workers, the mean step on 8, 16 and 32 is projected: by nothing lost, by a + b/N through 1, 2
-and 4 of them, by single times drawn from all (i.i.d.), and by whole series drawn from all, each begun at a step
-of its own. Prints the median error of each in percent, with its sign, and in brackets that of absolute errors.
+0.74). A share of their variance is the worker's own and stays. Steps of all workers wait for the slowest.
+From STEPS steps of 4 workers, the mean step on 8, 16 and 32 is projected: by nothing lost, by a + b/N
+through 1, 2 and 4 of them, by single times drawn from all (i.i.d.), and by whole series drawn from all,
+each begun at a step of its own. Prints the median error of each in percent, with its sign, and in brackets
+that of absolute errors.
 """
 
 from __future__ import annotations
