@@ -8,7 +8,8 @@ as known `series`, `source`, `scaling` (weak or strong; where it is not stated, 
 `throughput_unit` (of all GPUs together, if it does not say per GPU; steps or iterations are whole batches).
 Of each series the smallest counts are fitted (`--fit` says how many), and every count that is exactly 2, 4 or
 8 times the largest fitted one is projected. No collective is measured in such a file: the projection knows
-only what a row states (`plan/projection/population.py`).
+only what a row states (`plan/projection/population.py`). Numbers beyond 1e-30 and 1e30, and counts
+above a million, are taken for mistakes.
 
 Prints, by source and by factor: median, 90th percentile and signed error, how often the interval of 80 %
 holds the measured time, and the skill, 1 - (median error / that of the best naive rule). Cells that a user
@@ -45,6 +46,12 @@ TEXTS = ("source", "series", "scaling", "trust", "gpu", "strategy", "throughput_
 #: Units of throughput that count for one GPU, and those that count batches.
 PER_GPU = r"(?:/|per)\s*(?:gpu|device|accelerator)"
 BATCHES = r"^(?:global\s*)?(?:steps?|iterations?|iters?|its?|batch(?:es)?)\b"
+#: A throughput in seconds is none.
+SECONDS = r"^(?:[mµu]?s|(?:milli|micro)?sec(?:ond)?s?)\b"
+#: What is beyond these is a mistake.
+MOST_GPUS, LEAST, MOST = 10**6, 1e-30, 1e30
+#: a + b/N is exact where it is off by less, in percent: rounding of the times.
+EXACT_PERCENT = 1e-6
 #: What makes a series where the file does not name them.
 SERIES = ("source", "cluster", "gpu", "model", "strategy", "scaling", "precision")
 
@@ -60,6 +67,10 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
         raise ValueError(
             f"needs the columns gpus, and throughput or step_time_s; it has {', '.join(rows.columns)}"
         )
+    if twice := sorted(set(rows.columns[rows.columns.duplicated()])):
+        raise ValueError(f"has the column {', '.join(twice)} twice")
+    if rows.empty:
+        raise ValueError("has no rows")
     left_out: dict[str, int] = {}
 
     def keep(good: pd.Series, why: str) -> None:
@@ -72,24 +83,36 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
     named = rows[keys].fillna("").agg("|".join, axis=1) if keys else "all"
     rows["series"] = rows["series"].fillna(named) if "series" in rows else named
     for column in NUMBERS:
-        rows[column] = pd.to_numeric(rows[column], errors="coerce") if column in rows else np.nan
-        rows.loc[~np.isfinite(rows[column]) | (rows[column] <= 0), column] = np.nan
+        text = rows[column] if column in rows else pd.Series(np.nan, rows.index, dtype=object)
+        in_thousands = text.str.fullmatch(r"\s*\d{1,3}(,\d{3})+(\.\d*)?\s*", na=False)
+        text = text.where(~in_thousands, text.str.replace(",", ""))
+        rows[column] = pd.to_numeric(text, errors="coerce")
+        rows.loc[~rows[column].between(LEAST, MOST), column] = np.nan
     for column in TEXTS:
         rows[column] = rows[column].fillna("").str.strip() if column in rows else ""
     rows["source"] = rows.source.where(rows.source != "", "not stated")
-    keep(rows.gpus.notna() & (rows.gpus % 1 == 0), "no count of GPUs")
+    keep((rows.gpus % 1 == 0) & (rows.gpus <= MOST_GPUS), "no count of GPUs")
+    rows.loc[rows.throughput_unit.str.lower().str.contains(SECONDS), "throughput"] = np.nan
     keep(rows.throughput.notna() | rows.step_time_s.notna(), "neither throughput nor step time")
     keep(rows.trust.str.upper() != "C", "trust C")
     # From here on a series is judged as a whole.
     of = rows.groupby(["source", "series"])
-    rows["scaling"] = rows.scaling.str.lower().where(rows.scaling != "", _by_batches(of))
-    keep(rows.scaling.isin(["weak", "strong"]), "neither weak nor strong scaling")
+    rows["scaling"] = _word(rows.scaling).where(rows.scaling != "", _by_batches(of))
+    keep(
+        rows.scaling.isin(["weak", "strong"]),
+        "neither weak nor strong scaling (state it, or constant batches that tell it)",
+    )
     of = rows.groupby(["source", "series"])
     alike = (of.scaling.transform("nunique") == 1) & (of.throughput_unit.transform("nunique") == 1)
     keep(alike, "of a series that changes its scaling or its unit")
     rows = rows.assign(time=_times(rows))
     keep(rows.time.notna(), "of a series that states throughput and step times by turns")
     return rows, left_out
+
+
+def _word(scaling: pd.Series) -> pd.Series:
+    """weak or strong out of `Weak scaling` and the like; else the text."""
+    return scaling.str.lower().str.replace(r"[\s_-]*scaling$", "", regex=True)
 
 
 def _by_batches(of: Any) -> pd.Series:
@@ -218,14 +241,16 @@ def summary(cells: pd.DataFrame) -> dict[str, Any]:
         "p90_percent": errors.quantile(0.9),
         "signed_percent": cells.error_percent.median(),
         "coverage_percent": 100 * ((cells.low_percent <= 0) & (cells.high_percent >= 0)).mean(),
-        "skill": 1 - errors.median() / best_median if best_median > 0 else 0.0,
+        "skill": 1 - errors.median() / best_median if best_median > EXACT_PERCENT else np.nan,
         "best_naive": best,
         "naive_median_percent": best_median,
         "a_b_median_percent": beside.median(),
         "a_b_p90_percent": beside.quantile(0.9),
-        "median_over_a_b": errors.median() / beside.median() if beside.median() > 0 else np.nan,
+        "median_over_a_b": errors.median() / beside.median()
+        if beside.median() > EXACT_PERCENT
+        else np.nan,
         "p90_over_a_b": errors.quantile(0.9) / beside.quantile(0.9)
-        if beside.quantile(0.9) > 0
+        if beside.quantile(0.9) > EXACT_PERCENT
         else np.nan,
         "refused": int(cells.refused.sum()),
     }
@@ -253,7 +278,9 @@ def tables(cells: pd.DataFrame) -> pd.DataFrame:
         "discriminating, strong": cells[hard & (cells.scaling == "strong")],
         "discriminating, not refused": cells[hard & answered],
     }
-    groups = [*cells.groupby("source"), *pools.items()]
+    # A source may have the name of a pool.
+    named = [(f"source {n}" if n in pools else n, group) for n, group in cells.groupby("source")]
+    groups = [*named, *pools.items()]
     return pd.DataFrame(
         [
             {"source": name, "factor": f"x{factor}"} | summary(part)
@@ -297,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
     if cells.empty:
         print(
             f"error: {args.file}: no series has {args.fit} counts and one 2, 4 or 8 times the last; it has "
-            f"{rows.series.nunique()} series in {len(rows)} usable rows",
+            f"{rows.groupby(['source', 'series']).ngroups} series in {len(rows)} usable rows",
             file=sys.stderr,
         )
         return 1

@@ -86,6 +86,26 @@ def test_a_study_with_cells_on_one_and_two_nodes_reaches_its_report(
     assert finished.jobs() == {}
 
 
+def test_links_are_measured_by_one_job_within_and_between_the_nodes(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    config = study({"near": {"strategies": ["ddp"], "gpus": [1, 2]}}, gpus_per_node=2)
+    workflow = ClusterWorkflow(tmp_path, config, slurm)
+    output = workflow.run("links").stdout
+    folder = tmp_path / "results/tiny/links"
+    assert "all-reduce by gloo, between nodes: " in output
+    with (folder / "times.csv").open(newline="") as file:
+        times = list(csv.DictReader(file))
+    assert {(t["workers"], t["nodes"]) for t in times} == {("2", "1"), ("2", "2"), ("4", "2")}
+    with (folder / "links.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(r["kind"], r["level"]) for r in rows} == {
+        (kind, level) for kind in ("all_reduce", "broadcast") for level in ("within", "between")
+    }
+    # Asked for again it measures again; the processes' own folder is gone.
+    assert {p.name for p in folder.iterdir()} == {"times.csv", "links.csv", "links.html"}
+
+
 def test_a_cluster_with_accounting_needs_one_line_in_the_profile(
     slurm_accounting: SlurmCluster, tmp_path: Path, warm: dict[str, str]
 ) -> None:

@@ -59,6 +59,7 @@ from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
+from stratbench.train.nodes import srun as srun_module
 from stratbench.train.standing import Standing
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.prepared import verified_meta
@@ -847,7 +848,7 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
     srun.write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(launch, "SRUN_END_S", 0.2)
+    monkeypatch.setattr(srun_module, "SRUN_END_S", 0.2)
     # The limit was reached before the 15 s that the agents have to keep it themselves.
     job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), n_nodes=2)
     exits = launch.launch_with_srun(job, cpus_per_node=1)

@@ -24,6 +24,7 @@ from stratbench.telemetry.collective_cost import (
 )
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.train.links import measure as links
+from stratbench.train.links.processes import run_all
 from stratbench.train.links.timing import KINDS, Sweep
 
 SIZES = [1 << i for i in range(10, 27, 2)]
@@ -153,7 +154,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_process_that_fails_ends_the_others(tmp_path):
     with pytest.raises(RuntimeError, match="ended with code"):
-        links.run_all([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
+        run_all([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
 
 
 def _fails() -> None:

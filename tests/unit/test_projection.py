@@ -16,6 +16,7 @@ from stratbench.plan.projection.project import (
     BY_COUNTS,
     BY_LINKS,
     left_out_errors,
+    on_links,
     project,
     sentence,
 )
@@ -246,6 +247,26 @@ def test_a_replay_without_skill_gives_way_to_the_counts():
     (found,) = project(measured, Stated("weak"), [(8, None)], lambda n, c: c * n)
     assert found.rule == BY_COUNTS
     assert found == project(measured, Stated("weak"), [(8, None)])[0]
+
+
+def test_a_replay_whose_interval_says_nothing_gives_way_although_it_has_skill():
+    off = {1: 1.0, 2: 2.0, 4: 1.0}  # a disturbed count throws the naive rules off further
+    measured = [Measured(n, replayed_ddp(n, 0.1) * f, 1) for n, f in off.items()]
+    (found,) = project(measured, Stated("weak"), [(16, 1)], replayed_ddp)
+    assert naive.skill_of(on_links(replayed_ddp), measured, "weak").has_any
+    assert found.rule == BY_COUNTS
+
+
+def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
+    measured = points(n1=1.0, n2=1.05, n4=1.1)
+    alike, apart = (
+        project(measured, Stated("weak"), [(8, None)], repeats_reach=reach)[0].interval
+        for reach in (0.0, 0.3)
+    )
+    assert apart.middle_s == alike.middle_s
+    for end in ("low_s", "high_s"):
+        was, now = (abs(math.log(getattr(i, end) / i.middle_s)) for i in (alike, apart))
+        assert now == pytest.approx(math.hypot(was, 0.3))
 
 
 def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():

@@ -93,10 +93,11 @@ def test_the_page_says_who_leads_what_it_costs_and_what_is_refused(table, capsys
     told = " ".join(capsys.readouterr().out.split())
     assert "mine<script> takes the lead in time from ddp" in told
     assert "The least time for the whole training: mine<script> on 4 (projected)" in told
-    assert "at a cost of 1.1" in told
+    assert "1.1 s (80 %: 990 ms to 1.32 s)" in told
+    assert "at a cost of 1.1; of those measured ddp on 2, 2 s." in told
     page = table.with_suffix(".html").read_text()
     assert "mine<script>" not in page
-    assert "Not projected: ddp, mine&lt;script&gt;, 8. No &lt;b&gt;link&lt;/b&gt; was" in page
+    assert "Not projected: ddp, mine&lt;script&gt;, 8: no &lt;b&gt;link&lt;/b&gt; was" in page
     assert page.count("<path d=") > 4  # fans and lines
 
 

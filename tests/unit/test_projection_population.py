@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -43,6 +44,16 @@ def test_other_nodes_are_slower_and_less_certain_than_one():
     (one,), (many,) = (projected(WEAK, Stated("weak", gpu="T4"), [(8, nodes)]) for nodes in (1, 4))
     assert many.high_s > one.high_s
     assert many.high_s / many.low_s > one.high_s / one.low_s
+
+
+def test_a_step_that_reduces_once_gains_less_from_workers_than_one_that_may_accumulate():
+    """A time that hardly falls with the workers: parts that are each reduced would become fewer."""
+    measured = [Measured(1, 1.0, 1), Measured(2, 1.05, 1), Measured(4, 0.95, 2)]
+    once, perhaps = (
+        projected(measured, Stated("strong", accumulates=known), [(32, 16)])[0]
+        for known in (False, None)
+    )
+    assert once.low_s > 1.2 * perhaps.low_s
 
 
 def test_a_rule_that_runs_below_zero_is_caught():
@@ -182,3 +193,96 @@ def test_a_file_without_what_is_needed_is_named_with_its_columns(benchmark, tmp_
     assert "needs the columns gpus, and throughput or step_time_s; it has workers" in (
         capsys.readouterr().err
     )
+
+
+#: A file that says nothing, and what is told of it.
+UNUSABLE = {
+    "gpus,throughput,scaling": "has no rows",
+    "gpus,GPUs,throughput\n1,1,5": "has the column gpus twice",
+    "gpus;throughput\n1;5": "it has gpus;throughput",
+    "gpus,throughput\n1,2\n3,4,5,6": "Expected 2 fields in line 3",
+    'gpus,throughput\n1,"2\n': "EOF inside string",
+    "gpus,throughput,scaling\n4,100,weak": "no series has 2 counts",
+    "gpus,throughput,scaling\n4,1,weak\n4,2,weak\n4,3,weak": "it has 1 series in 3 usable rows",
+    "gpus,throughput\n1,5\n2,9\n4,17": "0 usable rows",
+    "gpus,throughput,scaling\n1,inf,weak\n2,nan,weak\n4,-3,weak": "0 usable rows",
+    "gpus,throughput,scaling\n1,1e300,weak\n2,2e300,weak\n4,1e-300,weak": "0 usable rows",
+    "gpus,throughput,scaling\n1e18,1,weak\n2e18,2,weak\n4e18,3,weak": "0 usable rows",
+    "gpus,throughput,throughput_unit,scaling\n1,9,s/step,weak\n2,8,s/step,weak": "0 usable rows",
+}
+
+
+@pytest.mark.parametrize("text", UNUSABLE)
+def test_a_file_that_says_nothing_is_refused_in_a_sentence(text, benchmark, tmp_path, capsys):
+    file = tmp_path / "odd.csv"
+    file.write_text(text)
+    assert benchmark.main([str(file)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {file}: ")
+    assert UNUSABLE[text] in said
+
+
+def test_files_that_are_none_are_refused_in_a_sentence(benchmark, tmp_path, capsys):
+    file = tmp_path / "odd.csv"
+    for content in (b"", bytes(range(256)), "gpus,throughput\n1,2".encode("utf-16")):
+        file.write_bytes(content)
+        assert benchmark.main([str(file)]) == 1
+        assert capsys.readouterr().err.startswith("error: ")
+    assert benchmark.main([str(tmp_path)]) == 1
+
+
+COUNTS = (1, 2, 4, 8)
+#: Throughputs on COUNTS that no cluster has, or only an easy one.
+ODD_RATES = {
+    "not monotone": (100, 5, 900, 20),
+    "as perfect": (1, 2, 4, 8),
+    "none gained": (5, 5, 5, 5),
+    "tiny": (1e-29, 2e-29, 4e-29, 8e-29),
+    "far apart": (1e-29, 1e29, 1e-29, 1e29),
+    "in thousands": ('"1,000"', '"1,900"', '"3,600"', '"6,800"'),
+}
+
+
+#: Sources, and the nodes, parameters, batch and step time that they state. One has the name of a pool.
+ODD_SOURCES = {
+    "all sources": ",,,",
+    "<b>€|": "9,1e29,1e29,1e-29",
+    "half a node": "0.5,1e-29,1e-29,1e29",
+    "words": "x,-5,0,inf",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rates", ODD_RATES.values(), ids=ODD_RATES)
+def test_odd_figures_get_a_finite_answer(rates, benchmark, tmp_path, capsys):
+    file = tmp_path / "odd.csv"
+    file.write_text(
+        "source,gpus,throughput,scaling,nodes,parameters,per_gpu_batch,step_time_s\n"
+        + "".join(
+            f"{source},{n},{rate},Weak scaling,{stated}\n"
+            for source, stated in ODD_SOURCES.items()
+            for n, rate in zip(COUNTS, rates, strict=True)
+        )
+    )
+    for fit in ("1", "3"):
+        assert benchmark.main([str(file), "--fit", fit]) == 0
+        assert "source all sources" in capsys.readouterr().out
+    rows, _ = benchmark.read(file)
+    cells = benchmark.cells_of(rows, 2)
+    assert len(cells) == 2 * len(ODD_SOURCES)
+    assert np.isfinite(cells.select_dtypes("number")).all().all()
+    assert (cells.low_percent <= cells.error_percent).all()
+    assert (cells.error_percent <= cells.high_percent).all()
+
+
+def test_ten_thousand_rows_are_read_and_a_single_source_is_pooled_alone(benchmark, tmp_path):
+    file = tmp_path / "many.csv"
+    file.write_text(
+        "source,series,gpus,throughput,scaling\n"
+        + "".join(f"one,{i},{n},{n**0.9},weak\n" for i in range(2500) for n in COUNTS)
+    )
+    rows, left_out = benchmark.read(file)
+    assert (len(rows), left_out) == (10_000, {})
+    cells = benchmark.cells_of(rows[rows.series.isin(["0", "1"])], 2)
+    assert set(benchmark.tables(cells).source) >= {"one", "all sources", "discriminating sources"}

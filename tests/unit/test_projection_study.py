@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,14 @@ def test_servers_are_projected_by_a_queue_and_not_past_its_knee(study, capsys):
             assert row.step_low_s < row.step_s < row.step_high_s
 
 
+def test_servers_of_several_nodes_are_projected_by_the_counts_alone(study, capsys):
+    times = [Time("servers-shm", "push_pull", n, 1, 1 << 20, 0, n * 1e-6) for n in (1, 2)]
+    links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
+    study["cluster"]["gpus_per_node"] = 2
+    _, told = projected(study, capsys)
+    assert "ps-async: push and pull between nodes is not measured; the counts alone" in told
+
+
 def test_a_link_that_is_missing_is_told_and_the_counts_alone_are_used(study, capsys):
     times = [Time("gloo", "send", 2, 1, size, 0, 1e-3 + size / 1e9) for size in (1024, 1 << 20)]
     links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
@@ -247,3 +256,18 @@ def test_weak_and_mixed_scaling_are_told_apart():
     assert evidence_of(records)[0].stated.scaling == "weak"
     records[cells[0]]["batch"]["per_worker_batch"] = 16
     assert "neither" in evidence_of(records)[0].unfit
+
+
+def test_repeats_tell_how_far_they_lie_apart_and_slurm_the_nodes():
+    cells = [Cell("s", "e", "ddp", "resnet50", "d", n, r) for n in (1, 2) for r in (0, 1)]
+    records = {c: fixture_records.make_record(c) for c in cells}
+    for c, r in records.items():
+        r["time"]["throughput_samples_per_s"] = 100.0 * c.gpus * math.exp(0.1 * c.repeat)
+        for rank, worker in enumerate(r["workers"]):
+            worker["provenance"]["slurm"] = {"SLURMD_NODENAME": f"node{rank}"}
+    [evidence] = evidence_of(records)
+    assert [p.nodes for p in evidence.points] == [1, 2]
+    # Two pairs that are 0.1 apart have a variance of 0.005 with 2 degrees of freedom; t at 0.9 is 1.8856.
+    assert evidence.repeats_reach == pytest.approx(1.8856 * math.sqrt(0.005), rel=1e-4)
+    [evidence] = evidence_of({c: r for c, r in records.items() if c.repeat == 0})
+    assert evidence.repeats_reach == 0

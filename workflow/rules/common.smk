@@ -3,6 +3,7 @@ import json
 import re
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -24,6 +25,7 @@ from stratbench.study.job_environment import image_of_jobs, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.result_sets import existing_sets
+from stratbench.study.slurm.nodes import cluster_nodes
 from stratbench.study.verdict_round import Round
 from stratbench.workload.data.prepared import meta_name
 
@@ -183,6 +185,13 @@ def told_verdict(wildcards):
 def verdict_of(wildcards):
     """The same as a list of files."""
     return list(filter(None, [told_verdict(wildcards)]))
+
+
+@cache
+def links_request():
+    """What the measurement of links asks a scheduler for; of one node where there is no SLURM."""
+    on_slurm = not workflow.local_exec and workflow.executor_plugin.name == "slurm"
+    return JOBS.links_request(cluster_nodes() if on_slurm else [])
 
 
 def measured_links(wildcards):

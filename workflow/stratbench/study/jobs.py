@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,9 +13,12 @@ from stratbench.strategies import mesh_of, strategy_class
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.plan_file import PlanFile
-from stratbench.study.resources import JobRequest, job_request
+from stratbench.study.resources import JobRequest, job_request, largest_request, runtime_min
+from stratbench.study.slurm.nodes import Node, most_nodes
 from stratbench.workload.network import models
 
+#: Seconds that links are measured for at most.
+LINKS_S = 1800
 #: Links are measured with tensors up to this, or up to the largest model's weights: beyond it the time
 #: grows with the bytes.
 MOST_MEASURED_MIB = 256
@@ -53,12 +56,30 @@ class Jobs:
             if path not in self.skipped
         ]
 
+    def links_request(self, offered: Sequence[Node]) -> JobRequest:
+        """Of the measurement of links to a scheduler: what any of the study's cells on full nodes asks for.
+
+        On two nodes, so that what is between them is measured, too, or on one where no partition of
+        `offered` has two that can hold it.
+        """
+
+        def asked(nodes: int) -> JobRequest:
+            workers = nodes * self._cluster["gpus_per_node"]
+            full = {
+                replace(c, gpus=workers, repeat=0): replace(self.settings_of(c), elastic=False)
+                for c in self._cells.values()
+            }
+            requests = [job_request(c, s, self._cluster, LINKS_S) for c, s in full.items()]
+            return largest_request(requests, runtime_min(LINKS_S, self._cluster))
+
+        return asked(2 if most_nodes(asked(2), offered) > 1 else 1)
+
     def links_arguments(self) -> list[str]:
         """Of the measurement of links: all that the study's strategies exchange by on one node.
 
         Its counts and those of groups of workers within them, the kinds of collectives that the strategies
         name, the servers' transports, tensors up to the largest model. A study of single workers measures
-        two.
+        two. On several nodes the measurement adds what is between them.
         """
         most = self._cluster["gpus_per_node"]
         counts, kinds, transports = set(), set(), set()
@@ -80,7 +101,7 @@ class Jobs:
             parameters = known.parameters if known else None
             mib = MOST_MEASURED_MIB if parameters is None else -(-4 * parameters // (1 << 20))
             largest_mib = max(largest_mib, min(MOST_MEASURED_MIB, mib))
-        arguments = ["--workers", *map(str, sorted(counts or {2}))]
+        arguments = ["--a-node", str(most), "--workers", *map(str, sorted(counts or {2}))]
         arguments += ["--largest-mib", str(largest_mib)]
         if (kinds or transports) and not every_kind:
             arguments += ["--kinds", *sorted(kinds)]

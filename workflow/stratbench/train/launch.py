@@ -20,7 +20,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -50,6 +49,7 @@ from stratbench.train.elastic import served
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import Held, hold_cell, scratch
+from stratbench.train.nodes.srun import run_on_nodes, told_of_job
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
@@ -58,8 +58,6 @@ from stratbench.workload.network import models
 from stratbench.workload.users_code import ModelError, check_unchanged, digest_of, listed
 
 EVIDENCE_LINES = 20
-#: How long srun may take to end what it has started, in seconds.
-SRUN_END_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -344,24 +342,12 @@ def queue_wait_s() -> float | None:
 
     None outside of SLURM, and where it does not answer.
     """
-    if (number := os.environ.get("SLURM_JOB_ID")) is None:
-        return None
-    conf = os.environ.get("STRATBENCH_SLURM_CONF")
-    command = ["scontrol", "--oneliner", "show", "job", number]
+    said = told_of_job()
     try:
-        shown = subprocess.run(
-            command,
-            env=os.environ | ({"SLURM_CONF": conf} if conf else {}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        ).stdout
-        said = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         submitted, eligible, started = (
             datetime.fromisoformat(said[key]) for key in ("SubmitTime", "EligibleTime", "StartTime")
         )
-    except (OSError, subprocess.TimeoutExpired, KeyError, ValueError):
+    except (KeyError, ValueError):
         return None
     return max(0.0, (started - max(submitted, eligible)).total_seconds())
 
@@ -393,29 +379,9 @@ def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
 def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     """Run one agent on each node of the SLURM job; each agent and this function keep the time limit."""
     path = job.folder.write_job(job.to_json())
-    command = [
-        "srun", f"--nodes={job.n_nodes}", f"--ntasks={job.n_nodes}", "--ntasks-per-node=1",
-        f"--cpus-per-task={cpus_per_node}",  # srun does not take it from the job: 1 core otherwise
-        "--kill-on-bad-exit=1", "--wait=0", sys.executable, "-m", "stratbench.train.agent", str(path),
-        str(job.elapsed_s),
-    ]  # fmt: skip
     limit_s = None if job.deadline_s is None else job.deadline_s - time.monotonic() + 15
-    # Snakemake's SLURM plugin has taken SLURM_CONF away; the Snakefile kept a copy.
-    conf = os.environ.get("STRATBENCH_SLURM_CONF")
-    env = os.environ | ({"SLURM_CONF": conf} if conf else {})
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
-    try:
-        process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=SRUN_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()  # SLURM ends the rest with the job
-                process.wait()
+    agent_of_job = [str(path), str(job.elapsed_s)]
+    code = run_on_nodes(job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, limit_s)
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
     standings = standings_of(job)
     processes = [
@@ -424,11 +390,11 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     ]
     if job.is_command:
         ends = {e["node"]: e["exit_code"] for e in job.folder.command_ends(job.n_nodes)}
-        lost = None if late or not process.returncode else 1  # its agent ended before it
+        lost = None if late or not code else 1  # its agent ended before it
         processes = [
             agent.ProcessExit(command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)
         ]
-    ended = process.returncode != 0
+    ended = code != 0
     hung = ended and why_hung(standings) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
 

@@ -43,6 +43,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
+from stratbench.train.nodes.rendezvous import tcp_store
 from stratbench.train.out_of_memory import says_out_of_memory
 from stratbench.workload import tasks
 from stratbench.workload.data.device_data import DeviceData
@@ -345,7 +346,10 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
     """Join the process group: through a file on one node, through rank 0's port on several."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
-    store = dist.FileStore(str(job.folder.store), job.world_size) if alone else tcp_store(job, rank)
+    if alone:
+        store = dist.FileStore(str(job.folder.store), job.world_size)
+    else:
+        store = tcp_store(job.folder, rank, job.world_size)
     try:
         dist.init_process_group(
             backend,
@@ -365,21 +369,6 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
         ) from error
     # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
     dist.all_reduce(torch.zeros(1, device=device))
-
-
-def tcp_store(job: Job, rank: int) -> dist.TCPStore:
-    """A store on a free port of rank 0's node; the others find its address in the run folder."""
-    if rank == 0:
-        host = os.uname().nodename
-        store = dist.TCPStore(host, 0, job.world_size, is_master=True, wait_for_workers=False)
-        job.folder.write_endpoint(host, store.port)
-        return store
-    deadline = time.monotonic() + 120
-    while (endpoint := job.folder.read_endpoint()) is None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 told no endpoint in {job.folder.path} within 120 s")
-        time.sleep(0.05)
-    return dist.TCPStore(*endpoint, job.world_size, wait_for_workers=False)
 
 
 def worker_result(

@@ -159,9 +159,17 @@ def _cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
         if len(known):
             r = known.loc[known[column].idxmin()]
             paid = "" if pd.isna(r[f"{aim}cost"]) else f", at a cost of {r[f'{aim}cost']:.3g}"
+            took = short_time(r[time_s])
+            measured = known[known["kind"] == "measured"]
+            beside = ""
+            if r["kind"] == "projected":
+                low, high = (short_time(r[f"{time_s[:-2]}_{end}_s"]) for end in ("low", "high"))
+                took += f" (80 %: {low} to {high})"
+                m = measured.loc[measured[column].idxmin()]
+                beside = f"; of those measured {m['strategy']} on {m['workers']:.0f}, {short_time(m[time_s])}"
             yield (
-                f"The {title} {what}: {r['strategy']} on {r['workers']:.0f} ({r['kind']}), "
-                f"{short_time(r[time_s])} and {hours_text(r[hours])} {noun}-hours{paid}."
+                f"The {title} {what}: {r['strategy']} on {r['workers']:.0f} ({r['kind']}), {took} and "
+                f"{hours_text(r[hours])} {noun}-hours{paid}{beside}."
             )
 
 
@@ -180,7 +188,7 @@ def _refused(rows: pd.DataFrame) -> Iterator[str]:
         why = group.sort_values("workers")["why"].iloc[0]
         alike.setdefault((from_on, why), []).append(str(strategy))
     for (counts, why), strategies in alike.items():
-        yield f"Not projected: {', '.join(strategies)}, {counts}. {why[0].upper()}{why[1:]}."
+        yield f"Not projected: {', '.join(strategies)}, {counts}: {why}."
 
 
 def _untold(rows: pd.DataFrame) -> Iterator[str]:

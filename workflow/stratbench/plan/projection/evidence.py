@@ -15,7 +15,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.plan.device_rates import Device
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.needs import Subject
-from stratbench.plan.projection.links import read_links
+from stratbench.plan.projection.links import Unmeasured, read_links
 from stratbench.plan.projection.naive import Measured, Scaling
 from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import Replayed
@@ -52,6 +52,21 @@ class Evidence:
     def on_cpu(self) -> bool:
         return not self.stated.gpu
 
+    @property
+    def repeats_reach(self) -> float:
+        """How far, in ln, 80 of 100 repeats lie from the middle one at most; 0 without repeats.
+
+        By Student's t from the variance within counts, which are taken to scatter alike.
+        """
+        from scipy.special import stdtrit
+
+        logs = [[math.log(t) for t in step_times(of_count)] for of_count in self.records]
+        freedom = sum(len(each) - 1 for each in logs)
+        if not freedom:
+            return 0.0
+        squares = sum((x - statistics.fmean(each)) ** 2 for each in logs for x in each)
+        return float(stdtrit(freedom, 0.9)) * math.sqrt(squares / freedom)
+
 
 def evidence_of(records: Mapping[Cell, Mapping[str, Any]]) -> list[Evidence]:
     """The evidence in a study's records, by experiment, model and strategy; repeats by their median."""
@@ -71,12 +86,7 @@ def _evidence(
 ) -> Evidence:
     points, cells, timed = [], [], []
     for workers, found in sorted(counts.items()):
-        times = [
-            r["batch"]["global_batch"] / r["time"]["throughput_samples_per_s"]
-            for _, r in found
-            if r["time"]["throughput_samples_per_s"]
-        ]
-        if times:
+        if times := step_times(r for _, r in found):
             points.append(Measured(workers, statistics.median(times), _nodes(found[0][1])))
             cells.append(found[0][0])
             timed.append(tuple(r for _, r in found))
@@ -90,6 +100,7 @@ def _evidence(
         per_gpu_batch=first["batch"]["per_worker_batch"],
         step_s=points[0].step_s if points else None,
         servers=first["server"] is not None,
+        accumulates=False,  # a cell reduces once a step
     )
     unfit = ""
     if scaling is None:
@@ -103,6 +114,15 @@ def _evidence(
     )
 
 
+def step_times(records: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Seconds of a global batch in each of some records, as far as they have a throughput."""
+    return [
+        r["batch"]["global_batch"] / r["time"]["throughput_samples_per_s"]
+        for r in records
+        if r["time"]["throughput_samples_per_s"]
+    ]
+
+
 def _scaling(records: Iterable[Mapping[str, Any]]) -> Scaling | None:
     batches = [r["batch"] for r in records]
     if len({b["global_batch"] for b in batches}) == 1:
@@ -111,8 +131,14 @@ def _scaling(records: Iterable[Mapping[str, Any]]) -> Scaling | None:
 
 
 def _nodes(record: Mapping[str, Any]) -> int | None:
-    names = {(w["provenance"].get("host") or {}).get("name") for w in record["workers"]}
+    names = {_node(w["provenance"]) for w in record["workers"]}
     return None if None in names or not names else len(names)
+
+
+def _node(provenance: Mapping[str, Any]) -> str | None:
+    """Of a worker: SLURM's name of it, else the host's."""
+    named = (provenance.get("slurm") or {}).get("SLURMD_NODENAME")
+    return named or (provenance.get("host") or {}).get("name")
 
 
 def cores_of_node(record: Mapping[str, Any]) -> float | None:
@@ -159,7 +185,7 @@ def on_measured_links(
         return None
     subject = at(last)
     if subject.served:
-        return _on_servers(subject, stated, path)
+        return _on_servers(subject, stated, path, gpus_per_node)
     if subject.exchanging_share < 1:
         return None
     links = read_links(path, "nccl" if subject.request.on_cuda else "gloo")
@@ -188,10 +214,11 @@ def on_measured_links(
     )
 
 
-def _on_servers(subject: Subject, stated: Stated, path: Path) -> OnLinks | None:
+def _on_servers(subject: Subject, stated: Stated, path: Path, gpus_per_node: int) -> OnLinks | None:
     """By a queue at the servers, which hold equal parts of the weights and are asked side by side.
 
-    None where the number of parameters is not recorded.
+    None where the number of parameters is not recorded. A call raises Unmeasured for workers of several
+    nodes.
     """
     if not stated.parameters:
         return None
@@ -203,6 +230,8 @@ def _on_servers(subject: Subject, stated: Stated, path: Path) -> OnLinks | None:
     waits = traits_of(subject.settings.strategy, options, subject.cell.gpus).waits_for_slowest
 
     def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
+        if workers > gpus_per_node:
+            raise Unmeasured("push and pull between nodes is not measured")
         queue = Queue(compute_s, (demand_s * math.exp(spreads * link.log_sd),))
         if waits:
             return synchronous(queue, workers)

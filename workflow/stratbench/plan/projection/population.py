@@ -29,6 +29,8 @@ A_NODE = (1, 2, 4, 8, 8, 16)
 #: Quantiles: the interval of 80 %, and the middle fifth.
 INTERVAL, MIDDLE = (0.1, 0.9), (0.4, 0.6)
 DRAWS = 1024
+#: Of a draw that counts: all others together move no quantile.
+LEAST_WEIGHT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Stated:
     """What is stated of a series beside its counts; None and "" where it is not.
 
     `step_s`: of the smallest count in seconds, if the measured times are in another unit. `servers`:
-    whether parameter servers exchange the gradients.
+    whether parameter servers exchange the gradients. `accumulates`: whether a fixed global batch is cut into
+    parts that are all reduced, fewer with more workers; None: it may be.
     """
 
     scaling: Scaling
@@ -45,6 +48,7 @@ class Stated:
     per_gpu_batch: float | None = None
     step_s: float | None = None
     servers: bool = False
+    accumulates: bool | None = None
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -174,6 +178,8 @@ def _draws(stated: Stated, prior: Mapping[str, float]) -> dict[str, NDArray]:
     accumulates = uniform < 1 / (
         1 + math.exp(-(prior["accumulates"] + prior["accumulates_by"] * batch))
     )
+    if stated.accumulates is not None:
+        accumulates = np.full(DRAWS, stated.accumulates)
     return {
         "volume": volume,
         "between": np.exp(prior["between"] + connected + abs(prior["between_sd"]) * normal[1]),
@@ -236,6 +242,8 @@ def _quantile(centres: NDArray, sds: NDArray, weights: NDArray, p: float) -> flo
     """The p-quantile of a mixture of normals, by bisection."""
     from scipy.special import ndtr
 
+    counts = weights > LEAST_WEIGHT
+    centres, sds, weights = centres[counts], sds[counts], weights[counts]
     low, high = (centres - 8 * sds).min(), (centres + 8 * sds).max()
     for _ in range(50):
         middle = (low + high) / 2

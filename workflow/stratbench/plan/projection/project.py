@@ -12,6 +12,8 @@ from stratbench.plan.projection.naive import Measured, Rule, Scaling, Skill
 from stratbench.plan.projection.population import Interval, Stated
 from stratbench.plan.projection.servers import Queue
 
+#: A replay says less than counts where one doubling has an interval of more than this, high over low.
+MOST_SPREAD = 4.0
 #: Of ln times: no interval is narrower than a repeat of the same measurement.
 LEAST_SD = 0.01
 BY_COUNTS, BY_LINKS = "counts and published losses", "replay on measured links"
@@ -45,15 +47,17 @@ def project(
     measured_levels: Collection[str] = (),
     queue: Queue | None = None,
     unsuited: Callable[[int], str | None] = lambda workers: None,
+    repeats_reach: float = 0.0,
 ) -> list[Projection]:
     """A projection for each of `targets` (workers, nodes), from at least one measured count.
 
     `replayed`: the traced step on measured links (`replay`), where there are any; `slowed`: the same with
     each link as much slower as its times were off their fit, which widens the interval. `unsuited`: why a
-    count cannot be trained at all. A replay that does worse than the best naive rule on the study's own
-    counts gives way to the counts. Where these do, too, the naive rule's time is in the interval, and the
-    sentence names it. It does not replace the projection: on published series it was the worse one then
-    (docs/projection.md).
+    count cannot be trained at all. `repeats_reach`: how far repeats lie apart (`Evidence`), which widens the
+    interval, too. A replay that does worse than the best naive rule on the study's own counts gives way to
+    the counts, and so does one that was so far off counts left out that its interval says nothing. Where the
+    counts have no skill, either, the naive rule's time is in the interval, and the sentence names it. It does
+    not replace the projection: on published series it was the worse one then (docs/projection.md).
     """
     points = sorted(points, key=lambda p: p.workers)
     scaling = stated.scaling
@@ -61,7 +65,8 @@ def project(
     skill = naive.skill_of(rule, points, scaling)
     if replayed is not None:
         by_links = naive.skill_of(on_links(replayed), points, scaling)
-        if by_links.has_any:
+        reach = _reach(on_links(replayed), points, scaling, 1.0)
+        if by_links.has_any and 2 * reach <= math.log(MOST_SPREAD):
             name, rule, skill = BY_LINKS, on_links(replayed), by_links
     if name == BY_COUNTS:
         intervals = population.projected(points, stated, targets)
@@ -75,12 +80,25 @@ def project(
     for (workers, nodes), interval in zip(targets, intervals, strict=True):
         why = unsuited(workers) or refusal(points, workers, nodes, measured_levels, queue)
         beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
+        interval = _widened(interval, repeats_reach)
         if not skill.has_any:
             interval = _holding(interval, beside[skill.best])
         found.append(
             Projection(workers, nodes, why, None if why else interval, name, beside, skill)
         )
     return found
+
+
+def _widened(interval: Interval, reach: float) -> Interval:
+    """The interval of one more repeat: what is not known of the middle one, and how far repeats lie apart."""
+    if not reach or not interval.low_s:
+        return interval
+    low, middle, high = (math.log(t) for t in (interval.low_s, interval.middle_s, interval.high_s))
+    return Interval(
+        math.exp(middle - math.hypot(middle - low, reach)),
+        interval.middle_s,
+        math.exp(middle + math.hypot(high - middle, reach)),
+    )
 
 
 def _holding(interval: Interval, step_s: float) -> Interval:
@@ -161,22 +179,33 @@ def left_out_errors(
 def _about(
     rule: Rule, points: Sequence[Measured], scaling: Scaling, workers: int, more_sd: float
 ) -> Interval:
-    """The rule's time with an interval of 80 % from its errors at counts that were left out.
+    """The rule's time with an interval of 80 % from its errors at counts that were left out."""
+    middle_s = rule(points, scaling, workers)
+    doublings = max(1.0, math.log2(workers / points[-1].workers))
+    reach = _reach(rule, points, scaling, doublings, more_sd)
+    return Interval(middle_s * math.exp(-reach), middle_s, middle_s * math.exp(reach))
+
+
+def _reach(
+    rule: Rule,
+    points: Sequence[Measured],
+    scaling: Scaling,
+    doublings: float,
+    more_sd: float = 0.0,
+) -> float:
+    """How far, in ln, the step's time lies from what the rule says in 80 of 100 cases; infinite for one.
 
     An error is taken to grow as the root of the doublings (a random walk). With few counts Student's t
     says how little is known.
     """
     from scipy.special import stdtrit
 
-    middle_s = rule(points, scaling, workers)
     errors = left_out_errors(rule, points, scaling)
     if not errors:
-        return Interval(0.0, middle_s, math.inf)
+        return math.inf
     mean_square = sum(e * e / max(d, 1.0) for e, d in errors) / len(errors)
-    doublings = max(1.0, math.log2(workers / points[-1].workers))
     sd = math.sqrt((mean_square + LEAST_SD**2) * doublings + more_sd**2)
-    reach = float(stdtrit(len(errors), 0.9)) * sd
-    return Interval(middle_s * math.exp(-reach), middle_s, middle_s * math.exp(reach))
+    return float(stdtrit(len(errors), 0.9)) * sd
 
 
 def basis_of(found: Projection, points: Sequence[Measured]) -> str:
@@ -194,9 +223,7 @@ def basis_of(found: Projection, points: Sequence[Measured]) -> str:
 def sentence(found: Projection, unit: str = "GPUs") -> str:
     """What is known of a count, in words."""
     if found.refused:
-        return (
-            f"{found.workers} {unit}: not projected. {found.refused[0].upper()}{found.refused[1:]}."
-        )
+        return f"{found.workers} {unit}: not projected: {found.refused}."
     low, middle, high = (
         found.interval.low_s * 1e3, found.interval.middle_s * 1e3, found.interval.high_s * 1e3,
     )  # fmt: skip

@@ -47,12 +47,13 @@ def projections_of(
 
     on, queue, able = _on_links(config, study, evidence, at, device, counts)
     links = (on.replayed, on.slowed, on.levels, queue) if on else ()
+    reach = evidence.repeats_reach
     made = [
         *project(evidence.points, evidence.stated, [p for p in places if p[0] in able], *links,
-                 unsuited=unsuited),
+                 unsuited=unsuited, repeats_reach=reach),
         # Without a replay, of which those that are too far would take minutes to be refused.
         *project(evidence.points, evidence.stated, [p for p in places if p[0] not in able],
-                 unsuited=unsuited),
+                 unsuited=unsuited, repeats_reach=reach),
     ]  # fmt: skip
     return sorted(made, key=lambda p: p.workers)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.plan.projection.evidence import Evidence
+from stratbench.plan.projection.evidence import Evidence, step_times
 from stratbench.plan.projection.memory import Peak
 from stratbench.plan.projection.naive import ideal
 from stratbench.plan.projection.project import Projection, basis_of
@@ -107,11 +107,7 @@ def rows_of(
     }  # fmt: skip
     found = []
     for point, records in zip(evidence.points, evidence.records, strict=True):
-        times = [
-            r["batch"]["global_batch"] / r["time"]["throughput_samples_per_s"]
-            for r in records
-            if r["time"]["throughput_samples_per_s"]
-        ]
+        times = step_times(records)
         used = sorted(r["memory"]["peak_bytes"] for r in records if r["memory"]["peak_bytes"])
         memory = (used[0], used[len(used) // 2], used[-1]) if used and not evidence.on_cpu else None
         found.append(

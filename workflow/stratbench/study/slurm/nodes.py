@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -107,6 +108,12 @@ def nodes_of_partition(nodes: Iterable[Node], partition: str | None) -> list[Nod
     if partition:
         return [node for node in nodes if node.partition in partition.split(",")]
     return [node for node in nodes if node.is_default] or nodes
+
+
+def most_nodes(asked: JobRequest, offered: Iterable[Node]) -> int:
+    """How many nodes of one partition can hold what is asked of each, at most."""
+    able = Counter(node.partition for node in offered if not node.lacks(asked))
+    return max(able.values(), default=0)
 
 
 def refusal(

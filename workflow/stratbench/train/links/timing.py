@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,34 +43,44 @@ class Sweep:
 def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
     """All times of the sweep as the slowest rank saw them, and kappa; in every rank of a process group."""
     rank, library = dist.get_rank(), dist.get_backend()
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    groups = {n: dist.new_group(list(range(n))) for n in sweep.workers}
-    cells = [(k, n, size) for k in sweep.kinds for n in sweep.workers for size in sweep.sizes()]
+    nodes: list[str] = [""] * dist.get_world_size()
+    # Of several nodes SLURM may run on one host.
+    dist.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in _timed_ranks(sweep, nodes)}
+    cells = [(k, ranks, size) for k in sweep.kinds for ranks in groups for size in sweep.sizes()]
     found: list[Time] = []
     for number in range(-1, sweep.repeats):  # the first round connects and warms up
         if rank == 0 and number >= 0:
             print(f"collectives: round {number + 1} of {sweep.repeats}", flush=True)
         order = random.Random(number).sample(cells, len(cells))
-        for kind, n, size in order:
-            if rank >= n:
+        for kind, ranks, size in order:
+            if rank not in ranks:
                 continue
-            took_s = _timed(kind, n, size, groups[n], device)
+            took_s = _timed(kind, ranks, size, groups[ranks], device)
             slowest = torch.tensor([took_s], dtype=torch.float64, device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups[n])
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups[ranks])
             if number >= 0:
-                nodes = len(set(hosts[:n]))
-                if kind == "send":
-                    nodes = len({hosts[0], hosts[n - 1]})
-                found.append(Time(library, kind, n, nodes, size, number, slowest.item()))
-    return found, kappa(sweep, groups[max(sweep.workers)], device)
+                passed = (ranks[0], ranks[-1]) if kind == "send" else ranks
+                n_nodes = len({nodes[r] for r in passed})
+                found.append(Time(library, kind, len(ranks), n_nodes, size, number, slowest.item()))
+    return found, kappa(sweep, groups[tuple(range(max(sweep.workers)))], device)
+
+
+def _timed_ranks(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks that are timed together: the first so many, and of several nodes the first rank of each.
+
+    `nodes`: each rank's.
+    """
+    groups = [tuple(range(n)) for n in sweep.workers]
+    firsts = tuple(nodes.index(node) for node in dict.fromkeys(nodes))
+    return list(dict.fromkeys([*groups, *([firsts] if len(firsts) > 1 else [])]))
 
 
 def _timed(
-    kind: str, n: int, n_bytes: int, group: dist.ProcessGroup, device: torch.device
+    kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Seconds of one call on `n` workers; `n_bytes` is the whole tensor, as in CollectiveCall."""
-    call = _call(kind, n, n_bytes, group, device)
+    """Seconds of one call by `ranks`; `n_bytes` is the whole tensor, as in CollectiveCall."""
+    call = _call(kind, ranks, n_bytes, group, device)
     calls = max(1, min(MOST_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)
     _synchronise(device)
@@ -82,8 +93,9 @@ def _timed(
 
 
 def _call(
-    kind: str, n: int, n_bytes: int, group: dist.ProcessGroup, device: torch.device
+    kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Any]:
+    n = len(ranks)
     numbers = -(-n_bytes // 4 // n) * n  # a multiple of the ranks, as sharding pads it
     whole = torch.zeros(numbers, device=device)
     part = torch.zeros(numbers // n, device=device)
@@ -100,7 +112,7 @@ def _call(
         case "broadcast":
             return lambda: dist.broadcast(whole, 0, group=group)
         case "send":
-            return lambda: _to_and_fro(whole, n - 1, group)
+            return lambda: _to_and_fro(whole, ranks[-1], group)
     raise ValueError(f"kind {kind!r}, expected one of {', '.join(KINDS)}")
 
 

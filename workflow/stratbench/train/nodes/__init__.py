@@ -1,0 +1,1 @@
+"""Several nodes: a program started on each of them, and how their workers find each other."""

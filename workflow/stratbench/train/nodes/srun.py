@@ -1,0 +1,73 @@
+"""Starts a program on each node of the SLURM job that this process runs in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+#: How long `srun` may take to end once it was told to, in seconds.
+SRUN_END_S = 30.0
+
+
+def slurm_environment() -> dict[str, str]:
+    """The environment of SLURM's commands, with the SLURM_CONF that Snakemake's plugin takes away."""
+    conf = os.environ.get("STRATBENCH_SLURM_CONF")
+    return os.environ | ({"SLURM_CONF": conf} if conf else {})
+
+
+def told_of_job() -> dict[str, str]:
+    """What SLURM tells of the job that this process runs in; nothing outside of SLURM, or without an answer.
+
+    Not by variables: Snakemake's plugin takes most of them away.
+    """
+    if (number := os.environ.get("SLURM_JOB_ID")) is None:
+        return {}
+    try:
+        shown = subprocess.run(
+            ["scontrol", "--oneliner", "show", "job", number],
+            env=slurm_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+
+def size_of_job() -> tuple[int, int]:
+    """Nodes of the SLURM job that this process runs in, and its cores on each of them; (1, 1) outside."""
+    said = told_of_job()
+    nodes, cpus = (int(said.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
+    return nodes, max(1, cpus // nodes)
+
+
+def run_on_nodes(
+    nodes: int, cpus: int, module: str, arguments: Sequence[str], limit_s: float | None = None
+) -> int:
+    """Run a module on each of `nodes`, with `cpus` cores there; `srun`'s exit code, 0 if all ended well.
+
+    All are ended after `limit_s` seconds, and where this process is told to end.
+    """
+    command = [
+        "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
+        f"--cpus-per-task={cpus}",  # srun does not take it from the job: 1 core otherwise
+        "--kill-on-bad-exit=1", "--wait=0", sys.executable, "-m", module, *arguments,
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=slurm_environment(), stdin=subprocess.DEVNULL)
+    try:
+        process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=SRUN_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # SLURM ends the rest with the job
+                process.wait()
+    return process.returncode
