@@ -50,7 +50,7 @@ class SlurmJobs:
             f"--signal=USR1@{WARNING_S}",
             *self._asked.arguments,
         ]
-        done = _run(command, self.script(number))
+        done = ask_slurm(command, self.script(number))
         if done is None or done.returncode != 0:
             raise Refused(
                 done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s"
@@ -58,14 +58,15 @@ class SlurmJobs:
         return done.stdout.strip().partition(";")[0]
 
     def script(self, number: int) -> str:
-        """What the job of worker `number` runs."""
+        """What the job of worker `number` runs: nothing where it starts after the end."""
         worker = [sys.executable, "-m", "stratbench.train.elastic.worker", self._job, str(number)]
         step = ["srun", "--ntasks=1", f"--cpus-per-task={self._asked.cpus}", "--quiet", *worker]
-        return f"#!/bin/sh\nexec {shlex.join(map(str, step))}\n"
+        over = shlex.join(["test", "-e", str(self._folder.ended)])
+        return f"#!/bin/sh\n{over} && exit 0\nexec {shlex.join(map(str, step))}\n"
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
         wanted = set(ids)
-        done = _run(["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"])
+        done = ask_slurm(["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"])
         if done is None or done.returncode != 0:
             return None
         rows = [line.split("|") for line in done.stdout.splitlines()]
@@ -73,7 +74,7 @@ class SlurmJobs:
 
     def cancel(self, ids: Iterable[str]) -> None:
         if ids := list(ids):
-            _run(["scancel", "--quiet", *ids])
+            ask_slurm(["scancel", "--quiet", *ids])
 
 
 def _seen(state: str, reason: str, start: str, end: str) -> Seen:
@@ -86,6 +87,14 @@ def _seen(state: str, reason: str, start: str, end: str) -> Seen:
     return Seen("ended", why, state not in _TAKEN_BACK, _date(start), _date(end))
 
 
+def may_run(job: str) -> bool:
+    """Whether processes of a job may run: not where SLURM says that it has ended, or waits."""
+    done = ask_slurm(["squeue", "--noheader", f"--jobs={job}", "--format=%T"])
+    if done is None or done.returncode != 0:
+        return done is None or "Invalid job id" not in done.stderr  # one that it has forgotten
+    return bool(_RUNNING & set(done.stdout.split()))
+
+
 def _date(text: str) -> float | None:
     """A date as squeue writes it, in this machine's time zone, as seconds since 1970."""
     try:
@@ -94,7 +103,9 @@ def _date(text: str) -> float | None:
         return None
 
 
-def _run(command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str] | None:
+def ask_slurm(
+    command: list[str], text: str | None = None
+) -> subprocess.CompletedProcess[str] | None:
     """Run one of SLURM's commands; None where it does not answer.
 
     What SLURM told this process of its own job would be taken for options.
