@@ -52,6 +52,8 @@ NODES, GPUS_PER_NODE = 8, 8
 LOADS, WIDTHS, HOURS = (0.5, 0.7, 0.85), (4, 8, 16, 32), (0.5, 2.0, 8.0, 24.0)
 #: The share of slow nodes, and how many times slower they are.
 SLOW = ((0.0, 1.0), (0.1, 1.5), (0.1, 3.0), (0.3, 1.5))
+#: Seconds that this project's split synchronous workers stop for, on a busy machine (elastic_pause.py).
+OWN_PAUSE_S = 0.2
 #: Blocks and moments of each: of the main table, and of all other rows.
 MAIN, OTHER = (10, 6), (6, 4)
 #: Of the figure's arms: a colour that is told apart with any kind of sight, and where the mark stands.
@@ -74,6 +76,7 @@ class Key:
     preemptible: bool = False
     mtbf_days: float = math.inf
     pause_s: float = 60.0
+    recovery: str = "checkpoint"
     factors: str = "-".join(f"{f:g}" for f in REQUEST_FACTORS)
     reserve: int = 1
     blocks: int = OTHER[0]
@@ -92,7 +95,7 @@ COLUMNS = (
 
 
 def map_keys() -> Iterator[Key]:
-    """All combinations, and a load at which the queue is not steady."""
+    """All combinations, a load at which the queue is not steady, and the pause of this project's workers."""
     rest = [
         *itertools.product(HOURS, SLOW, (False,)),
         *itertools.product(HOURS[:3], SLOW[::2], (True,)),
@@ -104,6 +107,12 @@ def map_keys() -> Iterator[Key]:
         main = hours == 2.0 and slow == SLOW[0] and not preemptible
         blocks, moments = MAIN if main else OTHER
         yield Key(load, width, hours, *slow, preemptible, blocks=blocks, moments=moments)
+    own = [(hours, preemptible) for hours in HOURS[:3] for preemptible in (False, True)]
+    own.sort(key=lambda o: o[0] != 2.0)
+    for (hours, preemptible), load, width in itertools.product(own, LOADS, WIDTHS):
+        blocks, moments = MAIN if hours == 2.0 and not preemptible else OTHER
+        how = {"pause_s": OWN_PAUSE_S, "recovery": "peer", "blocks": blocks, "moments": moments}
+        yield Key(load, width, hours, preemptible=preemptible, **how)
     for width in WIDTHS[1:]:
         yield Key(0.95, width, blocks=MAIN[0], moments=MAIN[1])
 
@@ -132,7 +141,8 @@ def row_of(key: Key) -> dict[str, object]:
     # Where others preempt it, a training takes several times as long.
     lasting_h = key.hours * (3 if key.preemptible else 1)
     shape = (NODES, GPUS_PER_NODE, rules, key.load, lasting_h, key.blocks, key.moments)
-    work = Work(key.width, key.hours, pause_s=key.pause_s, preemptible=key.preemptible)
+    stops = {"pause_s": key.pause_s, "from_peers": key.recovery == "peer"}
+    work = Work(key.width, key.hours, preemptible=key.preemptible, **stops)
     times = paired_times(poisson_queue(*shape, factors=factors), work)
     row: dict[str, object] = dict(zip(KEYS, astuple(key), strict=True)) | {"busy": times.busy}
     for arm in ARMS:

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 from cluster import SlurmCluster
-from cluster_workflow import ClusterWorkflow
+from cluster_workflow import NEVER_S, ClusterWorkflow
 
 from launching import until
 from stratbench.cell.run_folder import RunFolder
@@ -17,7 +17,11 @@ from stratbench.ps.elastic.journal import read_journal
 SPLIT = {"strategies": ["ddp"], "gpus": [2], "elastic": True, "warmup_steps": 1}
 SERVED = SPLIT | {"strategies": ["ps-ormo"], "lr": 0.002}
 #: Of one that trains until it is stopped, and sleeps most of the time.
-ENDLESS = {"slowdown": {"workers": [0, 1], "factor": 60}}
+ENDLESS = {
+    "epochs": 1000000,
+    "slowdown": {"workers": [0, 1], "factor": 60},
+    "time_limit_s": NEVER_S,
+}
 
 
 class Elastic:

@@ -59,9 +59,7 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
 
     At last the cells' own jobs are cancelled, which leave no worker job behind.
     """
-    workflow, *cells = two_cells(
-        tmp_path / "w", slurm, ENDLESS | {"epochs": 1000000}, worker_partition=spare
-    )
+    workflow, *cells = two_cells(tmp_path / "w", slurm, ENDLESS, worker_partition=spare)
     split, served = cells
     run = workflow.start(*CELLS_ONLY, "--retries", "0")
     try:

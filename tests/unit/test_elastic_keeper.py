@@ -195,6 +195,26 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     assert not (tmp_path / "x").exists()
 
 
+def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asked = WorkerJob(1, 4, 2000, 90)
+    folder = RunFolder(tmp_path)
+    with Keeper(SlurmJobs(asked, folder, folder.job, "a/b"), 1, tmp_path / "jobs") as kept:
+        until(lambda: kept._gave_up)
+        with pytest.raises(
+            GaveUp, match=r"sbatch: No such file.*slurm_partition.*worker_partition"
+        ):
+            kept.check()
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    with pytest.raises(
+        Refused, match=r"^sbatch: error: Access denied \(sbatch on .* may not submit"
+    ):
+        SlurmJobs(asked, folder, folder.job, "a/b").submit(0, 0)
+
+
 def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> None:
     state = [torch.randn(3, 4, dtype=torch.float64), torch.tensor(7.0), torch.arange(5)]
     checkpoints.write(tmp_path, 12, state)

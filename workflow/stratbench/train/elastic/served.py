@@ -91,6 +91,8 @@ def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper) -> Ending
             return Ending("error", _why_failed(job, failed))
         for event in journal.read():
             has_begun |= event["event"] == "join"
+            if event["event"] in ("join", "leave", "loss"):
+                keeper.look_soon()
             if event["event"] == "loss" and event["life"] == life:
                 keeper.give_up(event["worker"])
         # Time in the queue is none of the training's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -51,9 +52,13 @@ class SlurmJobs:
             *self._asked.arguments,
         ]
         done = ask_slurm(command, self.script(number))
-        if done is None or done.returncode != 0:
+        if done is None:
+            raise Refused(f"sbatch did not answer in {_TIMEOUT_S:g} s")
+        if done.returncode != 0:
             raise Refused(
-                done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s"
+                f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}; where this node may not "
+                "submit jobs, let the cell's own job have one that may, by slurm_partition in the profile; "
+                "workers may have another partition, cluster.worker_partition)"
             )
         return done.stdout.strip().partition(";")[0]
 
@@ -106,7 +111,7 @@ def _date(text: str) -> float | None:
 def ask_slurm(
     command: list[str], text: str | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run one of SLURM's commands; None where it does not answer.
+    """Run one of SLURM's commands; None where it does not answer, exit code 127 where it is not there.
 
     What SLURM told this process of its own job would be taken for options.
     """
@@ -118,5 +123,7 @@ def ask_slurm(
         return subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, **stdin
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
         return None
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
