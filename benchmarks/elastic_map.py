@@ -127,6 +127,8 @@ def factor_keys() -> Iterator[Key]:
         yield Key(0.7, 16, reserve=reserve)
     for width, pause_s in itertools.product((16, 32), (10.0, 60.0, 180.0, 600.0)):
         yield Key(0.85, width, pause_s=pause_s)
+    for width in (16, 32):
+        yield Key(0.85, width, pause_s=OWN_PAUSE_S, recovery="peer")
 
 
 def row_of(key: Key) -> dict[str, object]:
@@ -205,23 +207,33 @@ def kept_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
         return {tuple(r[name] for name in KEYS): r for r in csv.DictReader(file)}
 
 
-def main_rows(rows: list[dict[str, str]], preemptible: bool = False) -> list[dict[str, str]]:
+def main_rows(
+    rows: list[dict[str, str]], preemptible: bool = False, recovery: str = "checkpoint"
+) -> list[dict[str, str]]:
     """The rows of trainings of 2 hours on equally fast nodes, at steady loads."""
-    main = {"hours": "2", "slow_nodes": "0", "preemptible": str(preemptible)}
+    main = {
+        "hours": "2",
+        "slow_nodes": "0",
+        "preemptible": str(preemptible),
+        "recovery": recovery,
+    }
     steady = [r for r in rows if float(r["load"]) <= max(LOADS)]
     return [r for r in steady if all(r[k] == v for k, v in main.items())]
 
 
 def lines_of_docs(rows: list[dict[str, str]], others: Path) -> Iterator[str]:
     """The rows of the tables of docs/elastic.md."""
-    for r in main_rows(rows):
+    for r, own in zip(main_rows(rows), main_rows(rows, recovery="peer"), strict=True):
         yield joined(
             f"{r['load']} ({r['busy']} in use)", r["width"], r["gang h"],
-            *(ratio_text(r, arm) for arm in (SCATTERED, SYNCHRONOUS, ASYNCHRONOUS)),
+            *(ratio_text(r, arm) for arm in (SCATTERED, SYNCHRONOUS)),
+            ratio_text(own, SYNCHRONOUS), ratio_text(r, ASYNCHRONOUS),
             worth_text(r[f"even with {GANG}"]), worth_text(r[f"even with {SYNCHRONOUS}"]),
+            worth_text(own[f"even with {SYNCHRONOUS}"]),
         )  # fmt: skip
+    changed = {"load": "0.7", "width": "16", "preemptible": "False", "recovery": "checkpoint"}
     for r in rows:
-        if (r["load"], r["width"], r["preemptible"]) != ("0.7", "16", "False"):
+        if any(r[key] != value for key, value in changed.items()):
             continue
         change = f"{r['hours']} h of work" if r["slow_nodes"] == "0" else ""
         if r["hours"] == "2" and r["slow_nodes"] != "0":
@@ -230,10 +242,14 @@ def lines_of_docs(rows: list[dict[str, str]], others: Path) -> Iterator[str]:
             ratios = (r[f"{arm} / gang"] for arm in (SYNCHRONOUS, ASYNCHRONOUS))
             texts = (f"{float(value):.2f}" for value in ratios)
             yield joined(change, r["gang h"], *texts, worth_text(r[f"even with {SYNCHRONOUS}"]))
-    for r in main_rows(rows, preemptible=True):
+    owns = main_rows(rows, True, "peer")
+    for r, own in zip(main_rows(rows, preemptible=True), owns, strict=True):
         if r["width"] != "4":
-            arms = (r[f"{arm} h"] for arm in (GANG, SYNCHRONOUS, ASYNCHRONOUS))
-            yield joined(r["load"], r["width"], *arms, ratio_text(r, ASYNCHRONOUS))
+            yield joined(
+                r["load"], r["width"], r[f"{GANG} h"], r[f"{SYNCHRONOUS} h"], own[f"{SYNCHRONOUS} h"],
+                r[f"{ASYNCHRONOUS} h"], ratio_text(own, SYNCHRONOUS), ratio_text(r, ASYNCHRONOUS),
+                worth_text(own[f"even with {SYNCHRONOUS}"]),
+            )  # fmt: skip
     with open(others, newline="", encoding="utf-8") as file:
         cost = {(r["load"], r["arm"], r["preemptible"]): r for r in csv.DictReader(file)}
     for load in dict.fromkeys(key[0] for key in cost):

@@ -164,7 +164,8 @@ class SlurmCluster:
             self._start_slurmd(node)
         with contextlib.suppress(RuntimeError):
             self.run("scontrol", "update", f"nodename={node}", "state=resume")
-        self._wait(node, lambda: self.node_states()[node] == "idle", 120)
+        up = ("idle", "mix", "alloc")  # jobs that wait for it start at once
+        self._wait(node, lambda: self.node_states()[node] in up, 120)
 
     # Starting
 

@@ -20,7 +20,7 @@ import psutil
 
 from stratbench.cell.files import write_atomic
 from stratbench.cell.locks import NO_LOCKS, held_folder, open_lock, try_lock
-from stratbench.train.elastic.slurm_jobs import may_run
+from stratbench.study.slurm.commands import may_run
 
 POLL_S = 0.5
 #: The same where SLURM may have to be asked, and the age from which an empty claim is nobody's.

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.study.slurm.commands import RUNNING, TIMEOUT_S, ask_slurm
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic.keeper import Refused, Seen
 
 #: How long before the end of a job's time its worker is told, in seconds.
 WARNING_S = 60
-_TIMEOUT_S = 120.0
 #: A job's id, state, reason, start and end, as squeue writes them.
 _FORMAT = "%i|%T|%r|%S|%e"
 _QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 _QUEUED |= {"RESV_DEL_HOLD"}
-_RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 #: Ends that say nothing against the worker.
 _TAKEN_BACK = {"COMPLETED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "REVOKED"}
 
@@ -53,7 +50,7 @@ class SlurmJobs:
         ]
         done = ask_slurm(command, self.script(number))
         if done is None:
-            raise Refused(f"sbatch did not answer in {_TIMEOUT_S:g} s")
+            raise Refused(f"sbatch did not answer in {TIMEOUT_S:g} s")
         if done.returncode != 0:
             raise Refused(
                 f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}; where this node may not "
@@ -86,18 +83,10 @@ def _seen(state: str, reason: str, start: str, end: str) -> Seen:
     state = state.partition(" ")[0]  # CANCELLED by 1000
     if state in _QUEUED:
         return Seen("queued", reason)
-    if state in _RUNNING:
+    if state in RUNNING:
         return Seen("running", started_unix_s=_date(start))
     why = state if reason in ("None", "") else f"{state} ({reason})"
     return Seen("ended", why, state not in _TAKEN_BACK, _date(start), _date(end))
-
-
-def may_run(job: str) -> bool:
-    """Whether processes of a job may run: not where SLURM says that it has ended, or waits."""
-    done = ask_slurm(["squeue", "--noheader", f"--jobs={job}", "--format=%T"])
-    if done is None or done.returncode != 0:
-        return done is None or "Invalid job id" not in done.stderr  # one that it has forgotten
-    return bool(_RUNNING & set(done.stdout.split()))
 
 
 def _date(text: str) -> float | None:
@@ -106,24 +95,3 @@ def _date(text: str) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:  # N/A, Unknown
         return None
-
-
-def ask_slurm(
-    command: list[str], text: str | None = None
-) -> subprocess.CompletedProcess[str] | None:
-    """Run one of SLURM's commands; None where it does not answer, exit code 127 where it is not there.
-
-    What SLURM told this process of its own job would be taken for options.
-    """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_"))}
-    conf = os.environ.get("SLURM_CONF") or os.environ.get("STRATBENCH_SLURM_CONF")
-    env = kept | ({"SLURM_CONF": conf} if conf else {})
-    stdin = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}
-    try:
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, **stdin
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    except OSError as error:
-        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
