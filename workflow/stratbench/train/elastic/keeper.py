@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 #: changes.
 LOOK_S, LONGEST_LOOK_S = 0.5, 30.0
 #: How long the job of a worker that is lost may take to end by itself: then its reason is known.
-PARTING_S = 10.0
+PARTING_S = 5.0
 #: Failures of a slot's jobs after which the cell is given up.
 MOST_FAILURES = 20
 #: A job that fails within so many seconds after its start is replaced later: after 5 s, 10 s, ... 5 minutes.
