@@ -52,6 +52,8 @@ NODES, GPUS_PER_NODE = 8, 8
 LOADS, WIDTHS, HOURS = (0.5, 0.7, 0.85), (4, 8, 16, 32), (0.5, 2.0, 8.0, 24.0)
 #: The share of slow nodes, and how many times slower they are.
 SLOW = ((0.0, 1.0), (0.1, 1.5), (0.1, 3.0), (0.3, 1.5))
+#: Seconds that this project's split synchronous workers stop for, on a busy machine (elastic_pause.py).
+OWN_PAUSE_S = 0.2
 #: Blocks and moments of each: of the main table, and of all other rows.
 MAIN, OTHER = (10, 6), (6, 4)
 #: Of the figure's arms: a colour that is told apart with any kind of sight, and where the mark stands.
@@ -74,6 +76,7 @@ class Key:
     preemptible: bool = False
     mtbf_days: float = math.inf
     pause_s: float = 60.0
+    recovery: str = "checkpoint"
     factors: str = "-".join(f"{f:g}" for f in REQUEST_FACTORS)
     reserve: int = 1
     blocks: int = OTHER[0]
@@ -92,7 +95,7 @@ COLUMNS = (
 
 
 def map_keys() -> Iterator[Key]:
-    """All combinations, and a load at which the queue is not steady."""
+    """All combinations, a load at which the queue is not steady, and the pause of this project's workers."""
     rest = [
         *itertools.product(HOURS, SLOW, (False,)),
         *itertools.product(HOURS[:3], SLOW[::2], (True,)),
@@ -104,6 +107,12 @@ def map_keys() -> Iterator[Key]:
         main = hours == 2.0 and slow == SLOW[0] and not preemptible
         blocks, moments = MAIN if main else OTHER
         yield Key(load, width, hours, *slow, preemptible, blocks=blocks, moments=moments)
+    own = [(hours, preemptible) for hours in HOURS[:3] for preemptible in (False, True)]
+    own.sort(key=lambda o: o[0] != 2.0)
+    for (hours, preemptible), load, width in itertools.product(own, LOADS, WIDTHS):
+        blocks, moments = MAIN if hours == 2.0 and not preemptible else OTHER
+        how = {"pause_s": OWN_PAUSE_S, "recovery": "peer", "blocks": blocks, "moments": moments}
+        yield Key(load, width, hours, preemptible=preemptible, **how)
     for width in WIDTHS[1:]:
         yield Key(0.95, width, blocks=MAIN[0], moments=MAIN[1])
 
@@ -118,6 +127,8 @@ def factor_keys() -> Iterator[Key]:
         yield Key(0.7, 16, reserve=reserve)
     for width, pause_s in itertools.product((16, 32), (10.0, 60.0, 180.0, 600.0)):
         yield Key(0.85, width, pause_s=pause_s)
+    for width in (16, 32):
+        yield Key(0.85, width, pause_s=OWN_PAUSE_S, recovery="peer")
 
 
 def row_of(key: Key) -> dict[str, object]:
@@ -132,7 +143,8 @@ def row_of(key: Key) -> dict[str, object]:
     # Where others preempt it, a training takes several times as long.
     lasting_h = key.hours * (3 if key.preemptible else 1)
     shape = (NODES, GPUS_PER_NODE, rules, key.load, lasting_h, key.blocks, key.moments)
-    work = Work(key.width, key.hours, pause_s=key.pause_s, preemptible=key.preemptible)
+    stops = {"pause_s": key.pause_s, "from_peers": key.recovery == "peer"}
+    work = Work(key.width, key.hours, preemptible=key.preemptible, **stops)
     times = paired_times(poisson_queue(*shape, factors=factors), work)
     row: dict[str, object] = dict(zip(KEYS, astuple(key), strict=True)) | {"busy": times.busy}
     for arm in ARMS:
@@ -195,23 +207,33 @@ def kept_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
         return {tuple(r[name] for name in KEYS): r for r in csv.DictReader(file)}
 
 
-def main_rows(rows: list[dict[str, str]], preemptible: bool = False) -> list[dict[str, str]]:
+def main_rows(
+    rows: list[dict[str, str]], preemptible: bool = False, recovery: str = "checkpoint"
+) -> list[dict[str, str]]:
     """The rows of trainings of 2 hours on equally fast nodes, at steady loads."""
-    main = {"hours": "2", "slow_nodes": "0", "preemptible": str(preemptible)}
+    main = {
+        "hours": "2",
+        "slow_nodes": "0",
+        "preemptible": str(preemptible),
+        "recovery": recovery,
+    }
     steady = [r for r in rows if float(r["load"]) <= max(LOADS)]
     return [r for r in steady if all(r[k] == v for k, v in main.items())]
 
 
 def lines_of_docs(rows: list[dict[str, str]], others: Path) -> Iterator[str]:
     """The rows of the tables of docs/elastic.md."""
-    for r in main_rows(rows):
+    for r, own in zip(main_rows(rows), main_rows(rows, recovery="peer"), strict=True):
         yield joined(
             f"{r['load']} ({r['busy']} in use)", r["width"], r["gang h"],
-            *(ratio_text(r, arm) for arm in (SCATTERED, SYNCHRONOUS, ASYNCHRONOUS)),
+            *(ratio_text(r, arm) for arm in (SCATTERED, SYNCHRONOUS)),
+            ratio_text(own, SYNCHRONOUS), ratio_text(r, ASYNCHRONOUS),
             worth_text(r[f"even with {GANG}"]), worth_text(r[f"even with {SYNCHRONOUS}"]),
+            worth_text(own[f"even with {SYNCHRONOUS}"]),
         )  # fmt: skip
+    changed = {"load": "0.7", "width": "16", "preemptible": "False", "recovery": "checkpoint"}
     for r in rows:
-        if (r["load"], r["width"], r["preemptible"]) != ("0.7", "16", "False"):
+        if any(r[key] != value for key, value in changed.items()):
             continue
         change = f"{r['hours']} h of work" if r["slow_nodes"] == "0" else ""
         if r["hours"] == "2" and r["slow_nodes"] != "0":
@@ -220,10 +242,14 @@ def lines_of_docs(rows: list[dict[str, str]], others: Path) -> Iterator[str]:
             ratios = (r[f"{arm} / gang"] for arm in (SYNCHRONOUS, ASYNCHRONOUS))
             texts = (f"{float(value):.2f}" for value in ratios)
             yield joined(change, r["gang h"], *texts, worth_text(r[f"even with {SYNCHRONOUS}"]))
-    for r in main_rows(rows, preemptible=True):
+    owns = main_rows(rows, True, "peer")
+    for r, own in zip(main_rows(rows, preemptible=True), owns, strict=True):
         if r["width"] != "4":
-            arms = (r[f"{arm} h"] for arm in (GANG, SYNCHRONOUS, ASYNCHRONOUS))
-            yield joined(r["load"], r["width"], *arms, ratio_text(r, ASYNCHRONOUS))
+            yield joined(
+                r["load"], r["width"], r[f"{GANG} h"], r[f"{SYNCHRONOUS} h"], own[f"{SYNCHRONOUS} h"],
+                r[f"{ASYNCHRONOUS} h"], ratio_text(own, SYNCHRONOUS), ratio_text(r, ASYNCHRONOUS),
+                worth_text(own[f"even with {SYNCHRONOUS}"]),
+            )  # fmt: skip
     with open(others, newline="", encoding="utf-8") as file:
         cost = {(r["load"], r["arm"], r["preemptible"]): r for r in csv.DictReader(file)}
     for load in dict.fromkeys(key[0] for key in cost):

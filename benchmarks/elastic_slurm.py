@@ -115,7 +115,6 @@ class Cluster(SlurmCluster):
         text += (
             "PartitionName=spare Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=CANCEL\n"
             f"SchedulerParameters={SCHEDULER}\nPriorityType=priority/basic\n"
-            "PreemptType=preempt/partition_prio\nPreemptMode=CANCEL\n"
         )
         self.conf.write_text(
             text.replace("Default=YES", "Default=YES PriorityTier=10 PreemptMode=OFF"),

@@ -144,15 +144,19 @@ class SlurmCluster:
 
         All of it is stopped first: a daemon that still ran would report that its job was killed.
         """
+        for pid in self.freeze_node(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def freeze_node(self, node: str) -> set[int]:
+        """Stop everything on a node: nothing answers, and no connection closes. Returns the pids."""
         stopped: set[int] = set()
         while found := node_processes(self.directory, self.name, node) - stopped:
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             stopped |= found
-        for pid in stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        return stopped
 
     def restore_node(self, node: str) -> None:
         """Boot a node after `lose_node` or put it back after it was set down; wait for it."""
@@ -160,7 +164,8 @@ class SlurmCluster:
             self._start_slurmd(node)
         with contextlib.suppress(RuntimeError):
             self.run("scontrol", "update", f"nodename={node}", "state=resume")
-        self._wait(node, lambda: self.node_states()[node] == "idle", 120)
+        up = ("idle", "mix", "alloc")  # jobs that wait for it start at once
+        self._wait(node, lambda: self.node_states()[node] in up, 120)
 
     # Starting
 

@@ -57,6 +57,8 @@ SlurmdTimeout=20
 KillWait=5
 MinJobAge=3600
 {_accounting(directory, ports)}
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 JobCompType=jobcomp/none
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +61,10 @@ def test_a_job_that_ends_is_replaced_by_one_of_a_new_number(tmp_path: Path) -> N
     assert "cancelled" in told[2]
 
 
-def test_the_job_of_a_worker_that_nobody_hears_of_is_cancelled(tmp_path: Path) -> None:
+def test_the_job_of_a_worker_that_nobody_hears_of_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "PARTING_S", 0.05)
     backend = Scripted()
     with Keeper(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
@@ -68,6 +72,19 @@ def test_the_job_of_a_worker_that_nobody_hears_of_is_cancelled(tmp_path: Path) -
         kept.give_up(0)
         until(lambda: backend.cancelled)
         assert backend.cancelled == ["0"]
+
+
+def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(tmp_path: Path) -> None:
+    """Or a worker that fails whenever it trains would be taken for one that was cancelled, for ever."""
+    backend = Scripted()
+    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+        until(lambda: backend.jobs)
+        kept.give_up(0)
+        kept.look_soon()
+        backend.jobs["0"] = Seen("ended", "FAILED", failed=True)
+        kept.look_soon()
+        until(lambda: kept.jobs()[0].failed)
+        assert backend.cancelled == []
 
 
 def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) -> None:
@@ -170,6 +187,32 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     assert "SLURM_CONF=/etc/here.conf" in seen
     script = (tmp_path / "script").read_text()
     assert f"'{folder.job}' 3" in script
+    folder.ended.parent.mkdir(parents=True)
+    folder.ended.touch()  # it waited in the queue beyond the end of the training: not even srun is needed
+    assert (
+        subprocess.run(["/bin/sh"], input=script, text=True, env={"PATH": "/bin"}).returncode == 0
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asked = WorkerJob(1, 4, 2000, 90)
+    folder = RunFolder(tmp_path)
+    with Keeper(SlurmJobs(asked, folder, folder.job, "a/b"), 1, tmp_path / "jobs") as kept:
+        until(lambda: kept._gave_up)
+        with pytest.raises(
+            GaveUp, match=r"sbatch: No such file.*slurm_partition.*worker_partition"
+        ):
+            kept.check()
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    with pytest.raises(
+        Refused, match=r"^sbatch: error: Access denied \(sbatch on .* may not submit"
+    ):
+        SlurmJobs(asked, folder, folder.job, "a/b").submit(0, 0)
 
 
 def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> None:

@@ -171,5 +171,14 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
     until(lambda: together(launched, 2))  # another has come in its place
     lost = json.loads(launched.folder.lives()[-1].read_text())["lost"]
     assert silent in lost
+    # All are asked to leave at once, as where all are preempted: the state is kept, and gone on with.
+    here = generations(launched)[-1]["members"]
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+        for worker in here:
+            os.kill(int(jobs(launched)[worker]["id"]), number)
+    began = len(generations(launched))
+    until(lambda: any(not {*here} & {*g["members"]} for g in generations(launched)[began:]))
+    back = next(g for g in generations(launched) if g["from_checkpoint"])
+    assert back["from_step"] == generations(launched)[back["number"] - 1]["to_step"] > 0
     launched.process.terminate()
     assert launched.finish()[0] == 128 + signal.SIGTERM

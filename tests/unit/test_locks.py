@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -176,11 +177,15 @@ def test_a_group_that_shares_results_trains_in_turn(shared_tmp):
 
 
 HOLDER = """
-import sys, time
+import errno, fcntl, os, random, signal, sys
 from pathlib import Path
 from stratbench.train import locks
-locks.POLL_S = 0.05
+locks.POLL_S = locks.CLAIM_POLL_S = 0.05
 how, folder = sys.argv[1], Path(sys.argv[2])
+if "without locks" in sys.argv:
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    fcntl.flock = refuse
 if how == "worker":
     locks.hold_as_worker(folder)
     print("holds", flush=True)
@@ -189,6 +194,24 @@ elif how == "launcher":
     with locks.hold_cell(folder) as waited:
         print("waited" if waited else "holds", flush=True)
         sys.stdin.readline()
+elif how == "crowd":
+    for _ in range(25):
+        if child := os.fork():
+            os.waitpid(child, 0)
+            continue
+        locks.CLAIM_POLL_S = 0.001
+        random.seed()
+        sys.stdout = open(os.devnull, "w")
+        with locks.hold_cell(folder):
+            try:
+                os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                (folder / "two at once").touch()
+            (folder / f"held by {os.getpid()}").touch()
+            (folder / "inside").unlink(missing_ok=True)
+            if random.random() < 0.5:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
 else:
     with locks.scratch() as mine:
         print(mine, flush=True)
@@ -200,9 +223,9 @@ else:
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def holder(how: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
+    def holder(how: str, *options: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, how, str(folder)],
+            [sys.executable, "-c", HOLDER, how, str(folder), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -217,13 +240,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.parametrize("options", [(), ("without locks",)])
 @pytest.mark.parametrize("by", [signal.SIGKILL, None])
-def test_a_cell_is_held_by_one_launcher_at_a_time(start, by):
-    first = start("launcher")
+def test_a_cell_is_held_by_one_launcher_at_a_time(start, by, options):
+    def begin() -> subprocess.Popen[str]:
+        process = start("launcher", *options)
+        if options:
+            assert "launcher.claim says who trains the cell" in process.stdout.readline()
+        return process
+
+    first = begin()
     assert first.stdout.readline() == "holds\n"
-    second = start("launcher")
+    second = begin()
     told = second.stdout.readline()
-    assert told.startswith("waiting: another launcher trains this cell (process ")
+    assert told.startswith("waiting: another launcher trains this cell")
     assert f"process {first.pid} on {socket.gethostname()}" in told
     first.send_signal(by) if by else first.communicate("\n")
     assert second.stdout.readline() == "waited\n"
@@ -255,15 +285,74 @@ def test_a_lock_that_is_held_for_ever_can_be_deleted(start, tmp_path):
     assert second.stdout.readline() == "waited\n"
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, without_locks, capsys):
     with locks.hold_cell(tmp_path) as waited:
         assert not waited
         locks.hold_as_worker(tmp_path)
-    assert "never train this cell twice at a time" in capsys.readouterr().out
+        with pytest.raises(
+            locks.Held, match=f"process {os.getpid()} on .*; delete .*claim if none"
+        ):
+            locks.hold_cell(tmp_path, wait=False).__enter__()
+    assert "has no locks" in capsys.readouterr().out
+    assert not (tmp_path / "launcher.claim").exists()
+
+
+#: What squeue answers of the job of a claim: its exit code, a line, and whether the claim holds then.
+ANSWERS = [
+    (0, "RUNNING", True),
+    (0, "COMPLETING", True),
+    (0, "PENDING", False),  # it was queued again, and will find who holds the cell
+    (0, "", False),
+    (1, "slurm_load_jobs error: Invalid job id specified", False),
+    (1, "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", True),
+]
+
+
+@pytest.mark.parametrize(("code", "line", "holds"), ANSWERS)
+def test_the_claim_of_another_node_holds_while_its_job_may_run(
+    tmp_path, monkeypatch, without_locks, code, line, holds
+):
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho '{line}'{' >&2' if code else ''}\nexit {code}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    claim = tmp_path / "launcher.claim"
+    claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "began_unix_s": 1.0, "job": "7"}))
+    if holds:
+        with pytest.raises(locks.Held, match="process 1 on elsewhere, SLURM job 7"):
+            locks.hold_cell(tmp_path, wait=False).__enter__()
+        monkeypatch.setenv("SLURM_JOB_ID", "7")  # this very job, which was queued again
+    with locks.hold_cell(tmp_path, wait=False):
+        assert json.loads(claim.read_text())["pid"] == os.getpid()
+    assert [p.name for p in tmp_path.glob("*claim*")] == []
+
+
+def test_a_claim_that_was_not_written_out_is_nobodys_after_a_minute(tmp_path, without_locks):
+    claim = tmp_path / "launcher.claim"
+    claim.touch()
+    with pytest.raises(locks.Held, match="about to say which"):
+        locks.hold_cell(tmp_path, wait=False).__enter__()
+    os.utime(claim, (1.0, 1.0))
+    with locks.hold_cell(tmp_path, wait=False):
+        assert locks.Claim.parse(claim.read_text()) == locks.Claim.own()
+
+
+@pytest.mark.slow
+def test_a_crowd_of_launchers_half_of_which_are_killed_holds_a_cell_one_at_a_time(start, tmp_path):
+    crowd = [start("crowd", "without locks") for _ in range(4)]
+    for process in crowd:
+        assert process.wait(250) == 0
+    assert len(list(tmp_path.glob("held by *"))) == 4 * 25
+    assert not (tmp_path / "two at once").exists()
 
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next(start, tmp_path):

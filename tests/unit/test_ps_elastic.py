@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import json
 import os
 import random
 import signal
+import socket
+import struct
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from ps_harness import PATIENCE_S, Served, Worked, config
 
 from launching import until
 from stratbench.ps.client import Channel
+from stratbench.ps.elastic import run as elastic_run
 from stratbench.ps.elastic.channel import ReturningChannel, RunOver
 from stratbench.ps.elastic.evaluations import parse_score
 from stratbench.ps.elastic.journal import has_state, read_end, read_journal
@@ -31,9 +37,10 @@ from stratbench.ps.server_config import ElasticConfig
 from stratbench.ps.server_run import ServerRun
 from stratbench.ps.shard import Shard
 from stratbench.ps.tickets import Once, common
-from stratbench.ps.wire.frames import ProtocolError
+from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
 from stratbench.ps.wire.handshake import JoinLater, JoinRefused
 from stratbench.ps.wire.link import Left
+from stratbench.ps.wire.transport import Closed, Connection, Silent
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -351,6 +358,71 @@ def test_training_outlives_its_last_worker(tmp_path):
     (found,) = [server.result() for server in servers]
     check_run(plan, [found])
     assert [w["worker"] for w in found["lost"]] == [0]
+
+
+def set_loopback(up: bool) -> None:
+    """The network of this process's own, on or off: off, all that is sent is lost without a word."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        flags = struct.pack("16sH14x", b"lo", 0x1 if up else 0)  # IFF_UP
+        fcntl.ioctl(any_socket, 0x8914, flags)  # SIOCSIFFLAGS
+
+
+def cut_the_network(folder: Path, out: Any) -> None:
+    """Train with a worker whose network is cut, then with another; in a network of its own, or say so."""
+    if ctypes.CDLL(None, use_errno=True).unshare(
+        0x40000000 | 0x10000000
+    ):  # CLONE_NEWNET, CLONE_NEWUSER
+        out.put(("skip", os.strerror(ctypes.get_errno())))
+        return
+    set_loopback(True)
+    elastic_run._VANISHED_S = 2.0
+    plan = elastic(folder)  # whose heartbeat is waited for longer than any test takes
+    servers = serve_all(plan)
+    first = Worked(plan, SECRET, 0, "tcp", before_push=slowly, life=1)
+    until(lambda: len(first.tickets) > 4, PATIENCE_S)
+    set_loopback(False)
+    (lost,) = until(lambda: events(plan, "loss"), PATIENCE_S)
+    set_loopback(True)
+    Worked(plan, SECRET, 1, "tcp", life=1).join()
+    found = [server.result() for server in servers]
+    check_run(plan, found)
+    out.put(("lost", lost["reason"]))
+
+
+@pytest.mark.slow
+def test_a_worker_whose_host_is_gone_is_lost_long_before_its_heartbeat_is_overdue(tmp_path):
+    context = forking()
+    out = context.SimpleQueue()
+    process = context.Process(target=cut_the_network, args=(tmp_path, out))
+    process.start()
+    process.join(PATIENCE_S)
+    assert not out.empty(), process.exitcode
+    what, why = out.get()
+    if what == "skip":
+        pytest.skip(f"no network of its own: {why}")
+    assert why == "its host has not answered for 2 s"
+
+
+@pytest.mark.slow
+def test_the_host_of_a_process_that_stands_still_answers_for_it():
+    """Also where that has so much to read that nothing more is sent."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Connection(socket.create_connection(listener.getsockname()))
+        theirs, _ = listener.accept()
+    ours.use_keys(b"k" * 32, b"k" * 32, 1 << 30)
+    ours.vanished_s, ours.silence_s = 0.5, 4.0
+
+    def flood() -> None:
+        with contextlib.suppress(Closed):
+            while True:
+                ours.send(Frame(Kind.OK), bytes(1 << 20))
+
+    sending = threading.Thread(target=flood)
+    sending.start()
+    with theirs, pytest.raises(Silent, match="nothing was heard for 4 s"):
+        ours.receive()
+    ours.close()
+    sending.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -134,6 +134,9 @@ def test_split_synchronous_is_said_where_the_worth_is_below_what_breaks_even():
     )
     assert "0.55 [0.55, 0.55] of a gang's 4" in found.headline()
     assert "worth 0.8 to 0.9, too little: of the split ones, synchronous." in found.lines()[1]
+    assert "(pause 60 s, from the last checkpoint)" in found.lines()[1]
+    own = told(times(**ALIKE), pause_s=0.2, recovery="peer")
+    assert "split synchronous workers (pause 0.2 s, from one that is there)" in own.lines()[1]
 
 
 def test_asynchronous_workers_are_named_only_where_even_their_low_end_wins():
@@ -172,6 +175,7 @@ def test_a_queue_that_is_not_steady_has_no_answer(load):
     [
         ({"hours": 1.9}, "a training of 2 h of work", 12),
         ({"hours": 100.0}, "a training of 24 h of work", 12),
+        ({"hours": 3.0, "recovery": "peer", "pause_s": 0.1}, "a training of 2 h of work", 12),
         (
             {"hours": 0.1, "slow_nodes": 0.15, "slow_factor": 2.8, "preemptible": True},
             "a training of 0.5 h of work, 10% of nodes 3 times slower, split workers preempted by all others",
@@ -181,7 +185,10 @@ def test_a_queue_that_is_not_steady_has_no_answer(load):
 )
 def test_the_nearest_part_of_the_map_goes_with_the_answer(asked, about, rows):
     found = near(QueueRequest(width=16, load=0.7, **asked))
-    assert found["about"] == about
+    stop = (
+        "0.2 s, from one that is there" if "recovery" in asked else "60 s, from the last checkpoint"
+    )
+    assert found["about"] == f"{about}; split synchronous: pause {stop}"
     assert len(found["rows"]) == rows
     assert all(r["load"] <= 0.9 and float(r["synchronous"]) > 0 for r in found["rows"])
 

@@ -138,17 +138,28 @@ def test_a_slow_node_slows_all_synchronous_workers_and_of_the_others_itself():
 
 
 def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
-    found = {}
-    for synchronous in (False, True):
+    def done_s(synchronous: bool, from_peers: bool = False) -> float:
         sim = Cluster(1, 2, [Arrival(150, 1, 1000, 1000)], Rules())
         how = Checkpoints(every_s=100.0, takes_s=0.0)
         split = Split(
             400.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=synchronous, preemptible=True
         )
-        split.pause_s = 10.0
-        found[synchronous] = trained(split, sim).done_s
-    assert found[False] == 150 + 100  # 300 of 400 are done at 150, then one goes on
-    assert found[True] == 160 + 200  # 200 of 400 are kept
+        split.pause_s, split.from_peers = 10.0, from_peers
+        return trained(split, sim).done_s
+
+    assert done_s(synchronous=False) == 150 + 100  # 300 of 400 are done at 150, then one goes on
+    assert done_s(synchronous=True) == 160 + 200  # 200 of 400 are kept
+    assert done_s(synchronous=True, from_peers=True) == 160 + 100  # it has left after a step
+
+
+def test_a_lost_node_takes_what_was_done_since_the_last_checkpoint_though_peers_are_there():
+    sim = Cluster(2, 1, [], Rules())
+    how = Checkpoints(every_s=20.0, takes_s=0.0)
+    split = Split(200.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=True, from_peers=True)
+    split.begin(sim)
+    sim.run_until(30)
+    sim._on_fail(0)
+    assert split.left_s == 200 - 2 * 20
 
 
 def test_a_worth_below_one_takes_that_many_more_samples():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import stat
@@ -11,11 +12,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
+import psutil
+
+from stratbench.cell.files import write_atomic
 from stratbench.cell.locks import NO_LOCKS, held_folder, open_lock, try_lock
+from stratbench.study.slurm.commands import may_run
 
 POLL_S = 0.5
+#: The same where SLURM may have to be asked, and the age from which an empty claim is nobody's.
+CLAIM_POLL_S, HALF_WRITTEN_S = 5.0, 60.0
 #: How many names are tried for the folder of a user: strangers may have taken some.
 _NAMES = 100
 #: Bytes of the longest path that a local socket may have on every system.
@@ -81,8 +90,8 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
     """Hold the cell with this log folder; yields whether another launcher was waited for.
 
     Without `wait`, raises Held where there is one. Else it waits for the launcher that trains it, on
-    whichever node, and for the workers of one that was killed. On a file system without locks it says so
-    and waits for nothing.
+    whichever node, and for the workers of one that was killed. On a file system without locks a file says
+    who holds the cell, and workers are not waited for.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
@@ -101,16 +110,127 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
         except OSError as e:
             if e.errno not in NO_LOCKS:
                 raise
-            print(f"{logs} has no locks ({e.strerror}): never train this cell twice at a time")
-            waited = False
+            path = logs / "launcher.claim"
+            print(f"{logs} has no locks ({e.strerror}): {path.name} says who trains the cell")
+            text = json.dumps(asdict(Claim.own()))
+            waited = _claim(path, text, wait)
+            held.callback(_withdraw, path, text)
         yield waited
 
 
 def _who() -> str:
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"process {os.getpid()} on {socket.gethostname()}" + (
-        f", SLURM job {job}" if job else ""
-    )
+    return Claim.own().who
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who holds a cell where there are no locks."""
+
+    host: str
+    pid: int
+    #: When the process began, in seconds since 1970: numbers of processes come again.
+    began_unix_s: float
+    job: str | None
+
+    @classmethod
+    def own(cls) -> Claim:
+        """This process's."""
+        me = psutil.Process()
+        return cls(socket.gethostname(), me.pid, me.create_time(), os.environ.get("SLURM_JOB_ID"))
+
+    @classmethod
+    def parse(cls, text: str) -> Claim | None:
+        """The claim that a file has; None where its writing was cut off."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def who(self) -> str:
+        """The process, in words."""
+        of_job = f", SLURM job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{of_job}"
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its process has surely ended: as this host says, or SLURM of its job."""
+        if self.host == socket.gethostname():
+            try:
+                process = psutil.Process(self.pid)
+                is_same = process.create_time() == self.began_unix_s
+                return not is_same or process.status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return True
+        if self.job is None:
+            return False
+        # A job that was queued again, as this one then, has left its earlier node.
+        return self.job == os.environ.get("SLURM_JOB_ID") or not may_run(self.job)
+
+
+def _claim(path: Path, text: str, wait: bool = True) -> bool:
+    """Write this process's claim; returns whether another's was waited for, or raises Held."""
+    waited = False
+    while not _write_new(path, text):
+        try:
+            other, written_unix_s = path.read_text(encoding="utf-8"), path.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        claim = Claim.parse(other)
+        if claim.is_void if claim else time.time() - written_unix_s > HALF_WRITTEN_S:
+            if _take_over(path, text, other):
+                return waited
+            continue
+        who = claim.who if claim else "it is about to say which"
+        why = f"another launcher trains this cell: {who}; delete {path} if none does"
+        if not wait:
+            raise Held(why)
+        if not waited:
+            print(f"waiting: {why}", flush=True)
+            waited = True
+        time.sleep(CLAIM_POLL_S)
+    return waited
+
+
+def _write_new(path: Path, text: str) -> bool:
+    """Write a file; False where there is one of this name."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    return True
+
+
+def _take_over(path: Path, text: str, void: str) -> bool:
+    """Put this process's claim in the place of a void one; False where another was quicker.
+
+    Who holds a claim to the void one may do so, one after the other: so none is taken for void that
+    has replaced it.
+    """
+    turn = path.with_name(f"launcher.claim-{sha256((path.name + void).encode()).hexdigest()[:16]}")
+    _claim(turn, text)
+    try:
+        still = _text_of(path) == void
+        if still:
+            write_atomic(path, text)
+        return still
+    finally:
+        turn.unlink(missing_ok=True)
+
+
+def _withdraw(path: Path, text: str) -> None:
+    """Remove this process's claim; one that was put in its place stays."""
+    if _text_of(path) == text:
+        path.unlink()
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
 
 def _wait_for(path: Path, why: str, wait: bool = True) -> tuple[int, bool]:

@@ -23,7 +23,7 @@ from stratbench.plan.queue.break_even import (
     recorded_queue,
 )
 from stratbench.plan.queue.history import History, WidthRow, read_history
-from stratbench.plan.queue.known_map import near
+from stratbench.plan.queue.known_map import near, stop_text
 from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules
 from stratbench.statistics.intervals import Estimate
 from stratbench.study.config.queue_request import NODES, QueueRequest
@@ -84,7 +84,14 @@ def answer(
         slow_share=request.slow_nodes,
         slow_factor=request.slow_factor,
     )
-    work = Work(request.width, request.hours, request.loss, request.pause_s, request.preemptible)
+    work = Work(
+        request.width,
+        request.hours,
+        request.loss,
+        request.pause_s,
+        request.recovery == "peer",
+        request.preemptible,
+    )
     # Where others preempt it, a training takes several times as long.
     lasting_h = request.hours * (3 if request.preemptible else 1)
     shape = (nodes, gpus_per_node, rules)
@@ -244,8 +251,8 @@ class _Told:
         """Whether asynchrony pays, over split synchronous workers and over a gang."""
         sync, gang = self.even(SYNCHRONOUS), self.even(GANG)
         text = (
-            "Asynchronous servers break even with split synchronous workers (pause "
-            f"{self.request.pause_s:g} s) at a worth of {_worth(sync)}, with a gang at {_worth(gang)}"
+            f"Asynchronous servers break even with split synchronous workers ({stop_text(self.request)}) at "
+            f"a worth of {_worth(sync)}, with a gang at {_worth(gang)}"
         )
         worth = self.request.worth
         if worth is None:

@@ -15,7 +15,7 @@ from scipy.stats import t as student
 
 from stratbench.plan.queue.background import REQUEST_FACTORS, poisson
 from stratbench.plan.queue.simulator import Arrival, Cluster, Rules
-from stratbench.plan.queue.trainings import STARTUP_S, Gang, Scaling, Split, Training
+from stratbench.plan.queue.trainings import BESIDE, STARTUP_S, Gang, Scaling, Split, Training
 from stratbench.statistics.intervals import Estimate
 
 GANG, SCATTERED, HALF = "gang", "gang scattered", "gang N/2"
@@ -40,6 +40,8 @@ class Work:
     hours: float
     loss: float = 0.02
     pause_s: float = 60.0
+    #: Whether synchronous workers have their state from each other, and not from a checkpoint.
+    from_peers: bool = False
     #: Of split workers.
     preemptible: bool = False
 
@@ -66,11 +68,12 @@ class Work:
             how["preemptible"] = self.preemptible
             return partial(Split, self.work_s, asked_s, self.width, scaled, **how)
 
+        stops = {"from_peers": True, "checkpoints": BESIDE} if self.from_peers else {}
         return {
             GANG: gang(self.width),
             SCATTERED: gang(self.width, scatter=True),
             HALF: gang(max(1, self.width // 2)),
-            SYNCHRONOUS: split(1.0, synchronous=True, pause_s=self.pause_s),
+            SYNCHRONOUS: split(1.0, synchronous=True, pause_s=self.pause_s, **stops),
         } | {at_worth(worth): split(worth) for worth in worths}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from stratbench.cell.installation import REFERENCE
@@ -14,6 +15,16 @@ MAP = REFERENCE / "elastic_map.csv"
 MOST_LOAD = 0.9
 
 
+#: Where synchronous workers have their state from when they go on, in words.
+SOURCES = {"checkpoint": "from the last checkpoint", "peer": "from one that is there"}
+
+
+def stop_text(of: QueueRequest | Mapping[str, str]) -> str:
+    """How synchronous workers stop when one joins or leaves; `of`: a request, or a row of the map."""
+    asked = of if isinstance(of, Mapping) else vars(of)
+    return f"pause {float(asked['pause_s']):g} s, {SOURCES[asked['recovery']]}"
+
+
 def near(request: QueueRequest) -> dict[str, Any]:
     """The part of the map whose length, slow nodes and preemption are nearest to those asked for.
 
@@ -22,7 +33,8 @@ def near(request: QueueRequest) -> dict[str, Any]:
     """
     with open(MAP, newline="", encoding="utf-8") as file:
         rows = [r for r in csv.DictReader(file) if float(r["load"]) <= MOST_LOAD]
-    rows = [r for r in rows if r["preemptible"] == str(request.preemptible)]
+    asked = {"preemptible": str(request.preemptible), "recovery": request.recovery}
+    rows = [r for r in rows if all(r[key] == value for key, value in asked.items())]
 
     def slowness(share: float, factor: float) -> float:
         return share * (factor - 1)
@@ -40,6 +52,7 @@ def near(request: QueueRequest) -> dict[str, Any]:
         about += f", {slow:.0%} of nodes {found[0]['slow_factor']} times slower"
     if request.preemptible:
         about += ", split workers preempted by all others"
+    about += f"; split synchronous: {stop_text(found[0])}"
     names = {
         "synchronous": "split synchronous / gang",
         "asynchronous": "split asynchronous / gang",

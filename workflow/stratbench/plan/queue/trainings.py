@@ -42,6 +42,11 @@ class Checkpoints:
         return 1 + self.takes_s / self.every_s
 
 
+#: Of a training whose workers have their state from each other: it is kept every minute for when nobody is
+#: left, beside the training. No measured cost stands against a gang's, so it is given the same share of time.
+BESIDE = Checkpoints(60.0, 60.0 * Checkpoints().takes_s / Checkpoints().every_s)
+
+
 @dataclass
 class Training:
     """A training that is submitted once, and followed until it is done."""
@@ -127,11 +132,14 @@ class Split(Training):
     """Each worker is a job of one GPU; one that ends is submitted again, behind everybody.
 
     Asynchronous workers add up their speeds. `synchronous` ones go at the pace of the slowest, stop for
-    `pause_s` when one joins or leaves, and go back to the last checkpoint when one is lost or preempted.
+    `pause_s` when one joins or leaves, and go back to the last checkpoint when one is lost or preempted;
+    `from_peers`: only when one is lost, for one that is preempted leaves after a step, and the last one
+    keeps the state first.
     """
 
     synchronous: bool = False
     pause_s: float = 60.0
+    from_peers: bool = False
     preemptible: bool = False
     jobs: list[Job] = field(default_factory=list)
     _speeds: dict[int, float] = field(default_factory=dict)  # id of a job that trains -> speed
@@ -172,9 +180,10 @@ class Split(Training):
             self._saved_left_s = self.left_s + (sim.now_s - self._saved_at_s) * self._rate
 
     def _pause(self, sim: Cluster) -> None:
-        """Stops to go on with others: from a checkpoint, which is written or was read."""
+        """Stops to go on with others: from a checkpoint, which is written or was read, or from a peer."""
         self._since_s = max(self._since_s, sim.now_s + self.pause_s)
-        self._saved_left_s, self._saved_at_s = self.left_s, sim.now_s
+        if not self.from_peers:
+            self._saved_left_s, self._saved_at_s = self.left_s, sim.now_s
 
     def _plan_end(self, sim: Cluster) -> None:
         self._plan += 1
@@ -218,7 +227,7 @@ class Split(Training):
         self._count(sim)
         if self._speeds.pop(id(job), None) is not None:
             if self.synchronous:
-                if why in ("lost", "preempted"):
+                if why == "lost" or (why == "preempted" and not self.from_peers):
                     self.left_s = self._saved_left_s
                 self._pause(sim)
             self._plan_end(sim)

@@ -38,11 +38,25 @@ class Journal:
 
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
     """All events of all lives, in order; none where there is no journal."""
-    try:
-        lines = Path(folder, _JOURNAL).read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines[:-1]]  # the last may be half written
+    return NewEvents(folder).read()
+
+
+class NewEvents:
+    """The journal's events, each once, as they come."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._path, self._at = Path(folder, _JOURNAL), 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Those since the last time."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                whole, end, _ = file.read().rpartition(b"\n")  # the last may be half written
+        except FileNotFoundError:
+            return []
+        self._at += len(whole + end)
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def last_life(folder: str | Path) -> int:

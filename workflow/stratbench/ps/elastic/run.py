@@ -26,6 +26,9 @@ from stratbench.ps.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
 #: Snapshots of epochs that lie on the disk at a time: of the last, those being evaluated, one to spare.
 _SNAPSHOTS_KEPT = 4
+#: How long a worker's host may not answer, in seconds. For a process that stands still there is the
+#: heartbeat, whose limit is longer: user code may hold the interpreter lock, and its job waits anew if lost.
+_VANISHED_S = 10.0
 
 
 class ElasticRun(ServerRun):
@@ -126,7 +129,9 @@ class ElasticRun(ServerRun):
             raise ComeAgain(self.error or "the run is over")
         if hello.get("life") != self._own.life:
             raise ComeAgain(f"this is life {self._own.life} of the servers; come again")
-        return super()._admit(connection, hello, transport)
+        member = super()._admit(connection, hello, transport)
+        connection.vanished_s = _VANISHED_S
+        return member
 
     def _more_of_welcome(self, member: Member) -> dict[str, Any]:
         return {"life": self._own.life, "place": member.place}

@@ -23,6 +23,9 @@ from stratbench.ps.wire.frames import HEADER_BYTES, PROTOCOL, Frame, Header, Pro
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DISCARD_BYTES = 64 * 1024
+#: Of Linux's struct tcp_info: where it has the segments that wait for an acknowledgement, and the
+#: milliseconds since the last one (linux/tcp.h).
+_UNACKED, _LAST_ACK = struct.Struct("24xI"), struct.Struct("56xI")
 
 
 class Closed(ConnectionError):
@@ -76,6 +79,8 @@ class Connection:
         self.deadline: float | None = None
         #: Longest silence of the peer, in seconds, before receiving raises Silent.
         self.silence_s: float | None = None
+        #: How long the peer's host may acknowledge nothing, in seconds, before receiving raises Silent.
+        self.vanished_s: float | None = None
         self._awake = Awake(tick_s)
         self.last_heard = time.monotonic()
         #: time.monotonic() since when the reader has been waiting; None while it works.
@@ -185,6 +190,19 @@ class Connection:
         heard = max(self.last_heard, self._awake.look(now))
         if self.silence_s is not None and now - heard > self.silence_s:
             raise Silent(f"nothing was heard for {self.silence_s:g} s")
+        if self.vanished_s is not None and now - heard > self.vanished_s and self._unanswered():
+            raise Silent(f"its host has not answered for {self.vanished_s:g} s")
+
+    def _unanswered(self) -> bool:
+        """Whether the peer's host has left what was sent unacknowledged for `vanished_s`.
+
+        A host answers for a process that is busy or stopped, too, and while that reads nothing.
+        """
+        if self.sock.family == socket.AF_UNIX:
+            return False
+        told = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+        (unacked,), (last_ack_ms,) = _UNACKED.unpack_from(told), _LAST_ACK.unpack_from(told)
+        return unacked > 0 and last_ack_ms > 1000 * self.vanished_s
 
     def close(self) -> None:
         """Close at once; a thread blocked in this connection wakes with Closed."""

@@ -51,6 +51,9 @@ class QueueRequest:
     pause_s: float = asked(60.0,
         "Seconds that synchronous workers stop for when one joins or leaves; measure it (docs/elastic.md).",
         minimum=0, maximum=36000)
+    recovery: Literal["checkpoint", "peer"] = asked("checkpoint",
+        "Where they have their state from then: checkpoint, the last one, as with torchrun; peer, one of "
+        "those who are there, as with this project's own, whose pause was 0.2 s (docs/elastic.md).")
     loss: float = asked(0.02,
         "Share of a worker's speed that each further worker costs.", minimum=0, maximum=1)
     worth: list[float] | None = asked(None,

@@ -23,7 +23,7 @@ from stratbench.ps.wire.frames import SMALL_BYTES, ProtocolError
 from stratbench.ps.wire.gate import Gate, Refusals
 from stratbench.ps.wire.handshake import accept_handshake
 from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
-from stratbench.train.elastic.talk import SILENCE_S, beat_until, hear, say
+from stratbench.train.elastic.talk import SILENCE_S, WARM_UP_SILENCE_S, beat_until, hear, say
 
 log = logging.getLogger(__name__)
 
@@ -224,16 +224,17 @@ class Coordinator:
         return lambda: self._attend(member)
 
     def _attend(self, member: Member) -> None:
-        member.connection.silence_s = SILENCE_S
+        connection = member.connection
+        connection.silence_s, connection.vanished_s = WARM_UP_SILENCE_S, SILENCE_S
         try:
             while True:
-                said = hear(member.connection)
+                said = hear(connection)
                 with self._lock:
                     self._heard(member, said)
                     self._consider()
         except (Closed, Silent, ProtocolError, KeyError, TypeError, ValueError) as error:
             log.info("worker %d: %s", member.number, error)
-            member.connection.close()
+            connection.close()
             with self._lock:
                 self._gone(member)
                 self._consider()
@@ -269,7 +270,7 @@ class Coordinator:
         now = time.time()
         match said["what"]:
             case "ready":
-                member.state = "ready"
+                member.state, member.connection.silence_s = "ready", SILENCE_S
                 self.history.dates[member.number]["ready"] = now
             case "begun":
                 self._begun(member, said["pause_s"], now)

@@ -7,6 +7,7 @@ the cell's `gpus` - 1: so many are kept until the block ends.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,8 @@ from typing import Any, Literal, Protocol
 #: The shortest and the longest time between two looks at the jobs, in seconds: it doubles while nothing
 #: changes.
 LOOK_S, LONGEST_LOOK_S = 0.5, 30.0
+#: How long the job of a worker that is lost may take to end by itself: then its reason is known.
+PARTING_S = 5.0
 #: Failures of a slot's jobs after which the cell is given up.
 MOST_FAILURES = 20
 #: A job that fails within so many seconds after its start is replaced later: after 5 s, 10 s, ... 5 minutes.
@@ -87,7 +90,9 @@ class Keeper:
         self._not_before = dict.fromkeys(range(slots), 0.0)  # by time.monotonic
         self._failures = dict.fromkeys(range(slots), 0)
         self._next_number = 0
-        self._given_up: set[int] = set()
+        self._parting: dict[
+            int, float
+        ] = {}  # when the jobs of lost workers are cancelled, by number
         self._lock = threading.Lock()  # guards the entries
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
@@ -119,8 +124,8 @@ class Keeper:
         self._finishing = True
 
     def give_up(self, number: int) -> None:
-        """Cancel a worker's job if it still runs: nobody hears of the worker any more."""
-        self._given_up.add(number)
+        """Cancel a worker's job unless it ends by itself: nobody hears of the worker any more."""
+        self._parting[number] = time.monotonic() + PARTING_S
         self.look_soon()
 
     def look_soon(self) -> None:
@@ -164,6 +169,8 @@ class Keeper:
         """Seconds until the next look: sooner where a slot's job is due."""
         now = time.monotonic()
         due = [t - now for s, t in self._not_before.items() if s not in self._live and t > now]
+        live = {self._entries[id_].number for id_ in self._live.values()}
+        due += [t - now for n, t in list(self._parting.items()) if n in live and t > now]
         return min([pause_s, *(max(x, 0.05) for x in due)])
 
     def _look(self) -> bool:
@@ -179,8 +186,8 @@ class Keeper:
                 self._end(slot, now)
                 changed = True
                 continue
-            if before.number in self._given_up:
-                self._given_up.discard(before.number)
+            if self._parting.get(before.number, math.inf) <= time.monotonic():
+                del self._parting[before.number]
                 self._backend.cancel([id_])
                 changed = True
             started = before.started_unix_s or now.started_unix_s
@@ -191,6 +198,7 @@ class Keeper:
     def _end(self, slot: int, seen: Seen) -> None:
         id_ = self._live.pop(slot)
         before = self._entries[id_]
+        self._parting.pop(before.number, None)
         started = before.started_unix_s or seen.started_unix_s
         ended = seen.ended_unix_s or time.time()
         entry = replace(

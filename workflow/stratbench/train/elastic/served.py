@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, server_name
-from stratbench.ps.elastic.journal import has_state, last_life, read_journal
+from stratbench.ps.elastic.journal import NewEvents, has_state, last_life, read_journal
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train import agent
@@ -47,7 +47,7 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
             for process in servers:
                 process.start()
             with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
-                ending = _wait(job, servers, keeper)
+                ending = _wait(job, configs[0].elastic.life, servers, keeper)
                 if ending.status != "error":
                     folder.ended.touch()
                     keeper.finish()
@@ -80,25 +80,28 @@ def configs_of(job: Job, across_nodes: bool) -> list[ServerConfig]:
     return server_configs(s, job.train_samples, job.folder, host, elastic)
 
 
-def _wait(job: Job, servers: list[Process], keeper: Keeper) -> Ending:
-    """Wait until the training is over, its time is, or nobody can go on."""
+def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper) -> Ending:
+    """Wait until the training is over, its time is, or nobody can go on; `life`: of the servers."""
     limit_s, deadline = job.time_limit_s, None
+    journal, has_begun = NewEvents(job.folder.servers), False
     while any(process.is_alive() for process in servers):
         if ending := ended_by_workers(job.folder, keeper):
             return ending
         if failed := next((p for p in servers if p.exitcode), None):
             return Ending("error", _why_failed(job, failed))
+        for event in journal.read():
+            has_begun |= event["event"] == "join"
+            if event["event"] in ("join", "leave", "loss"):
+                keeper.look_soon()
+            if event["event"] == "loss" and event["life"] == life:
+                keeper.give_up(event["worker"])
         # Time in the queue is none of the training's.
-        if limit_s is not None and deadline is None and _has_begun(job):
+        if limit_s is not None and deadline is None and has_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and time.monotonic() > deadline:
             return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
         time.sleep(LOOK_S)
     return _ending_of(job, servers)
-
-
-def _has_begun(job: Job) -> bool:
-    return any(event["event"] == "join" for event in read_journal(job.folder.servers))
 
 
 def _why_failed(job: Job, process: Process) -> str:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
+import socket
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.study.slurm.commands import RUNNING, TIMEOUT_S, ask_slurm
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic.keeper import Refused, Seen
 
 #: How long before the end of a job's time its worker is told, in seconds.
 WARNING_S = 60
-_TIMEOUT_S = 120.0
 #: A job's id, state, reason, start and end, as squeue writes them.
 _FORMAT = "%i|%T|%r|%S|%e"
 _QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 _QUEUED |= {"RESV_DEL_HOLD"}
-_RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 #: Ends that say nothing against the worker.
 _TAKEN_BACK = {"COMPLETED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "REVOKED"}
 
@@ -50,22 +48,27 @@ class SlurmJobs:
             f"--signal=USR1@{WARNING_S}",
             *self._asked.arguments,
         ]
-        done = _run(command, self.script(number))
-        if done is None or done.returncode != 0:
+        done = ask_slurm(command, self.script(number))
+        if done is None:
+            raise Refused(f"sbatch did not answer in {TIMEOUT_S:g} s")
+        if done.returncode != 0:
             raise Refused(
-                done.stderr.strip() if done else f"sbatch did not answer in {_TIMEOUT_S:g} s"
+                f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}; where this node may not "
+                "submit jobs, let the cell's own job have one that may, by slurm_partition in the profile; "
+                "workers may have another partition, cluster.worker_partition)"
             )
         return done.stdout.strip().partition(";")[0]
 
     def script(self, number: int) -> str:
-        """What the job of worker `number` runs."""
+        """What the job of worker `number` runs: nothing where it starts after the end."""
         worker = [sys.executable, "-m", "stratbench.train.elastic.worker", self._job, str(number)]
         step = ["srun", "--ntasks=1", f"--cpus-per-task={self._asked.cpus}", "--quiet", *worker]
-        return f"#!/bin/sh\nexec {shlex.join(map(str, step))}\n"
+        over = shlex.join(["test", "-e", str(self._folder.ended)])
+        return f"#!/bin/sh\n{over} && exit 0\nexec {shlex.join(map(str, step))}\n"
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
         wanted = set(ids)
-        done = _run(["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"])
+        done = ask_slurm(["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"])
         if done is None or done.returncode != 0:
             return None
         rows = [line.split("|") for line in done.stdout.splitlines()]
@@ -73,14 +76,14 @@ class SlurmJobs:
 
     def cancel(self, ids: Iterable[str]) -> None:
         if ids := list(ids):
-            _run(["scancel", "--quiet", *ids])
+            ask_slurm(["scancel", "--quiet", *ids])
 
 
 def _seen(state: str, reason: str, start: str, end: str) -> Seen:
     state = state.partition(" ")[0]  # CANCELLED by 1000
     if state in _QUEUED:
         return Seen("queued", reason)
-    if state in _RUNNING:
+    if state in RUNNING:
         return Seen("running", started_unix_s=_date(start))
     why = state if reason in ("None", "") else f"{state} ({reason})"
     return Seen("ended", why, state not in _TAKEN_BACK, _date(start), _date(end))
@@ -91,21 +94,4 @@ def _date(text: str) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:  # N/A, Unknown
-        return None
-
-
-def _run(command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str] | None:
-    """Run one of SLURM's commands; None where it does not answer.
-
-    What SLURM told this process of its own job would be taken for options.
-    """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_"))}
-    conf = os.environ.get("SLURM_CONF") or os.environ.get("STRATBENCH_SLURM_CONF")
-    env = kept | ({"SLURM_CONF": conf} if conf else {})
-    stdin = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}
-    try:
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, **stdin
-        )
-    except (OSError, subprocess.TimeoutExpired):
         return None

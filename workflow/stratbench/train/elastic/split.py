@@ -106,6 +106,8 @@ class Split:
         self._epochs_done = 0
         self._rank, self._world, self._generation, self._number = 0, 1, 0, number
         self._running = self._through = False
+        #: By the last vote, whether this member leaves, and whether all do: then nobody has the state.
+        self._leaves = self._all_leave = False
         self._stopped_s: float | None = None
         self._kept_s = time.monotonic()
         self._checkpoints = checkpoints.Writer(worker.folder.path)
@@ -188,8 +190,9 @@ class Split:
             # A device may have gone on with what the broken collective left: only a checkpoint is sure.
             self.strategy.restore(self._initial)
             self._step = 0
-        leaving = self._leaving.is_set()
-        if leaving and self._world == 1 and not done.failed:
+        # Who is asked only after the vote leaves after the next one: somebody counts on its state.
+        leaving = self._leaving.is_set() if done.failed else self._leaves
+        if self._all_leave and self._rank == 0 and not done.failed:
             self._keep(wait=True)
         told = {"step": self._step, "epochs": epochs}
         try:
@@ -297,11 +300,14 @@ class Split:
         while True:
             if work is not None:
                 work.wait()
-                if tally[0] > 0:
+                wanted, leave = tally.tolist()
+                self._all_leave = leave == self._world
+                if wanted:
                     yield True
                     return
-            wants = self._seat.change.is_set() or self._leaving.is_set()
-            tally = torch.tensor([int(wants)], dtype=torch.int32)
+            self._leaves = self._leaving.is_set()
+            wants = self._leaves or self._seat.change.is_set()
+            tally = torch.tensor([int(wants), int(self._leaves)], dtype=torch.int32)
             work = dist.all_reduce(tally, async_op=True)
             yield False
 

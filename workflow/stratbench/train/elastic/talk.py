@@ -13,6 +13,8 @@ from stratbench.ps.wire.transport import Closed, Connection
 
 #: How often each side says that it lives, and after how much silence the other is given up, in seconds.
 BEAT_S, SILENCE_S = 1.0, 10.0
+#: The same of a worker that warms up: nobody waits for it, and loading may hold the interpreter lock.
+WARM_UP_SILENCE_S = 60.0
 
 
 def say(connection: Connection, what: str, **said: Any) -> None:
