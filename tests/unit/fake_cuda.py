@@ -131,7 +131,7 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
     """A channel whose pushes go through a CUDA worker's staging and end there; it has one ticket."""
     space, shards = strategy.flat, flat.cut(strategy.flat.layout.numel, 1 << 14)
     left: list[Any] = []
-    staging = device.Staging.make(
+    staging = device.Staging(
         space,
         shards,
         push_buffers=lambda: left.append("buffers"),

@@ -30,8 +30,15 @@ STRATEGIES = [
 ]
 PRECISIONS = ["fp16", "bf16", "tf32", "fp32", "fp64"]
 COMPACT = [name for name in models.MODELS if name.endswith("-compact")]
+#: What hangs on no number format.
+ALIKE = ({"gradient_as_bucket_view": False}, {"reshard_after_forward": "never"})
 #: The quickest family in everything; in the others what differs by family, in fp16, which has all there is.
-CASES = [("vgg-compact", precision, *s) for precision in PRECISIONS for s in STRATEGIES] + [
+CASES = [
+    ("vgg-compact", precision, *s)
+    for precision in PRECISIONS
+    for s in STRATEGIES
+    if precision == "fp16" or s[1] not in ALIKE
+] + [
     (model, "fp16", *s)
     for model in COMPACT[1:]
     for s in STRATEGIES

@@ -151,7 +151,8 @@ def test_between_two_counts_of_workers_the_pages_figures_are_the_plans(
 ):
     """The page was given 1, 2 and 8 workers; those of 4 are its own."""
     names = ["ddp", "ddp-powersgd", "zero1", "fsdp", "diloco-8", "ps-sync"]
-    plan = planned(results, only="images", gpus=[4], strategies=names)
+    given = {"models": ["resnet-compact"], "gpus": [4], "strategies": names}
+    plan = planned(results, only="images", **given)
     told = figures(page, [choice_of(page, c, plan.device) for c in plan.cells])
     interpolated = set()
     for c, shown in zip(plan.cells, told, strict=True):

@@ -36,7 +36,7 @@ from stratbench.workload.network.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH = 2, 12, 8, 7, 8
-STEPS, FEW_STEPS = 20, 5
+STEPS, FEW_STEPS = 10, 3
 #: How far losses, and weights under SGD, may be from one process's; AdamW's weights: near a gradient
 #: of zero its update hangs on rounding.
 LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
@@ -157,11 +157,10 @@ def trajectory(
     strategy, model = set_up(cls, options, way, rank, world)
     x, y = samples(way)
     saved = strategy.save()
-    for _ in range(2):
-        strategy.step(
-            x[: strategy.worker.settings.per_worker_batch].flip(0),
-            y[: BATCH // strategy.worker.data_workers],
-        )
+    strategy.step(
+        x[: strategy.worker.settings.per_worker_batch].flip(0),
+        y[: BATCH // strategy.worker.data_workers],
+    )
     with strategy.evaluating() as evaluated, torch.no_grad():
         evaluated(x[:4])
     strategy.restore(saved)

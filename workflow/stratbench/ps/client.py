@@ -172,15 +172,9 @@ class Channel:
     def _begin(self) -> None:
         """Start the threads and find out how shards are cut."""
         self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
-        self._staging = Staging.make(
-            self.flat,
-            self._bounds,
-            self._push_buffers,
-            self._push_shards,
-            self._end_push,
-            self.scale,
-        )
-        if self._staging is not None:
+        if self.flat.is_mirrored:
+            pushes = self._push_buffers, self._push_shards, self._end_push
+            self._staging = Staging(self.flat, self._bounds, *pushes, self.scale)
             self._staging.fetch_initial()  # the warm-up delivers what is here
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
         self._weight_bytes = as_bytes(self.flat.host.weights)

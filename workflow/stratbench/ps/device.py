@@ -64,21 +64,6 @@ class Countdown:
 class Staging:
     """Moves a CUDA worker's flat tensors to and from their pinned mirrors on the host."""
 
-    @classmethod
-    def make(
-        cls,
-        flat: FlatSpace,
-        bounds: list[tuple[int, int]],
-        push_buffers: Callable[[], None],
-        push_shards: Callable[[int, int], None],
-        end_push: Callable[[bool], None],
-        scale: LossScale | None,
-    ) -> Staging | None:
-        """The staging of a CUDA model; None for a model on the CPU, which needs none."""
-        if flat.device.type != "cuda":
-            return None
-        return cls(flat, bounds, push_buffers, push_shards, end_push, scale)
-
     def __init__(
         self,
         flat: FlatSpace,

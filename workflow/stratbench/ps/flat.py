@@ -90,6 +90,11 @@ class FlatSpace:
             buffer.data = copied_into(buffer.data, self.buffers, start)
         self._grads = [p.grad for p in self.parameters]
 
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether `host` holds copies: the model is on another device."""
+        return self.weights is not self.host.weights
+
     def _place_on_device(self) -> None:
         host = self.host
         if self.device.type == "cpu":

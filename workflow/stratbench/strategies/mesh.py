@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+def refuse_uneven(option: str, workers: int, gpus: int) -> None:
+    """Raises ValueError where `gpus` workers cannot form groups of `workers`, as `option` asks."""
+    if gpus % workers:
+        raise ValueError(
+            f"{option} does not divide {gpus} workers into equal groups; change it or the number of workers"
+        )
+
+
 class Place(NamedTuple):
     """Where in a mesh a worker stands, each number from 0."""
 

@@ -12,6 +12,8 @@ from stratbench.analysis.figures.sheet import text_width
 
 #: The least room between the texts of two ticks, in pixels.
 GAP = 6
+#: About so many ticks are on a scale.
+MOST_TICKS = 4
 #: The first digits of ticks on a logarithmic scale: the first row that gives three is taken.
 _FIRSTS = (
     (1.0,),
@@ -38,11 +40,11 @@ class Scale:
         low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, value))
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
-    def ticks(self, most: int = 4) -> list[float]:
-        """Round values on the scale, about `most` of them."""
-        found = self._log_ticks(most) if self.log else []
+    def ticks(self) -> list[float]:
+        """Round values on the scale, about MOST_TICKS of them."""
+        found = self._log_ticks() if self.log else []
         if len(found) < 2:
-            steps = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=self.whole)
+            steps = MaxNLocator(MOST_TICKS, steps=[1, 2, 2.5, 5, 10], integer=self.whole)
             found = [float(t) for t in steps.tick_values(self.low, self.high)]
         inside = [t for t in found if self._inside(t)]
         return inside if len(inside) > 1 else [self.low, self.high]
@@ -51,14 +53,14 @@ class Scale:
         room = 1e-9 * (self.high - self.low)
         return self.low - room <= value <= self.high + room and (value > 0 or not self.log)
 
-    def _log_ticks(self, most: int) -> list[float]:
+    def _log_ticks(self) -> list[float]:
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for firsts in _FIRSTS:
             found = [first * 10.0**decade for decade in decades for first in firsts]
             found = [tick for tick in found if self._inside(tick)]
             if len(found) >= 3:
                 break
-        return found[:: max(1, -(-len(found) // (most + 2)))]
+        return found[:: max(1, -(-len(found) // (MOST_TICKS + 2)))]
 
     def labelled(self, ticks: Iterable[float], unit: str = "") -> list[tuple[float, str]]:
         """Pixels and texts of the ticks that have room beside each other; the last one has the unit."""

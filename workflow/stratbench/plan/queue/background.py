@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from stratbench.plan.queue.simulator import Arrival
 
@@ -16,9 +16,9 @@ REQUEST_FACTORS = (1.5, 3.0, 10.0)
 MEDIAN_S, SIGMA, LEAST_S, MOST_S = 1800.0, 1.4, 60.0, 86400.0
 
 
-def requested_s(duration_s: float, factor: float, unit_s: float = 60.0) -> float:
-    """`factor` times the duration, in whole units, as SLURM counts minutes; at least one."""
-    return max(1, math.ceil(duration_s * factor / unit_s)) * unit_s
+def requested_s(duration_s: float, factor: float) -> float:
+    """`factor` times the duration, in whole minutes, as SLURM counts; at least one."""
+    return max(1, math.ceil(duration_s * factor / 60)) * 60.0
 
 
 def poisson(
@@ -26,7 +26,6 @@ def poisson(
     load: float,
     capacity: int,
     seed: int,
-    widths: Mapping[int, float] = WIDTHS,
     factors: Sequence[float] = REQUEST_FACTORS,
 ) -> list[Arrival]:
     """So many jobs that ask, together and exactly, for `load` of `capacity` GPUs over their time.
@@ -34,7 +33,7 @@ def poisson(
     Poisson arrivals, lognormal durations. Widths beyond the capacity are left out.
     """
     rng = random.Random(seed)
-    usable = {width: share for width, share in widths.items() if width <= capacity}
+    usable = {width: share for width, share in WIDTHS.items() if width <= capacity}
     bodies = []
     for _ in range(jobs):
         gpus = rng.choices(list(usable), list(usable.values()))[0]

@@ -115,9 +115,9 @@ class Times:
 
         return jackknife(ratio, len(self.hours[arm]))
 
-    def late_h(self, arm: str, share: float = 0.9) -> float:
-        """Hours within which this share of the moments' trainings are done."""
-        return float(np.quantile(self.hours[arm], share))
+    def late_h(self, arm: str) -> float:
+        """Hours within which nine tenths of the moments' trainings are done."""
+        return float(np.quantile(self.hours[arm], 0.9))
 
     def worths(self) -> list[float]:
         """At which the asynchronous arm was simulated, the highest first."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
+from stratbench.strategies.mesh import refuse_uneven
 from stratbench.strategies.sharding.sharded import Sharded
 from stratbench.workload.users_code import listed
 
@@ -68,12 +69,8 @@ class FSDP(Sharded):
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
         workers = group_size(options.get("shard_workers", "all"), gpus, per_node)
-        if gpus % workers:
-            whose = " (those of a node)" if options["shard_workers"] == "node" else ""
-            raise ValueError(
-                f"shard_workers = {workers}{whose} does not divide {gpus} workers into equal groups; "
-                "change it or the number of workers"
-            )
+        whose = " (those of a node)" if options.get("shard_workers") == "node" else ""
+        refuse_uneven(f"shard_workers = {workers}{whose}", workers, gpus)
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:

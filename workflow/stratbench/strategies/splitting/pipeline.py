@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
-from stratbench.strategies.mesh import Mesh, Place
+from stratbench.strategies.mesh import Mesh, Place, refuse_uneven
 from stratbench.strategies.splitting.split import Split, these_do
 from stratbench.workload.network import models
 
@@ -75,11 +75,7 @@ class Pipeline(Split):
     def mesh(self, gpus: int) -> Mesh:
         chosen = self.options.pipeline_workers
         workers = gpus if chosen == "all" else min(chosen, gpus)
-        if gpus % workers:
-            raise ValueError(
-                f"pipeline_workers = {workers} does not divide {gpus} workers into equal groups; change it "
-                "or the number of workers"
-            )
+        refuse_uneven(f"pipeline_workers = {workers}", workers, gpus)
         return Mesh(gpus // workers, stages=workers)
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
-from stratbench.strategies.mesh import Mesh
+from stratbench.strategies.mesh import Mesh, refuse_uneven
 from stratbench.strategies.sharding.sharded import Sharded
 from stratbench.strategies.splitting.split import Split, these_do
 from stratbench.workload.network import models
@@ -76,11 +76,7 @@ class TensorParallel(Split, Sharded):
     def mesh(self, gpus: int) -> Mesh:
         chosen = self.options.tensor_workers
         workers = gpus if chosen == "all" else min(chosen, gpus)
-        if gpus % workers:
-            raise ValueError(
-                f"tensor_workers = {workers} does not divide {gpus} workers into equal groups; change it or "
-                "the number of workers"
-            )
+        refuse_uneven(f"tensor_workers = {workers}", workers, gpus)
         return Mesh(gpus // workers, tensor=workers)
 
     @classmethod
