@@ -688,14 +688,14 @@ def job_with(
     cell = Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0)
     return Job(
         cell=cell, settings=s, data_dir=folder, data={"shape": [1, 16, 16], "train_samples": 64},
-        folder=RunFolder(folder), n_nodes=1, workers_per_node=s.gpus,
+        folder=RunFolder(folder), workers_on_nodes=(s.gpus,),
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=origin_s,
         time_limit_s=time_limit_s,
     )  # fmt: skip
 
 
 def test_a_worker_knows_how_many_are_on_its_node(tmp_path):
-    job = replace(job_with(tmp_path, [None] * 5), n_nodes=2, workers_per_node=3)
+    job = replace(job_with(tmp_path, [None] * 5), workers_on_nodes=(3, 2))
     assert [job.workers_beside(rank) for rank in range(5)] == [3, 3, 3, 2, 2]
 
 
@@ -749,8 +749,8 @@ def stood(steps: int, hangs: bool, exit_code: int | None = None) -> dict:
 )
 @pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
 def test_a_slow_cell_is_told_from_one_that_hangs(tmp_path, strategy, standings, status):
-    job = replace(job_with(tmp_path, [None, None]), settings=settings(strategy), n_nodes=2)
-    job = replace(job, workers_per_node=1)
+    job = replace(job_with(tmp_path, [None, None]), settings=settings(strategy))
+    job = replace(job, workers_on_nodes=(1, 1))
     for rank, standing_of in enumerate(standings):
         job.folder.write_standing(rank, {f"rank{rank}": standing_of})
     exits = Exits([ProcessExit(f"rank{rank}", None) for rank in (0, 1)], timed_out=True)
@@ -849,7 +849,7 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(launch, "SRUN_END_S", 0.2)
     # The limit was reached before the 15 s that the agents have to keep it themselves.
-    job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), n_nodes=2)
+    job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), workers_on_nodes=(1, 1))
     exits = launch.launch_with_srun(job, cpus_per_node=1)
     assert ending.classify(job, exits).status == "timeout"
 
@@ -957,7 +957,8 @@ def joined(folder: Path, rank: int) -> None:
     ],
 )
 def test_what_a_servers_cell_cannot_go_on_without(tmp_path, n_nodes, ended, expected):
-    job = replace(job_with(tmp_path, [None, None]), settings=settings("ps-async"), n_nodes=n_nodes)
+    job = replace(job_with(tmp_path, [None, None]), settings=settings("ps-async"))
+    job = replace(job, workers_on_nodes=(2,) if n_nodes == 1 else (1, 1))
     joined(tmp_path, 0)
     if ended.get("rank1") == 0:
         joined(tmp_path, 1)

@@ -81,7 +81,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
             settings,
             data,
             on_cuda=settings.device != "cpu",
-            local_world=-(-cell.gpus // resources.node_count(cell, config["cluster"])),
+            local_world=-(-cell.gpus // resources.node_count(cell, settings, config["cluster"])),
         ),
     )
 
@@ -179,6 +179,7 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
             evaluations=s.settings.epochs or 0,
             replicas=s.strategy.mesh(s.cell.gpus).replicas,
             nodes=n_nodes,
+            least_nodes=1 if s.settings.scattered else n_nodes,
             recomputes=s.settings.activation_checkpointing,
             bubble_share=s.strategy.bubble_share(s.cell.gpus) or 0.0,
             slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),

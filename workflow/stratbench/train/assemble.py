@@ -428,13 +428,14 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
         "finished": finished.isoformat(timespec="seconds"),
         "nodes": job.n_nodes,
         "workers_per_node": job.workers_per_node,
+        "workers_on_nodes": list(job.workers_on_nodes),
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
         **({"planned_repeats": job.planned_repeats} if job.planned_repeats else {}),
         **({"software_gpu": True} if job.use_cuda and software_gpu.is_here() else {}),
         "busy_at_start": job.folder.read_busy(),
         "gpus": {
-            name: place["gpu"] | {"node": rank_of(name) // job.workers_per_node}
+            name: place["gpu"] | {"node": job.node_of(rank_of(name))}
             for name, place in job.folder.read_places().items()
             if "gpu" in place
         },

@@ -94,7 +94,7 @@ def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
         if not w.get("communication"):
             continue
         steps += w["steps"]
-        own = w["rank"] // job.workers_per_node
+        own = job.node_of(w["rank"])
         for k, (out, back) in enumerate(w["communication"]["by_server_bytes"]):
             node = node_of_server(job.settings, k, job.n_nodes)
             if node == own:

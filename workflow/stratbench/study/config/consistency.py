@@ -303,7 +303,9 @@ def _strategy_faults(
                 try:
                     copies = mesh_of(base, options, n).replicas
                     strategy.check(base, options, n, batch // copies)
-                    strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
+                    # Scattered ones may all be on one node: what needs equal nodes is refused by itself.
+                    most_there = n if block["scattered"] else -(-n // -(-n // gpus_per_node))
+                    strategy.check_nodes(options, n, most_there)
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
         if block["elastic"] and strategy.rigid is not None:
@@ -375,6 +377,7 @@ _RIGID_SETTINGS = {
     ),
     "partition": ("iid", "no worker stays that could have data of its own"),
     "profile": (False, "no worker is sure to be there at the end"),
+    "scattered": (False, "each worker is a job of its own, on any node"),
 }
 
 
