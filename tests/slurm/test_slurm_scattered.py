@@ -38,7 +38,9 @@ def test_a_cell_lies_as_slurm_finds_room_and_its_record_says_how(
     with open(workflow.folder / "results/tiny/audit.csv", newline="") as file:
         found = [r for r in csv.DictReader(file) if r["severity"] == "unusable"]
     assert {r["rule"] for r in found} <= {"contradictory-counts"}, found
-    assert all("hosts_of_workers" in r["figures"] or "provenance.nodes" in r["figures"] for r in found)
+    assert all(
+        "hosts_of_workers" in r["figures"] or "provenance.nodes" in r["figures"] for r in found
+    )
 
 
 def test_a_killed_worker_ends_a_scattered_cell_on_all_its_nodes(

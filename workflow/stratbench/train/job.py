@@ -70,6 +70,8 @@ class Job:
     in_block: bool = False
     #: How long the cell's own job waited in SLURM's queue; None: there is none, or it is not known.
     queue_wait_s: float | None = None
+    #: Of a cell that keeps checkpoints the attempts before this one (`train.restarts.attempts`).
+    attempts: tuple[dict[str, Any], ...] = ()
     #: Repeats of the cell that the configuration asks for; None: not known.
     planned_repeats: int | None = None
 
@@ -103,6 +105,13 @@ class Job:
         folder = replace(self.folder, local=local)
         origin_s = time.monotonic() - (by_date_s if agree else spent_s)
         return replace(self, origin_s=origin_s, folder=folder)
+
+    @property
+    def from_step(self) -> int | None:
+        """After how many steps its workers go on from a checkpoint; None where they keep none."""
+        if self.settings.checkpoint_every is None or self.in_block:
+            return None
+        return self.attempts[-1]["next_step"] if self.attempts else 0
 
     @property
     def has_servers(self) -> bool:
@@ -158,7 +167,8 @@ class Job:
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])
         fields["data_dir"] = Path(fields["data_dir"])
-        fields["workers_on_nodes"] = tuple(fields["workers_on_nodes"])
+        for name in ("workers_on_nodes", "attempts"):
+            fields[name] = tuple(fields[name])
         paths = fields["folder"]
         fields["folder"] = RunFolder(**{key: path and Path(path) for key, path in paths.items()})
         return cls(**fields)

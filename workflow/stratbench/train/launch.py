@@ -51,6 +51,7 @@ from stratbench.train.elastic import served
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job, LayoutError, workers_on_nodes
 from stratbench.train.locks import Held, hold_cell, scratch
+from stratbench.train.restarts import attempts
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
@@ -161,6 +162,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     if settings.elastic:
         elastic.prepare(folder, cell, settings)
     else:
+        ended_unix_s = attempts.last_sign(folder)
         folder.create()
     check_installed(cell.strategy, strategy_class(settings.strategy), settings.options)
     check_inputs(args.data, settings)
@@ -176,6 +178,8 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
             by = served if job.has_servers else elastic
             exits, ending = agent.Exits([], False), by.launch(job, asked_of_workers(args))
         else:
+            if settings.checkpoint_every:
+                job = attempts.begin(job, ended_unix_s)
             exits, ending = launch(job, args.cpus_per_node)
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
@@ -183,6 +187,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     assemble.write_timeline(job, args.timeline)
     finished = assemble.make_record(job, ending)
     record.write(args.record, finished)
+    attempts.forget_all(job)
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")

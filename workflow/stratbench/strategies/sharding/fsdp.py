@@ -31,6 +31,7 @@ class FSDP(Sharded):
 
     family = "shards"
     rigid = "each worker holds a part of the state, which ends with the worker"
+    begins_anew = None
     summary: ClassVar[str] = "parameters, gradients and optimizer state sharded"
     rule: ClassVar[str] = (
         "As ddp, but each worker holds and updates its share of W, g and the momentum; W is gathered "
