@@ -153,9 +153,9 @@ def energy_figures(
     """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
 
     CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown, as is that
-    of elastic workers that were killed.
+    of elastic workers that were killed, and of attempts before the last.
     """
-    if not run.get("samples_applied") or job.settings.elastic:
+    if not run.get("samples_applied") or job.settings.elastic or job.attempts:
         return None
     if job.is_command:
         return energy_entry(job, run, intervals_of_gpus(job))
