@@ -511,7 +511,7 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
         "clip_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
         "partition": "by-class", "placement": "host", "warmup_steps": 5, "device": "cpu",
         "slowdown": {"sigma": 0.5}, "betas": [0.8, 0.9], "eps": 1e-6, "optimizer": "adamw", "steps": 4,
-        "final_lr": 0.01,
+        "final_lr": 0.01, "checkpoint_every": 7,
     }  # fmt: skip
     needed = {
         "betas": {"optimizer": "adamw"},

@@ -58,7 +58,7 @@ from stratbench.train import agent, assemble, ending, forkserver, launch, loop, 
 from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.ending import Ending
-from stratbench.train.job import Job
+from stratbench.train.job import Job, LayoutError, workers_on_nodes
 from stratbench.train.standing import Standing
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.prepared import verified_meta
@@ -697,6 +697,36 @@ def job_with(
 def test_a_worker_knows_how_many_are_on_its_node(tmp_path):
     job = replace(job_with(tmp_path, [None] * 5), workers_on_nodes=(3, 2))
     assert [job.workers_beside(rank) for rank in range(5)] == [3, 3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("laid", "workers", "nodes", "expected"),
+    [
+        ("4,2", 6, 0, (4, 2)),
+        ("2(x2),1", 5, 0, (2, 2, 1)),
+        ("1(x3)", 3, 0, (1, 1, 1)),
+        (None, 3, 0, (3,)),  # outside of SLURM
+        ("4,2", 5, 2, (3, 2)),  # equal nodes were asked for
+        ("4,2", 5, 0, None),
+    ],
+)
+def test_workers_lie_where_slurm_has_laid_the_tasks(laid, workers, nodes, expected, monkeypatch):
+    monkeypatch.delenv("STRATBENCH_SLURM_TASKS_PER_NODE", raising=False)
+    if laid:
+        monkeypatch.setenv("STRATBENCH_SLURM_TASKS_PER_NODE", laid)
+    if expected is None:
+        with pytest.raises(LayoutError, match="4,2 tasks"):
+            workers_on_nodes(workers, nodes)
+        return
+    assert workers_on_nodes(workers, nodes) == expected
+
+
+def test_ranks_and_nodes_of_unequal_nodes(tmp_path):
+    job = replace(job_with(tmp_path, [None] * 6), workers_on_nodes=(4, 2))
+    assert [list(job.ranks_of(node)) for node in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
+    assert [job.node_of(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
+    assert (job.n_nodes, job.workers_per_node) == (2, 4)
+    assert Job.from_json(job.to_json()) == job
 
 
 OK = {"status": "ok", "reason": None}

@@ -193,6 +193,9 @@ def _host_bytes(
     """Bytes of host memory that the cell's processes take on the fullest node."""
     # In the warm-up the optimizer's state waits there, to be restored.
     saved_bytes = footprint.between_steps_bytes.get("optimizer", 0)
+    if s.settings.checkpoint_every:  # a copy of all that is kept, from the first one on
+        states = footprint.model_states_bytes
+        saved_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.request.on_cuda:
         flat = footprint.flat_bytes
         mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
