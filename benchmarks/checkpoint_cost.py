@@ -32,13 +32,13 @@ from stratbench.train.restarts import attempts
 from stratbench.workload.data.prepare import prepare
 
 OUT = Path(__file__).parent / "results" / "elastic"
-MODELS = ("vgg-compact", "resnet50", "vgg16")
+MODELS = ("vgg-compact", "resnet50")
 DATA = {
     "source": "synthetic", "train_samples": 64, "test_samples": 8, "classes": 3, "channels": 3, "size": 32,
     "seed": 0,
 }  # fmt: skip
 #: Steps between two checkpoints, and of the whole training.
-EVERY, STEPS = 3, 15
+EVERY, STEPS = 2, 8
 
 
 def cell_of(model: str, folder: Path) -> tuple[list[str], Path, RunFolder]:

@@ -162,7 +162,7 @@ def time_figures(
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy_class(s.strategy).breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": setup_s(first, s.elastic),
+        "setup_s": setup_s(first, s.elastic, job.spent_s),
         "data_s": longest_phase_s(workers, "data_s"),
         "warmup_s": longest_phase_s(workers, "warmup_s"),
         **compile_figures(workers),
@@ -368,15 +368,16 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def setup_s(worker: dict[str, Any], elastic: bool = False) -> float | None:
+def setup_s(worker: dict[str, Any], elastic: bool, spent_s: float) -> float | None:
     """Seconds for process start, imports, rendezvous, and building and wrapping the model.
 
-    Of an elastic cell without the first two: its worker may have started at any time.
+    Of an elastic cell without the first two: its worker may have started at any time. `spent_s`: of the
+    attempts before the worker's.
     """
     if not worker:
         return None
     phases = worker["phases_s"]
-    started_s = 0.0 if elastic else worker["started_s"]
+    started_s = 0.0 if elastic else worker["started_s"] - spent_s
     return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 

@@ -114,6 +114,11 @@ class Job:
         return self.attempts[-1]["next_step"] if self.attempts else 0
 
     @property
+    def spent_s(self) -> float:
+        """Seconds of the attempts before this one, which its times count."""
+        return sum(attempt["ran_s"] for attempt in self.attempts)
+
+    @property
     def has_servers(self) -> bool:
         """Whether the cell has parameter servers."""
         return strategy_class(self.settings.strategy).kind == "server"

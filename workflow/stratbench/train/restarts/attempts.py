@@ -127,7 +127,6 @@ def forget_all(job: Job) -> None:
 def entry_of(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The record's `restarts`; `workers`: what each measured. Without attempts before, nothing was lost."""
     kept = [worker["checkpoints"] for worker in workers if worker.get("checkpoints")]
-    spent_s = sum(attempt["ran_s"] for attempt in job.attempts)
     trained = (p.start_s for p in read_phases(job.folder.phase_logs()) if p.phase == "train")
     first_s = min(trained, default=None)
     largest = {key: max((k[key] for k in kept), default=0) for key in ("held_up_s", "written_s")}
@@ -136,7 +135,7 @@ def entry_of(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "from_steps": [attempt["next_step"] for attempt in job.attempts],
         "repeated_s": sum(attempt["repeated_s"] for attempt in job.attempts),
         "between_s": sum(attempt["between_s"] for attempt in job.attempts),
-        "until_step_s": None if first_s is None else first_s - spent_s,
+        "until_step_s": None if first_s is None else first_s - job.spent_s,
         "checkpoints": {
             "every": job.settings.checkpoint_every,
             "count": max((k["count"] for k in kept), default=0),
