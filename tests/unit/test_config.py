@@ -173,6 +173,30 @@ def refusal(config_: Any) -> str:
             ["elastic = true: single: it has one worker"],
         ),
         (
+            {"scattered": True, "strategies": ["ddp", "ps-async"]},
+            ["scattered = true: servers need cores", "remove ps-async"],
+        ),
+        (
+            {"scattered": True, "strategies": [{"fsdp": {"shard_workers": "node"}}]},
+            ["scattered = true: with shard_workers: node"],
+        ),
+        (
+            {"scattered": True, "strategies": ["ddp"], "elastic": True},
+            ["scattered = true with elastic = true: each worker is a job"],
+        ),
+        (
+            {"checkpoint_every": 5, "strategies": ["ddp", "ps-async"]},
+            ["checkpoint_every = 5: ps-async: it does not say", "remove ps-async"],
+        ),
+        (
+            {"checkpoint_every": 5, "strategies": ["ddp"], "partition": "by-class"},
+            ["checkpoint_every = 5 with partition = 'by-class'"],
+        ),
+        (
+            {"checkpoint_every": 5, "strategies": ["ddp"], "elastic": True},
+            ["checkpoint_every = 5 with elastic = true"],
+        ),
+        (
             {"elastic": True, "strategies": ["ddp"], "compile": True},
             ["compile = true with elastic = true: each number of workers", "remove one of the two"],
         ),

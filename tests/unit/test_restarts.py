@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -21,10 +22,12 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Worker
-from stratbench.telemetry.clock import StepClock
+from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import optimizer_state
+from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.job import Job
 from stratbench.train.restarts import attempts, checkpoints
+from stratbench.train.restarts.keeping import Keeper
 
 pytestmark = pytest.mark.timeout(600)
 ABLE = [name for name in IN_OUR_LOOP if strategy_class(name).begins_anew is None]
@@ -238,3 +241,29 @@ def test_a_cell_killed_at_random_trains_what_it_would_have(
     assert undisturbed.finish()[0] == 0
     assert "restarts" not in undisturbed.read_record()
     assert found == pytest.approx(losses(undisturbed), rel=1e-12)
+
+
+def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_before(
+    tmp_path: Path,
+) -> None:
+    strategy = made("single", "fp64")
+    strategy.worker = replace(strategy.worker, settings=settings("single", checkpoint_every=2))
+    strategy.worker.folder = RunFolder(tmp_path / "run")
+    clock, log = StepClock(CPU), mock.create_autospec(PhaseLog)
+    keeper = Keeper(strategy, strategy.worker, clock, Phases(CPU, log), [], 4)
+    folder = attempts.folder_of(strategy.worker.folder, 0)
+    for step in (2, 4):
+        clock.begin()
+        clock.tick()
+        clock.tick()
+        clock.end()
+        keeper.keep(step, [])
+    assert keeper.close()["count"] == 2
+    assert checkpoints.steps_in(folder) == {4}
+    path = checkpoints.path_of(folder, 4)
+    held = bytearray(path.read_bytes())
+    held[-1] ^= 1
+    path.write_bytes(held)
+    with pytest.raises(checkpoints.Damaged, match="changed since"):
+        keeper.go_on(4)
+    assert checkpoints.steps_in(folder) == set()
