@@ -177,10 +177,6 @@ def refusal(config_: Any) -> str:
             ["scattered = true: servers need cores", "remove ps-async"],
         ),
         (
-            {"scattered": True, "strategies": [{"fsdp": {"shard_workers": "node"}}]},
-            ["scattered = true: with shard_workers: node"],
-        ),
-        (
             {"scattered": True, "strategies": ["ddp"], "elastic": True},
             ["scattered = true with elastic = true: each worker is a job"],
         ),
@@ -618,6 +614,10 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
         (
             {"strategy": "fsdp", "shard_workers": "node"}, {"gpus": [5], "global_batch": 65},
             "shard_workers = 3 (those of a node) does not divide 5 workers",
+        ),
+        (
+            {"strategy": "fsdp", "shard_workers": "node"}, {"scattered": True},
+            "scattered = true: with shard_workers: node",
         ),
         ({"strategy": "fsdp", "shard_workers": 0}, {}, "shard_workers = 0: must be at least 1"),
         ({"strategy": "fsdp", "shard_workers": "rack"}, {}, "whole number or 'all' or 'node'"),
