@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,6 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -57,16 +54,10 @@ def cell_of(model: str, folder: Path) -> tuple[list[str], Path, RunFolder]:
     return command, record, RunFolder.of_logs(logs)
 
 
-def kill_all(launcher: subprocess.Popen) -> None:
-    """Kill a launcher and all below it at once."""
-    processes = [psutil.Process(launcher.pid)]
-    for process in [*processes, *processes[0].children(recursive=True)]:
-        process.send_signal(signal.SIGKILL)
-    launcher.wait()
-
-
 def restarted(model: str, folder: Path) -> dict[str, Any]:
     """The record's `restarts` of a cell that was killed once."""
+    from launching import kill_all
+
     command, record, run = cell_of(model, folder)
     with open(folder / "launcher.log", "ab") as said:
         launcher = subprocess.Popen(command, stdout=said, stderr=said)

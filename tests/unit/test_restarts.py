@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from test_elastic_split import found_in
 from test_saved_state import BATCH, CPU, STEPS, equal, network, settings_of
 
-from launching import IN_OUR_LOOP, LaunchedCell, each_strategy, settings, until
+from launching import IN_OUR_LOOP, LaunchedCell, each_strategy, kill_all, settings, until
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import strategy_class
@@ -200,15 +198,6 @@ def losses(launched: LaunchedCell) -> list[float]:
     return [entry[name] for entry in epochs for name in ("train_loss", "test_loss")]
 
 
-def kill_all(launched: LaunchedCell) -> None:
-    """Kill the launcher and all its processes at once, as the loss of a node does."""
-    processes = [psutil.Process(launched.process.pid)]
-    processes += processes[0].children(recursive=True)
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-    launched.process.communicate()
-
-
 def is_past(launched: LaunchedCell, step: int) -> bool:
     """Whether all its workers have a checkpoint of so many steps, or it has ended."""
     return launched.process.poll() is not None or step <= (
@@ -227,7 +216,7 @@ def test_a_cell_killed_at_random_trains_what_it_would_have(
         at += chance.randint(10, 40)
         until(lambda: is_past(launched, at))  # noqa: B023 - asked at once
         assert launched.process.poll() is None, launched.process.communicate()[0]
-        kill_all(launched)
+        kill_all(launched.process)
     launched = start_cell(s)
     code, output = launched.finish()
     assert code == 0, output
