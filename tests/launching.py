@@ -111,6 +111,14 @@ def train_one_epoch(launched: LaunchedCell) -> None:
     until(done)
 
 
+def kill_all(launcher: subprocess.Popen[Any]) -> None:
+    """Kill a launcher and all its processes at once, as the loss of a node does."""
+    processes = [psutil.Process(launcher.pid)]
+    for process in [*processes, *processes[0].children(recursive=True)]:
+        process.kill()
+    launcher.communicate()
+
+
 def phase_logs(logs: Path) -> list[Path]:
     """The phase logs of all workers of the cells with log folders below `logs`."""
     return [log for path in logs.rglob(RunFolder.NAME) for log in RunFolder(path).phase_logs()]

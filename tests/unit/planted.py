@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,28 @@ def put(path: str, value: Any) -> Callable[[Record], None]:
 def times(path: str, factor: float) -> Callable[[Record], None]:
     """A fault: a figure multiplied, a whole number staying one."""
     return change(path, lambda old: type(old)(old * factor))
+
+
+def started_again(record: Record) -> None:
+    """As an honest record would be of a cell that kept checkpoints, and went on from one."""
+    steps = record["settings"]["epochs"] * record["batch"]["steps_per_epoch"]
+    record["settings"]["checkpoint_every"] = 10
+    record["restarts"] = {
+        "count": 1, "from_steps": [10], "repeated_s": 0.5, "between_s": 20.0, "until_step_s": 4.0,
+        "checkpoints": {
+            "every": 10, "count": (steps - 1) // 10, "bytes": 1000, "held_up_s": 0.1, "written_s": 0.2,
+        },
+    }  # fmt: skip
+    finished = datetime.fromisoformat(record["provenance"]["finished"]) + timedelta(seconds=20)
+    record["provenance"]["finished"] = finished.isoformat(timespec="seconds")
+
+
+def on_unequal_nodes(record: Record) -> None:
+    """As an honest record would be of four workers that were scattered over two nodes."""
+    record["settings"]["scattered"] = True
+    record["provenance"] |= {"nodes": 2, "workers_per_node": 3, "workers_on_nodes": [3, 1]}
+    last = record["workers"][-1]["provenance"]
+    last["host"] = last["host"] | {"name": "another-node"}
 
 
 def both(*plants: Callable[[Record], None]) -> Callable[[Record], None]:

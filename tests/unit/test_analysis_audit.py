@@ -342,7 +342,7 @@ def test_workers_that_divide_layers_are_on_one_node_where_it_holds_them(
 ):
     """A group larger than a node cannot be on one."""
     record = {
-        "cell": asdict(Cell("s", "e", "tensor", "gpt-char", "text", 4, 0)),
+        "cell": asdict(Cell("s", "e", "tensor", "gpt-char", "text", on_a_node * nodes, 0)),
         "status": "ok",
         "workers": [],
         "strategy": {"mesh": {"replicas": 1, "tensor": tensor, "stages": 1}},

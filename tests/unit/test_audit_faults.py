@@ -15,7 +15,20 @@ import fixture_records as fixture
 import pandas as pd
 import planted
 import pytest
-from planted import ENDS, Fault, both, by_command, change, faster, put, sound, swap, times
+from planted import (
+    ENDS,
+    Fault,
+    both,
+    by_command,
+    change,
+    faster,
+    on_unequal_nodes,
+    put,
+    sound,
+    started_again,
+    swap,
+    times,
+)
 from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
@@ -173,6 +186,42 @@ FAULTS = [
         both(by_command, put("program.outside.cpu_time_s", 0.01)),
         "contradictory-cpu-time",
         "cpu_time_s",
+    ),
+    # Attempts and checkpoints.
+    Fault(
+        "checkpoints beside the training", DDP, started_again, "keeps-checkpoints", "checkpoints"
+    ),
+    Fault(
+        "checkpoints of which nothing is told",
+        DDP,
+        put("settings.checkpoint_every", 10),
+        "contradictory-restarts",
+        "restarts None",
+    ),
+    *(
+        Fault(name, DDP, both(started_again, spoil), "contradictory-restarts", part)
+        for name, spoil, part in (
+            ("a restart that went nowhere", put("restarts.count", 2), "restarts.count"),
+            ("one after a step without a checkpoint", put("restarts.from_steps.0", 11), "11 steps"),
+            ("one after more steps than there are", put("restarts.from_steps.0", 10**6), "of "),
+            ("one checkpoint too many", put("restarts.checkpoints.count", 10**4), "count"),
+            ("more work lost than time was spent", put("restarts.repeated_s", 1e6), "repeated_s"),
+            ("other checkpoints than asked for", put("restarts.checkpoints.every", 9), "every"),
+        )
+    ),
+    Fault(
+        "time between attempts that the dates do not have",
+        DDP,
+        both(started_again, put("restarts.between_s", 1000.0)),
+        "contradictory-time",
+        "total_s",
+    ),
+    Fault(
+        "more nodes than there were",
+        DDP,
+        put("provenance.workers_on_nodes", [1, 1]),
+        "contradictory-counts",
+        "1 + 1",
     ),
     # Times.
     Fault("an epoch doubled", DDP, times("time.epoch_times_s.2", 2), "contradictory-time", "epoch"),
@@ -1060,10 +1109,38 @@ def test_a_worker_without_a_sample_hides_no_part_that_others_share():
     assert "rank 0 trained on classes 0 to 1, and rank 2 on 0 to 1" in [f.figures for f in found]
 
 
-def test_a_record_that_divides_by_zero_keeps_no_other_from_being_judged():
-    """Two nodes without a worker on any: the finding is on that record, and not on the study."""
+GANG = ("main", "ddp", 4, 0)
+
+
+@pytest.mark.parametrize("spoil", [None, "scattered", "sum", "hosts"])
+@pytest.mark.parametrize("change", [started_again, on_unequal_nodes])
+def test_honest_records_of_gangs_as_people_run_them(change, spoil):
+    record = fixture.make_record(Cell("s", *GANG[:2], "resnet50", "cifar10", *GANG[2:]))
+    if change is started_again and spoil:
+        pytest.skip("planted faults above")
+    change(record)
+    match spoil:
+        case "scattered":
+            record["settings"]["scattered"] = False
+        case "sum":
+            record["provenance"]["workers_on_nodes"] = [3, 2]
+        case "hosts":
+            record["workers"][0]["provenance"]["host"] = {"name": "another-node"}
+    alone = planted.study({GANG: record}, "cuda")
+    found = {
+        name: list(RULE[name].check(alone))
+        for name in ("contradictory-restarts", "contradictory-counts", "contradictory-time")
+    }
+    assert {name for name, faults in found.items() if faults} == (
+        {"contradictory-counts"} if spoil else set()
+    ), found
+    assert bool(list(RULE["keeps-checkpoints"].check(alone))) == (change is started_again)
+
+
+def test_a_record_that_cannot_be_counted_keeps_no_other_from_being_judged():
+    """Two nodes, and a worker on neither: the finding is on that record, and not on the study."""
     broken = on_two_nodes("central")
-    broken["provenance"]["workers_per_node"] = 0
+    broken["server"]["servers"][0]["workers"][0]["worker"] = 7
     other = copy.deepcopy(sound("cuda")[SYNC])
     other["communication"]["busiest_link_bytes_per_batch"] = 1e6
     found = RULE["contradictory-traffic"].check(planted.study({ASYNC: broken, SYNC: other}, "cuda"))

@@ -173,6 +173,26 @@ def refusal(config_: Any) -> str:
             ["elastic = true: single: it has one worker"],
         ),
         (
+            {"scattered": True, "strategies": ["ddp", "ps-async"]},
+            ["scattered = true: servers need cores", "remove ps-async"],
+        ),
+        (
+            {"scattered": True, "strategies": ["ddp"], "elastic": True},
+            ["scattered = true with elastic = true: each worker is a job"],
+        ),
+        (
+            {"checkpoint_every": 5, "strategies": ["ddp", "ps-async"]},
+            ["checkpoint_every = 5: ps-async: it does not say", "remove ps-async"],
+        ),
+        (
+            {"checkpoint_every": 5, "strategies": ["ddp"], "partition": "by-class"},
+            ["checkpoint_every = 5 with partition = 'by-class'"],
+        ),
+        (
+            {"checkpoint_every": 5, "strategies": ["ddp"], "elastic": True},
+            ["checkpoint_every = 5 with elastic = true"],
+        ),
+        (
             {"elastic": True, "strategies": ["ddp"], "compile": True},
             ["compile = true with elastic = true: each number of workers", "remove one of the two"],
         ),
@@ -511,7 +531,7 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
         "clip_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
         "partition": "by-class", "placement": "host", "warmup_steps": 5, "device": "cpu",
         "slowdown": {"sigma": 0.5}, "betas": [0.8, 0.9], "eps": 1e-6, "optimizer": "adamw", "steps": 4,
-        "final_lr": 0.01,
+        "final_lr": 0.01, "checkpoint_every": 7,
     }  # fmt: skip
     needed = {
         "betas": {"optimizer": "adamw"},
@@ -594,6 +614,10 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
         (
             {"strategy": "fsdp", "shard_workers": "node"}, {"gpus": [5], "global_batch": 65},
             "shard_workers = 3 (those of a node) does not divide 5 workers",
+        ),
+        (
+            {"strategy": "fsdp", "shard_workers": "node"}, {"scattered": True},
+            "scattered = true: with shard_workers: node",
         ),
         ({"strategy": "fsdp", "shard_workers": 0}, {}, "shard_workers = 0: must be at least 1"),
         ({"strategy": "fsdp", "shard_workers": "rack"}, {}, "whole number or 'all' or 'node'"),

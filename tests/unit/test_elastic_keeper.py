@@ -15,9 +15,10 @@ import torch
 from launching import until
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.study.slurm.worker_job import WorkerJob
-from stratbench.train.elastic import checkpoints, keeper
+from stratbench.train.elastic import keeper
 from stratbench.train.elastic.keeper import GaveUp, Keeper, Refused, Seen
 from stratbench.train.elastic.slurm_jobs import SlurmJobs
+from stratbench.train.restarts import checkpoints
 
 
 @dataclass
@@ -219,6 +220,7 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
     state = [torch.randn(3, 4, dtype=torch.float64), torch.tensor(7.0), torch.arange(5)]
     checkpoints.write(tmp_path, 12, state)
     checkpoints.write(tmp_path, 40, [t + 1 for t in state])
+    checkpoints.forget(tmp_path, 40)
     assert checkpoints.newest(tmp_path) == 40
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-40.bin"]
     read = [torch.zeros_like(t) for t in state]

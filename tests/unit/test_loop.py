@@ -6,6 +6,7 @@ import json
 import os
 import time
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from process_groups import forking
 
-from launching import settings
+from launching import settings, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
@@ -23,6 +24,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
+from stratbench.train.restarts import attempts
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.tasks import Classification
 
@@ -49,12 +51,18 @@ def single(model: torch.nn.Module, **changes) -> tuple[Single, Worker]:
     return strategy, worker
 
 
-def train(strategy: Single, worker: Worker, data: DeviceData, path: Path) -> loop.Result:
+def train(
+    strategy: Single,
+    worker: Worker,
+    data: DeviceData,
+    path: Path,
+    from_step: int | None = None,
+) -> loop.Result:
     folder = RunFolder(path)
     log = PhaseLog(folder.phases(0), 0, 0.0)
     phases, progress = Phases("cpu", log), loop.Progress(folder)
     memory = MemoryMeter(torch.device("cpu"))
-    return loop.train(strategy, data, worker, phases, log, memory, progress)
+    return loop.train(strategy, data, worker, phases, log, memory, progress, from_step)
 
 
 @pytest.mark.parametrize(
@@ -261,3 +269,50 @@ def test_a_test_loss_that_is_not_finite_is_divergence(data, tmp_path):
     assert result.progress.per_epoch[0]["test_loss"] is None
     assert result.progress.per_epoch[0]["train_loss"] is not None
     assert loop.Progress(None).per_epoch == []
+
+
+class Ended(Exception):
+    """The process of a training is gone."""
+
+
+def kept(data: DeviceData, path: Path, dies_at: int | None, from_step: int) -> tuple:
+    """A training with dropout that keeps checkpoints, until it dies in a step: its result and weights."""
+    torch.manual_seed(5)
+    strategy, worker = single(
+        network(dropout=0.3), epochs=3, checkpoint_every=3, schedule="cosine", warmup_steps=1
+    )
+    worker.folder, worker.total_steps = RunFolder(path / "run"), 12
+    take, taken = strategy.step, []
+
+    def step(x, y):
+        if len(taken) - 1 == dies_at:  # the first is the warm-up's
+            raise Ended
+        taken.append(take(x, y))
+        return taken[-1]
+
+    strategy.step = step
+    worker.folder.path.mkdir(parents=True, exist_ok=True)
+    result = train(strategy, worker, data, worker.folder.path, from_step)
+    return result, [p.detach().clone() for p in strategy.local]
+
+
+@pytest.mark.parametrize("dies_at", range(12))
+def test_a_training_that_dies_in_any_step_goes_on_bit_for_bit(data, tmp_path, dies_at):
+    whole, weights = kept(data, tmp_path / "whole", None, 0)
+    with pytest.raises(Ended):
+        kept(data, tmp_path / "cut", dies_at, 0)
+    folder = RunFolder(tmp_path / "cut" / "run")
+    until(
+        lambda: (attempts.common_step(folder, 1) or 0) == dies_at // 3 * 3
+    )  # it is written beside
+    again, others = kept(data, tmp_path / "cut", None, dies_at // 3 * 3)
+    assert all(map(torch.equal, weights, others))
+    entries = [
+        [{key: e[key] for key in ("epoch", "train_loss", "test_loss", "score")} for e in epochs]
+        for epochs in (whole.progress.per_epoch, again.progress.per_epoch)
+    ]
+    assert entries[0] == entries[1]
+    assert (again.steps, len(again.clock.step_ms), len(again.clock.epoch_times_s)) == (12, 12, 3)
+    assert again.checkpoints["count"] == whole.checkpoints["count"] == 3
+    ends_s = [entry["train_time_s"] for entry in again.progress.per_epoch]
+    assert ends_s == pytest.approx(list(accumulate(again.clock.epoch_times_s)))

@@ -91,7 +91,9 @@ def test_the_busiest_link_carries_what_its_formula_says(tmp_path, placement, n_s
         counted.append({"rank": worker, "steps": 2, "communication": {"by_server_bytes": pairs}})
     whole = 2 * flat["weights"] + flat["buffers"]
     for nodes in (1, 2, 4):
-        job = SimpleNamespace(n_nodes=nodes, workers_per_node=4 // nodes, world_size=4, settings=s)
+        job = SimpleNamespace(
+            n_nodes=nodes, node_of=lambda rank, n=nodes: rank * n // 4, world_size=4, settings=s
+        )
         found = links_of_nodes(job, counted)
         expected = busiest_link_bytes(s, flat, nodes)
         assert found["busiest_link_bytes_per_batch"] == pytest.approx(expected, rel=0.03)

@@ -73,6 +73,7 @@ class Work:
     evaluations: int
     replicas: int
     nodes: int
+    least_nodes: int  # fewer than `nodes` where a scattered cell may lie closer together
     bubble_share: float = 0.0  # of a step, in which a worker waits for others' layers
     slowdown: float = 1.0  # how many times slower the slowest worker is made on purpose
     recomputes: bool = False  # whether nearly all of forward is computed once more in backward
@@ -152,7 +153,7 @@ def step_on(device: Device, work: Work, slow: int) -> Step:
     # All may wait for the slowed worker, or none.
     compute_s = (sum(parts_s) * work.slowdown if slow else max(parts_s)) * work.pushes
     compute_s /= 1 - work.bubble_share
-    link_bytes_per_s = device.link(work.nodes) * LINK_UTILISATION[slow]
+    link_bytes_per_s = link_rate(work, device, slow)
     return Step(
         compute_s,
         work.wire_bytes / link_bytes_per_s,
@@ -162,9 +163,14 @@ def step_on(device: Device, work: Work, slow: int) -> Step:
     )
 
 
+def link_rate(work: Work, device: Device, slow: int) -> float:
+    """Bytes a second of the cell's links at the best (0) or the worst (1) rate."""
+    return device.link(work.nodes if slow else work.least_nodes) * LINK_UTILISATION[slow]
+
+
 def communication_s(work: Work, device: Device, slow: int) -> float:
     """Seconds of a step's communication at the best (0) or the worst (1) rate."""
-    link_s = work.wire_bytes / (device.link(work.nodes) * LINK_UTILISATION[slow])
+    link_s = work.wire_bytes / link_rate(work, device, slow)
     return max(link_s, work.server_bytes / SERVER_BYTES_PER_S[slow])
 
 

@@ -81,7 +81,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
             settings,
             data,
             on_cuda=settings.device != "cpu",
-            local_world=-(-cell.gpus // resources.node_count(cell, config["cluster"])),
+            local_world=-(-cell.gpus // resources.node_count(cell, settings, config["cluster"])),
         ),
     )
 
@@ -179,6 +179,7 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
             evaluations=s.settings.epochs or 0,
             replicas=s.strategy.mesh(s.cell.gpus).replicas,
             nodes=n_nodes,
+            least_nodes=1 if s.settings.scattered else n_nodes,
             recomputes=s.settings.activation_checkpointing,
             bubble_share=s.strategy.bubble_share(s.cell.gpus) or 0.0,
             slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
@@ -192,6 +193,9 @@ def _host_bytes(
     """Bytes of host memory that the cell's processes take on the fullest node."""
     # In the warm-up the optimizer's state waits there, to be restored.
     saved_bytes = footprint.between_steps_bytes.get("optimizer", 0)
+    if s.settings.checkpoint_every:  # a copy of all that is kept, from the first one on
+        states = footprint.model_states_bytes
+        saved_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.request.on_cuda:
         flat = footprint.flat_bytes
         mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0

@@ -130,7 +130,17 @@ class Worker:
 
 
 #: What a strategy states itself: one that is made from another does not inherit it.
-CLAIMS = ("rule", "alike_on_any_count", "collectives", "first_choice", "rigid", "traits")
+CLAIMS = (
+    *(
+        "rule",
+        "alike_on_any_count",
+        "collectives",
+        "first_choice",
+        "rigid",
+        "begins_anew",
+        "traits",
+    ),
+)
 
 
 class Strategy:
@@ -182,6 +192,9 @@ class Strategy:
     collectives: ClassVar[tuple[str, ...] | None] = None
     #: Why its workers cannot join and leave while it trains (`elastic: true`), in a clause; None: they can.
     rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
+    #: Why a training that was ended begins anew (`checkpoint_every`), in a clause; None: it goes on from a
+    #: checkpoint.
+    begins_anew: ClassVar[str | None] = "it does not say that all its state can be kept"
     #: Whether its first steps do what later ones do not: the plan then looks at later ones.
     warms_up: ClassVar[bool] = False
     #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
@@ -582,6 +595,29 @@ class Collective(Strategy):
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self.model.buffers()]
+
+    def state_tensors(self) -> list[Tensor]:
+        """What this worker holds of the training, always as many in one order, to be kept or written to."""
+        import torch
+
+        from stratbench.telemetry.memory import optimizer_state
+
+        state = optimizer_state(self.optimizer)
+        entries = [state[t] for t in self.local if t in state]
+        kept = [entry[name] for entry in entries for name in sorted(entry)]
+        others = [t for t in [*kept, *self.extra_state()] if torch.is_tensor(t)]
+        return [t.detach() for t in [*self.weights_and_buffers(), *others]]
+
+    def counts(self) -> dict[str, Any]:
+        """What it has counted since `reset`, and is part of no tensor; JSON can hold it."""
+        scale = None if self.scaler is None else self.scaler.counts()
+        return {"steps": self.steps, "scale": scale}
+
+    def go_on(self, counts: dict[str, Any]) -> None:
+        """Count on from `counts`, after `reset`."""
+        self.steps = counts["steps"]
+        if self.scaler is not None:
+            self.scaler.go_on(counts["scale"])
 
     def optimizer_dtype(self) -> str | None:
         """The number formats of what the optimizer keeps for each weight; None where it keeps nothing."""

@@ -72,7 +72,7 @@ class DDP(base.Collective):
         "backward still runs"
     )
     alike_on_any_count = True
-    rigid = None
+    rigid = begins_anew = None
     collectives = ("all_reduce", "broadcast")
     first_choice = "equal workers"
     buffers_note = "rank 0's are sent to all before each forward, and evaluated"
@@ -120,6 +120,11 @@ class DDP(base.Collective):
             yield (
                 ".elastic = true: the loss scale of precision 'fp16' would begin anew whenever a worker "
                 "comes or goes; use bf16"
+            )
+        if values["checkpoint_every"] and kind == "powersgd":
+            yield (
+                ".checkpoint_every: what PowerSGD lost of each worker's gradients is in no checkpoint "
+                "(compress: powersgd); remove the key"
             )
         if kind in ("fp16", "bf16") and precision == "fp64":
             yield (

@@ -186,6 +186,11 @@ class ParameterServer(base.Strategy):
         if why := cls.Options.refusal(optimizer):
             other = first_choice(optimizer)
             yield f".optimizer = {optimizer!r}: {why}" + (f" ({other} takes it)" if other else "")
+        if values["scattered"]:
+            yield (
+                ".scattered = true: servers need cores and memory of some of the nodes, and SLURM chooses "
+                "those of scattered workers; elastic: true gives the servers a job of their own"
+            )
         if values["accumulate"] != 1:
             yield (
                 f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "

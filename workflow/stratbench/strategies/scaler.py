@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -27,6 +29,15 @@ class SharedScaler(torch.amp.GradScaler):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             self._skipped += (flag > 0).squeeze()
         return found
+
+    def counts(self) -> dict[str, Any]:
+        """Its scale and what it has counted (synchronises); JSON can hold it."""
+        return self.state_dict() | {"skipped": self.skipped_steps()}
+
+    def go_on(self, counts: dict[str, Any]) -> None:
+        """Go on from what `counts` gave."""
+        self.load_state_dict({key: value for key, value in counts.items() if key != "skipped"})
+        self._skipped.fill_(counts["skipped"])
 
     def skipped_steps(self) -> int:
         """Steps without an update because a gradient overflowed (synchronises)."""

@@ -22,6 +22,7 @@ class Single(Collective):
     first_choice = "one worker"
     buffers_note = "there is one worker"
     rigid = "it has one worker"
+    begins_anew = None
 
     def traits(self, gpus: int) -> Traits:
         return Traits(synchronous_alone=True, equals_ddp=True, updates_per_step=1, ring_copies=0)

@@ -27,6 +27,9 @@ SEGMENT_ALLOWANCE_S = 180
 class JobRequest:
     """A cell's request: nodes; GPUs, CPU cores and memory on each of them; and the time.
 
+    `tasks`: of a cell whose workers are scattered, a task each: SLURM chooses the nodes (0 here), and the
+    GPUs, cores and memory are those of a task.
+
     `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
     of `cpus` are asked for because of parameter servers. `workers`: of an elastic cell, how many jobs of
     their own the workers are at most, each of which asks for what `worker` does.
@@ -41,21 +44,52 @@ class JobRequest:
     server_cpus: int = 0
     workers: int = 0
     worker: JobRequest | None = None
+    tasks: int = 0
 
     @property
     def gres(self) -> str:
-        """The GPUs of a node, as SLURM writes them; empty if none are asked for."""
-        return f"gpu:{self.gpus}" if self.gpus else ""
+        """The GPUs of a node, as SLURM writes them; empty if none are asked for by node."""
+        return f"gpu:{self.gpus}" if self.gpus and not self.tasks else ""
+
+    @property
+    def task_options(self) -> str:
+        """Options of sbatch for which Snakemake's plugin knows no resource: the GPUs of each task.
+
+        Its `--ntasks-per-gpu` lays tasks where there are cores, which need not be where the GPUs are.
+        """
+        return f"--gpus-per-task={self.gpus}" if self.gpus and self.tasks else ""
+
+    @property
+    def mem_mib_per_cpu(self) -> int | None:
+        """The memory of a core, where it is asked for by task."""
+        return -(-self.mem_mib // self.cpus) if self.tasks else None
+
+    @property
+    def all_tasks(self) -> int:
+        """The job's tasks on all nodes: one a node, or one a worker."""
+        return self.tasks or self.nodes
 
     @property
     def sbatch(self) -> str:
         """The command that makes this request to SLURM, and of an elastic cell that of its workers."""
         each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
-        gres = f" --gres={self.gres}" if self.gpus else ""
-        return (
-            f"sbatch --nodes={self.nodes} --ntasks={self.nodes}{gres} --cpus-per-task={self.cpus} "
-            f"--mem={self.mem_mib}M --time={self.runtime_min}{each}"
+        gpus = self.task_options or (f"--gres={self.gres}" if self.gpus else "")
+        where = (
+            [f"--ntasks={self.tasks}"]
+            if self.tasks
+            else [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
         )
+        memory = (
+            f"--mem-per-cpu={self.mem_mib_per_cpu}M" if self.tasks else f"--mem={self.mem_mib}M"
+        )
+        options = [
+            *where,
+            gpus,
+            f"--cpus-per-task={self.cpus}",
+            memory,
+            f"--time={self.runtime_min}",
+        ]
+        return f"sbatch {' '.join(filter(None, options))}{each}"
 
 
 def job_request(
@@ -74,9 +108,15 @@ def job_request(
     """
     if settings.elastic:
         asked = _elastic_request(settings, cluster, time_limit_s, longest_s)
+        # The plan's memory is that of all workers on one node.
+        host_mem_mib = -(-host_mem_mib // cell.gpus)
         each = _worker_request(cell, settings, cluster, time_limit_s, host_mem_mib, longest_s)
-        return replace(asked, workers=cell.gpus, worker=each)
-    n_nodes = node_count(cell, cluster)
+        minutes = cluster["worker_min"] or each.runtime_min
+        return replace(asked, workers=cell.gpus, worker=replace(each, runtime_min=minutes))
+    if settings.scattered:
+        each = _worker_request(cell, settings, cluster, time_limit_s, host_mem_mib, longest_s)
+        return replace(each, nodes=0, tasks=cell.gpus)
+    n_nodes = node_count(cell, settings, cluster)
     workers = -(-cell.gpus // n_nodes)  # the last node may have fewer
     servers = -(-settings.options.get("servers", 0) // n_nodes)
     on_gpus = cluster["request_gpus"] and settings.device != "cpu"
@@ -136,22 +176,21 @@ def _worker_request(
     host_mem_mib: int,
     longest_s: float | None,
 ) -> JobRequest:
-    """The request of one worker job of an elastic cell; arguments are those of `job_request`."""
+    """The request of one worker, alone on a node; arguments are those of `job_request`."""
     share = {k: v for k, v in settings.options.items() if k != "servers"}
-    alone = job_request(
+    return job_request(
         replace(cell, gpus=1),
-        replace(settings, elastic=False, gpus=1, options=share),
+        replace(settings, elastic=False, scattered=False, gpus=1, options=share),
         cluster,
         time_limit_s,
-        -(-host_mem_mib // cell.gpus),
+        host_mem_mib,
         longest_s,
     )
-    return replace(alone, runtime_min=cluster["worker_min"] or alone.runtime_min)
 
 
-def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """The number of nodes that the cell spans."""
-    return -(-cell.gpus // cluster["gpus_per_node"])
+def node_count(cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> int:
+    """The number of nodes that the cell spans; where it is scattered, the most: each worker has its own."""
+    return cell.gpus if settings.scattered else -(-cell.gpus // cluster["gpus_per_node"])
 
 
 def runtime_min(
@@ -178,6 +217,7 @@ def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequ
         runtime_min=runtime_min,
         planned_mib=any(r.planned_mib for r in requests),
         server_cpus=max(r.server_cpus for r in requests),
+        tasks=max(r.tasks for r in requests),
     )
 
 

@@ -51,7 +51,7 @@ class StepClock:
             raise ValueError(f"StepClock: device {str(device)!r}, expected 'cpu' or 'cuda'")
         self._on_cuda = self.device.type == "cuda"
         self._pulse = pulse
-        self._running = False
+        self._running = self._goes_on = False
         self._begun_ns = 0
         self._stamps: Any = [] if self._on_cuda else array("q")
         self._labels = array("B")
@@ -67,11 +67,11 @@ class StepClock:
         """Whether an epoch has begun and not ended."""
         return self._running
 
-    def begin(self) -> None:
-        """Start an epoch: wait for the device, then start the clock."""
+    def begin(self, goes_on: bool = False) -> None:
+        """Start an epoch: wait for the device, then start the clock. `goes_on`: with the last epoch."""
         if self._running:
             raise RuntimeError("StepClock.begin: the epoch before has not been ended")
-        self._running = True
+        self._running, self._goes_on = True, goes_on
         synchronise(self.device)
         self._begun_ns = time.perf_counter_ns()
         self._stamps.append(self._event() if self._on_cuda else self._begun_ns)
@@ -99,8 +99,11 @@ class StepClock:
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - self._begun_ns
         self._running = False
-        self._epoch_starts_s.append(self._begun_ns / 1e9)
-        self._epoch_times_s.append(elapsed_ns / 1e9)
+        if self._goes_on:
+            self._epoch_times_s[-1] += elapsed_ns / 1e9
+        else:
+            self._epoch_starts_s.append(self._begun_ns / 1e9)
+            self._epoch_times_s.append(elapsed_ns / 1e9)
         self._collect(len(self._labels))
         if self._on_cuda:
             self._spare_events.extend(self._stamps)
@@ -134,6 +137,22 @@ class StepClock:
     def phase_means_ms(self) -> dict[str, float]:
         """Mean time of each phase in a step, in ms, over the steps in which it was marked."""
         return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
+
+    def history(self) -> dict[str, Any]:
+        """A copy of all that it has measured until its `end`, for `load_history`; JSON can hold it."""
+        return {
+            "epoch_starts_s": self.epoch_starts_s,
+            "epoch_times_s": self.epoch_times_s,
+            "step_ms": self.step_ms,
+            "phases": dict(self._phases),
+        }
+
+    def load_history(self, history: dict[str, Any]) -> None:
+        """Go on from what another clock has measured."""
+        self._epoch_starts_s = list(history["epoch_starts_s"])
+        self._epoch_times_s = list(history["epoch_times_s"])
+        self._step_ms = array("d", history["step_ms"])
+        self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
 
     def _event(self) -> torch.cuda.Event:
         event = (

@@ -25,6 +25,7 @@ from stratbench.train.commands.results import program_entry
 from stratbench.train.elastic import accounts, served_accounts
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
+from stratbench.train.restarts import attempts
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
@@ -79,6 +80,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             if s.elastic
             else {}
         ),
+        **({"restarts": attempts.entry_of(job, whole)} if s.checkpoint_every else {}),
         "provenance": launcher_provenance(job, finished_at),
     }
 
@@ -155,11 +157,12 @@ def time_figures(
     return {
         "train_time_s": train_time_s,
         "epoch_times_s": run.get("epoch_times_s", []),
-        "start_skew_ms": None if s.elastic else start_skew_ms(workers),
+        # Clocks of nodes of several attempts do not compare.
+        "start_skew_ms": None if s.elastic or job.attempts else start_skew_ms(workers),
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy_class(s.strategy).breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": setup_s(first, s.elastic),
+        "setup_s": setup_s(first, s.elastic, job.spent_s),
         "data_s": longest_phase_s(workers, "data_s"),
         "warmup_s": longest_phase_s(workers, "warmup_s"),
         **compile_figures(workers),
@@ -365,15 +368,16 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def setup_s(worker: dict[str, Any], elastic: bool = False) -> float | None:
+def setup_s(worker: dict[str, Any], elastic: bool, spent_s: float) -> float | None:
     """Seconds for process start, imports, rendezvous, and building and wrapping the model.
 
-    Of an elastic cell without the first two: its worker may have started at any time.
+    Of an elastic cell without the first two: its worker may have started at any time. `spent_s`: of the
+    attempts before the worker's.
     """
     if not worker:
         return None
     phases = worker["phases_s"]
-    started_s = 0.0 if elastic else worker["started_s"]
+    started_s = 0.0 if elastic else worker["started_s"] - spent_s
     return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 
@@ -424,23 +428,29 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
     return {
         "stratbench": __version__,
         "git": built_from() if INSTALLED else git_state(ROOT),
-        "started": datetime.fromtimestamp(job.origin_unix_s, UTC).isoformat(timespec="seconds"),
+        "started": datetime.fromtimestamp(started_unix_s(job), UTC).isoformat(timespec="seconds"),
         "finished": finished.isoformat(timespec="seconds"),
         "nodes": job.n_nodes,
         "workers_per_node": job.workers_per_node,
+        "workers_on_nodes": list(job.workers_on_nodes),
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
         **({"planned_repeats": job.planned_repeats} if job.planned_repeats else {}),
         **({"software_gpu": True} if job.use_cuda and software_gpu.is_here() else {}),
         "busy_at_start": job.folder.read_busy(),
         "gpus": {
-            name: place["gpu"] | {"node": rank_of(name) // job.workers_per_node}
+            name: place["gpu"] | {"node": job.node_of(rank_of(name))}
             for name, place in job.folder.read_places().items()
             if "gpu" in place
         },
         "gpu_strangers": job.folder.read_strangers(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
+
+
+def started_unix_s(job: Job) -> float:
+    """When the cell's first attempt started."""
+    return job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
 
 
 def write_timeline(job: Job, out: Path) -> None:

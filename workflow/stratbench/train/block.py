@@ -39,6 +39,7 @@ from stratbench.train.block_segments import (
     timed_steps,
 )
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
+from stratbench.train.job import workers_on_nodes
 from stratbench.train.launch import (
     Failure,
     begin_log,
@@ -108,7 +109,8 @@ class BlockRun:
             s = self._settings[name]
             check_installed(name, strategy_class(s.strategy), s.options)
         check_inputs(args.data, any_settings)
-        with hold_devices(any_settings, args.nodes) as self._use_cuda:
+        on_nodes = workers_on_nodes(plan.gpus, args.nodes)
+        with hold_devices(any_settings, len(on_nodes)) as self._use_cuda:
             started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices
             if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
                 raise gpu_locks.DeviceError(reason)
@@ -147,7 +149,7 @@ class BlockRun:
     @contextmanager
     def _shared_import(self) -> Iterator[None]:
         """Let the segments share a fork server, which imports PyTorch before the first one."""
-        if self._args.nodes > 1:
+        if self._args.nodes != 1:
             yield
             return
         with fork_server(may_share=not self._use_cuda) as path:

@@ -94,7 +94,7 @@ def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
         if not w.get("communication"):
             continue
         steps += w["steps"]
-        own = w["rank"] // job.workers_per_node
+        own = job.node_of(w["rank"])
         for k, (out, back) in enumerate(w["communication"]["by_server_bytes"]):
             node = node_of_server(job.settings, k, job.n_nodes)
             if node == own:
@@ -153,9 +153,9 @@ def energy_figures(
     """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
 
     CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown, as is that
-    of elastic workers that were killed.
+    of elastic workers that were killed, and of attempts before the last.
     """
-    if not run.get("samples_applied") or job.settings.elastic:
+    if not run.get("samples_applied") or job.settings.elastic or job.attempts:
         return None
     if job.is_command:
         return energy_entry(job, run, intervals_of_gpus(job))

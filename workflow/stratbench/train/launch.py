@@ -39,6 +39,7 @@ from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import check_installed
+from stratbench.study.job_environment import TASKS_GPUS_VARIABLE
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
@@ -47,9 +48,10 @@ from stratbench.train.commands.results import keep_results
 from stratbench.train.elastic import launch as elastic
 from stratbench.train.elastic import served
 from stratbench.train.ending import Ending, classify, oom_kills
-from stratbench.train.job import Job
+from stratbench.train.job import Job, LayoutError, workers_on_nodes
 from stratbench.train.locks import Held, hold_cell, scratch
-from stratbench.train.nodes.srun import run_on_nodes, told_of_job
+from stratbench.train.nodes.srun import run_on_nodes, share_of_cores, told_of_job
+from stratbench.train.restarts import attempts
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
@@ -117,7 +119,10 @@ def run_to_end(
             return 1
         except Failure as e:
             return fail(logs(), of, str(e), e.processes)
-        except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
+        except (
+            *(gpu_locks.DeviceError, LayoutError, DataError),
+            *(record.RecordError, ModelError, OSError),
+        ) as e:
             return fail(logs(), of, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
@@ -155,11 +160,13 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     if settings.elastic:
         elastic.prepare(folder, cell, settings)
     else:
+        ended_unix_s = attempts.last_sign(folder)
         folder.create()
     check_installed(cell.strategy, strategy_class(settings.strategy), settings.options)
     check_inputs(args.data, settings)
+    on_nodes = workers_on_nodes(cell.gpus, args.nodes)
     with (
-        hold_devices(settings, args.nodes, asked_of_workers(args)) as use_cuda,
+        hold_devices(settings, len(on_nodes), asked_of_workers(args)) as use_cuda,
         job_of(cell, settings, use_cuda, args) as job,
     ):
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
@@ -169,6 +176,8 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
             by = served if job.has_servers else elastic
             exits, ending = agent.Exits([], False), by.launch(job, asked_of_workers(args))
         else:
+            if settings.checkpoint_every:
+                job = attempts.begin(job, ended_unix_s)
             exits, ending = launch(job, args.cpus_per_node)
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
@@ -176,6 +185,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     assemble.write_timeline(job, args.timeline)
     finished = assemble.make_record(job, ending)
     record.write(args.record, finished)
+    attempts.forget_all(job)
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
@@ -269,10 +279,18 @@ def launchers_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--time-limit-s", type=float, default=0, help="of the cell or of each segment; 0: none"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that it spans")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        help="nodes that it spans; 0: those of its SLURM job's tasks",
+    )
     parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
     parser.add_argument(
-        "--cpus-per-node", type=int, default=1, help="CPU cores it has asked for on each node"
+        "--cpus-per-node",
+        type=int,
+        default=1,
+        help="CPU cores it has asked for on each node, or with --nodes 0 for each worker",
     )
     parser.add_argument(
         "--server-cpus", type=int, default=0, help="how many of these are for parameter servers"
@@ -314,9 +332,9 @@ def job_of(
 
     `args`: a launcher's command line. `logs`: instead of the folder that it names.
     """
-    meta, n_nodes = prepared.verified_meta(args.data), args.nodes
+    meta = prepared.verified_meta(args.data)
     check_spec(meta, args.data, settings)
-    per_node = -(-cell.gpus // n_nodes)
+    on_nodes = workers_on_nodes(cell.gpus, args.nodes)
     with scratch() as local:
         yield Job(
             cell=cell,
@@ -324,10 +342,9 @@ def job_of(
             data_dir=args.data.resolve(),
             data=meta,
             folder=RunFolder.of_logs(logs or args.logs, local),
-            n_nodes=n_nodes,
-            workers_per_node=per_node,
+            workers_on_nodes=on_nodes,
             use_cuda=use_cuda,
-            threads=threads_of(settings, per_node, args),
+            threads=threads_of(settings, on_nodes[0], args),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
@@ -381,7 +398,8 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     path = job.folder.write_job(job.to_json())
     limit_s = None if job.deadline_s is None else job.deadline_s - time.monotonic() + 15
     agent_of_job = [str(path), str(job.elapsed_s)]
-    code = run_on_nodes(job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, limit_s)
+    share = share_of_nodes(job, cpus_per_node)
+    code = run_on_nodes(job.n_nodes, share, "stratbench.train.agent", agent_of_job, limit_s)
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
     standings = standings_of(job)
     processes = [
@@ -397,6 +415,15 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     ended = code != 0
     hung = ended and why_hung(standings) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
+
+
+def share_of_nodes(job: Job, cpus_per_node: int) -> list[str]:
+    """Options of srun by which each agent has what the SLURM job has of its node, and not a core or a GPU."""
+    if not job.settings.scattered:
+        return share_of_cores(cpus_per_node)
+    # Nodes differ, so that no number holds for all; those of a job with GPUs for each task are asked for.
+    by_task = f"STRATBENCH_{TASKS_GPUS_VARIABLE}" in os.environ
+    return ["--cpu-bind=none", *([f"--gpus={job.world_size}"] if by_task else [])]
 
 
 def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:

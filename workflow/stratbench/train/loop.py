@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -30,6 +30,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
+from stratbench.train.restarts.keeping import Keeper
 from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
 from stratbench.workload.data.partition import ByClass
 from stratbench.workload.tasks import Task, loss_and_score, sums_of_batch
@@ -64,6 +65,8 @@ class Result:
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
     #: Where each worker has a part of the data: samples of each class that this one trained on.
     class_samples: list[int] | None = None
+    #: Of a worker that keeps checkpoints: how many, and what they cost.
+    checkpoints: dict[str, Any] | None = None
 
 
 def train(
@@ -74,11 +77,13 @@ def train(
     log: PhaseLog,
     memory: MemoryMeter,
     progress: Progress,
+    from_step: int | None = None,
 ) -> Result:
     """Warm up, then train and evaluate all epochs; `strategy.setup` has been called.
 
-    A loss that is not finite, in training or on the test set, ends the run after its epoch with
-    status `diverged`. With `steps` there is no evaluation, and the last epoch ends where they do.
+    `from_step`: of a worker that keeps checkpoints, the steps of the one that it goes on from (0: none);
+    None: it keeps none. A loss that is not finite, in training or on the test set, ends the run after its
+    epoch with status `diverged`. With `steps` there is no evaluation, and the last epoch ends where they do.
     """
     s = worker.settings
     with phases("warmup"):
@@ -87,14 +92,28 @@ def train(
     clock = StepClock(worker.device, worker.pulse)
     worker.mark = clock.mark
     status, reason = "ok", None
-    steps, in_all = 0, s.total_steps(data.train_samples)
-    parts = None
+    in_all, first = s.total_steps(data.train_samples), 0
+    parts = keeper = used = None
+    if from_step is not None:
+        keeper = Keeper(
+            strategy,
+            worker,
+            clock,
+            phases,
+            progress.per_epoch,
+            data.train_samples // s.global_batch,
+        )
+        for entry in keeper.go_on(from_step):
+            progress.add(entry)
+        first = from_step // keeper.steps_per_epoch
+    steps = first and first * keeper.steps_per_epoch
     if s.partition == "by-class":
         parts = ByClass(data.train_targets, worker.data_workers, s.seed)
-    for epoch in range(s.passes(data.train_samples)):
-        losses = train_epoch(strategy, data, worker, clock, log, epoch, in_all - steps, parts)
+    for epoch in range(first, s.passes(data.train_samples)):
+        most = in_all - steps
+        losses = train_epoch(strategy, data, worker, clock, log, epoch, most, parts, keeper)
         strategy.check_alike()
-        if epoch == 0:  # before an evaluation, whose batches may need more than training's
+        if used is None:  # before an evaluation, whose batches may need more than training's
             used = memory.read()
         steps += len(losses)
         loss = mean_over_workers(torch.stack(losses).double().mean(), worker)
@@ -120,8 +139,13 @@ def train(
                 reason = f"the {name} loss became {value} in {where}"
         if status == "diverged":
             break
+        if keeper is not None and keeper.next_due == steps < in_all:
+            keeper.keep(steps, [])
     samples, seen = steps * strategy.samples_per_step(s), parts and parts.class_samples
-    return Result(status, reason, clock, progress, steps, samples, used, class_samples=seen)
+    kept = keeper and keeper.close()
+    return Result(
+        status, reason, clock, progress, steps, samples, used, class_samples=seen, checkpoints=kept
+    )
 
 
 def train_with_server(
@@ -356,10 +380,12 @@ def train_epoch(
     epoch: int,
     most: int | None = None,
     parts: ByClass | None = None,
+    keeper: Keeper | None = None,
 ) -> list[torch.Tensor]:
     """One timed epoch, or its first `most` steps; returns each step's loss, still on the device.
 
-    `parts`: of the training set, each a worker's own; None: all draw from the whole.
+    `parts`: of the training set, each a worker's own; None: all draw from the whole. `keeper`: keeps the
+    state every so many steps, and has the losses of steps that an attempt before this one took.
     """
     s = worker.settings
     tables = data.tables(s.seed, epoch, s.augment)
@@ -370,11 +396,43 @@ def train_epoch(
     log.write("train", "start")
     line_up(worker)  # nothing between this and the clock: it would be charged to all the others
     batches = islice(strategy.batches(order, epoch), most)
-    losses = timed_steps(strategy, data, clock, batches, augmentation)
+    time_steps = partial(timed_steps, strategy, data, clock, augmentation=augmentation)
+    if keeper is None:
+        losses = time_steps(batches)
+    else:
+        losses = keep_between(keeper, time_steps, batches, epoch, most, worker, log)
     log.write("train", "end")
     if parts is not None:
         parts.count(islice(strategy.batches(order, epoch), len(losses)))
     return losses
+
+
+def keep_between(
+    keeper: Keeper,
+    time_steps: Callable[..., list[torch.Tensor]],
+    batches: Iterator[torch.Tensor],
+    epoch: int,
+    most: int,
+    worker: Worker,
+    log: PhaseLog,
+) -> list[torch.Tensor]:
+    """The losses of an epoch's steps, in stretches between which the state is kept while the clock stands.
+
+    After the last step that is done once the epoch was evaluated.
+    """
+    losses, first = keeper.begun(), epoch * keeper.steps_per_epoch
+    last = first + min(keeper.steps_per_epoch, most)
+    batches = islice(batches, len(losses), None)
+    while True:
+        until = min(keeper.next_due, last)
+        stretch = islice(batches, until - first - len(losses))
+        losses += time_steps(stretch, goes_on=bool(losses))
+        if until == last:
+            return losses
+        log.write("train", "end")
+        keeper.keep(until, losses)
+        log.write("train", "start")
+        line_up(worker)
 
 
 def timed_steps(
@@ -383,10 +441,14 @@ def timed_steps(
     clock: StepClock,
     batches: Iterable[torch.Tensor],
     augmentation: Augmentation | None = None,
+    goes_on: bool = False,
 ) -> list[torch.Tensor]:
-    """Time a step for each of `batches` (sample numbers); returns the losses, still on the device."""
+    """Time a step for each of `batches` (sample numbers); returns the losses, still on the device.
+
+    `goes_on`: with the epoch whose steps were timed last.
+    """
     losses = []
-    clock.begin()
+    clock.begin(goes_on)
     for indices, following in with_next(batches):
         x, y = data.batch(indices, augmentation)
         if following is not None:

@@ -170,8 +170,10 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         torch.manual_seed(s.seed + 1 + worker.draws)
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
     progress = loop.Progress(job.folder if keeps else None)
-    train = loop.train_with_server if strategy.kind == "server" else loop.train
-    result = train(strategy, data, worker, phases, log, memory, progress)
+    if strategy.kind == "server":
+        result = loop.train_with_server(strategy, data, worker, phases, log, memory, progress)
+    else:
+        result = loop.train(strategy, data, worker, phases, log, memory, progress, job.from_step)
     measured = worker_result(result, strategy, phases, rank)
     if watch is not None:
         measured["compile"] = watch.summary()
@@ -392,6 +394,7 @@ def worker_result(
         "per_epoch": result.progress.per_epoch,
         "losses": result.losses,
         "class_samples": result.class_samples,
+        **({"checkpoints": result.checkpoints} if result.checkpoints else {}),
         "memory": result.memory,
         "model_states": strategy.model_states(),
         "strategy": strategy.report(),

@@ -10,7 +10,7 @@ from typing import Any
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.samples import Series, Timeline
 from stratbench.cell.record import Record
-from stratbench.strategies.mesh import Mesh
+from stratbench.strategies.mesh import Mesh, node_of_rank, on_equal_nodes
 
 #: The relative difference that rounding explains.
 ROUNDING = 1e-6
@@ -65,6 +65,16 @@ class Facts:
         if self("provenance.device") == "cuda":
             return "gpu", self.gpu_series(worker)
         return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
+
+    @property
+    def workers_on_nodes(self) -> tuple[int, ...]:
+        """How many workers each node had, in the order of their ranks; older records state equal nodes."""
+        stated, each = (self(f"provenance.workers_{key}") for key in ("on_nodes", "per_node"))
+        return tuple(stated or on_equal_nodes(self.gpus, each or self.gpus))
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node on which a rank ran."""
+        return node_of_rank(rank, self.workers_on_nodes)
 
     @property
     def averages_all(self) -> bool:

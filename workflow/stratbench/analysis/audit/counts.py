@@ -19,6 +19,7 @@ from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.strategies import REGISTRY, mesh_of, strategy_class, traits_of
+from stratbench.strategies.mesh import on_equal_nodes
 
 #: Figures that only a cell with a result has.
 RESULTS = ("score.final", "time.train_time_s", "batch.samples_seen", "batch.samples_applied")
@@ -247,15 +248,36 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
     yield from unless_hold(facts, MESH)
     if facts.status == "ok" and facts("strategy.kind") == "collective":
         yield from unless_hold(facts, WORKERS)
-    nodes, each = facts("provenance.nodes"), facts("provenance.workers_per_node")
-    if nodes is not None and each is not None:
-        if not nodes * each >= facts.gpus > (nodes - 1) * each:
-            yield f"{nodes} nodes with {each} workers each do not make {facts.gpus} workers"
+    yield from faults_of_nodes(facts)
+
+
+def faults_of_nodes(facts: Facts) -> Iterator[str]:
+    """Checks how many workers each node is said to have had: the numbers, and the workers' hosts."""
+    nodes, most = facts("provenance.nodes"), facts("provenance.workers_per_node")
+    if nodes is None or most is None:
+        return
+    laid = facts.workers_on_nodes
+    equal = facts("settings.scattered") or laid == on_equal_nodes(
+        facts.gpus, -(-facts.gpus // nodes)
+    )
+    if sum(laid) != facts.gpus or len(laid) != nodes or max(laid) != most or min(laid) < 1:
+        yield (
+            f"{nodes} nodes with {' + '.join(map(str, laid))} workers, {most} at most, do not make "
+            f"{facts.gpus} workers"
+        )
+        return
+    if not equal:
+        yield f"{' + '.join(map(str, laid))} workers on the nodes of a cell that was not to be scattered"
+    if facts.whole:
         hosts = {
-            worker["provenance"]["host"]["name"] for worker in facts.workers if worker["provenance"]
+            (facts.node_of(worker["rank"]), worker["provenance"]["host"]["name"])
+            for worker in facts.workers
+            if worker["provenance"]
         }
-        if facts.whole:
-            yield from unless_hold(facts, NODES, hosts_of_workers=len(hosts))
+        names = {name for _, name in hosts}
+        yield from unless_hold(facts, NODES, hosts_of_workers=len(names))
+        if len(hosts) > len(names) == nodes:
+            yield f"workers of one node name several hosts: {sorted(hosts)}"
 
 
 def faults_of_models(facts: Facts) -> Iterator[str]:

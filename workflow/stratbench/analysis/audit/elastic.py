@@ -1,4 +1,4 @@
-"""Rules on cells whose workers came and went: jobs, generations and accounts must agree."""
+"""Rules on cells whose workers came and went, or that were started again: their accounts must agree."""
 
 from __future__ import annotations
 
@@ -48,6 +48,67 @@ LIFE = relations(
     "later.tickets_before + later.tickets_done_twice >= earlier.tickets_before",
 )
 PAUSE = relations(("later.pause_s <= between_s", ROUNDING, DATES_S))
+
+RESTARTS = relations(
+    "restarts.count == len(restarts.from_steps)",
+    "restarts.checkpoints.every == settings.checkpoint_every",
+    "restarts.checkpoints.held_up_s <= time.total_s",
+    ("restarts.until_step_s <= time.total_s", ROUNDING, DATES_S),
+)
+#: Each attempt is known to a few seconds.
+LOST = relations(
+    (
+        "time.total_s >= time.train_time_s + restarts.repeated_s",
+        ROUNDING,
+        f"{DATES_S} * (1 + restarts.count)",
+    )
+)
+#: There is one after so many steps, but for the last.
+CHECKPOINTS = relations(
+    "restarts.checkpoints.count == (steps_run - 1) // settings.checkpoint_every"
+)
+
+
+@record_rule(
+    "contradictory-restarts",
+    "unusable",
+    "all",
+    "What the record says of a cell's attempts and checkpoints does not agree with its steps and times.",
+)
+def contradictory_restarts(facts: Facts) -> Iterator[str]:
+    every, told = facts("settings.checkpoint_every"), facts("restarts")
+    if (told is None) != (every is None):
+        yield f"settings.checkpoint_every is {every}, with restarts {told!r:.60}"
+    if told is None or every is None:
+        return
+    yield from unless_hold(facts, RESTARTS)
+    if odd := [step for step in told["from_steps"] if step % every]:
+        yield f"an attempt went on after {odd[0]} steps, but there is a checkpoint each {every} steps"
+    if not facts.finished:
+        return
+    if late := [step for step in told["from_steps"] if step >= facts.steps_run]:
+        yield f"an attempt went on after {late[0]} steps, of {facts.steps_run}"
+    yield from unless_hold(facts, LOST)
+    yield from unless_hold(facts, CHECKPOINTS, steps_run=facts.steps_run)
+
+
+@record_rule(
+    "keeps-checkpoints",
+    "note",
+    "time",
+    "The cell kept checkpoints, and may have been started again. Its training time has neither the copying "
+    "of checkpoints nor what was lost, but they were written beside the training, and attempts may have run "
+    "on different nodes: cells that keep none are what measures a strategy's speed.",
+)
+def keeps_checkpoints(facts: Facts) -> Iterator[str]:
+    told = facts("restarts")
+    if told is not None and (told["count"] or told["checkpoints"]["count"]):
+        kept = told["checkpoints"]
+        yield (
+            f"{kept['count']} checkpoints of {kept['bytes'] / 1e6:.3g} MB held the training up for "
+            f"{kept['held_up_s']:.3g} s; started again {told['count']} times, {told['repeated_s']:.3g} s of "
+            "work done again"
+        )
 
 
 @record_rule(

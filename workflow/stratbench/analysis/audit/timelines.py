@@ -279,7 +279,6 @@ def is_at_its_limit(worker: dict[str, Any], one: Series) -> bool:
 def loaded_machine(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
         return
-    per_node = facts("provenance.workers_per_node") or facts.gpus
     by_host: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for worker in facts.workers:
         by_host[host_of(worker) or ""].append(worker)
@@ -291,14 +290,14 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
         own_cores = set().union(
             *(value_at(w["provenance"], "host.affinity") or () for w in workers)
         )
-        node = str(workers[0]["rank"] // per_node)
+        node = facts.node_of(workers[0]["rank"])
         before = value_at(facts("provenance.busy_at_start"), f"{node}.load_1m")
         ends = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in workers]
         one = facts.samples_on(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
         if facts("strategy.kind") == "own":  # whose processes have one entry
-            processes = min(per_node, facts.gpus)
+            processes = facts.workers_on_nodes[node]
         most = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
         load = load_while_running(facts("time.total_s"), before, max(ends), one)
         if load > most:

@@ -243,6 +243,8 @@ def faults_of_slowdown(facts: Facts, phases: dict[str, float]) -> Iterator[str]:
     if told := facts("strategy.details.slowdown"):
         if told["factor"] not in (1, asked.get("factor", 1)):
             yield f"the factor of a slowdown is {told['factor']:g}, but the settings say {asked}"
+        if facts("restarts.count"):
+            return  # each attempt measures anew what it sleeps
         slept_ms = (told["mean_factor"] - 1) * told["step_without_ms"] / facts.gpus
         yield from unless_hold(facts, SLOWED, asked_sigma=asked.get("sigma", 0), slept_ms=slept_ms)
 
@@ -262,7 +264,8 @@ def faults_of_the_whole(facts: Facts) -> Iterator[str]:
     started, finished = facts("provenance.started"), facts("provenance.finished")
     if started and finished:
         span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
-        yield from unless_hold(facts, WHOLE, from_started_to_finished_s=span.total_seconds())
+        ran_s = span.total_seconds() - (facts("restarts.between_s") or 0.0)
+        yield from unless_hold(facts, WHOLE, from_started_to_finished_s=ran_s)
     if facts.status == "ok" and not facts.elastic:  # whose limit counts from its first step
         yield from unless_hold(facts, WITHIN_LIMIT)
     if facts.status == "timeout":

@@ -211,8 +211,8 @@ def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> I
     """
     local = facts("communication.local_bytes_per_step")
     busiest = facts("communication.busiest_link_bytes_per_batch")
-    nodes, on_a_node = facts("provenance.nodes"), facts("provenance.workers_per_node")
-    if None in (local, busiest, nodes, on_a_node):
+    nodes = facts("provenance.nodes")
+    if None in (local, busiest, nodes):
         return
     both, steps = sent + received, sum(worker["steps"] for worker in facts.workers)
     whats = (
@@ -224,7 +224,7 @@ def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> I
     if nodes == 1:
         yield from unless_hold(facts, ON_ONE_NODE)
         return
-    counted_local, counted_busiest = counted_by_servers(facts, nodes, on_a_node)
+    counted_local, counted_busiest = counted_by_servers(facts, nodes)
     for what, each, times, counted, of_one in (
         (whats[0], local, steps, counted_local, both),
         (whats[1], busiest, steps / facts.gpus, counted_busiest, max(sent, received)),
@@ -236,14 +236,15 @@ def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> I
         )
 
 
-def counted_by_servers(facts: Facts, nodes: int, on_a_node: int) -> tuple[int, int]:
+def counted_by_servers(facts: Facts, nodes: int) -> tuple[int, int]:
     """Bytes within nodes, and over the busiest link to other nodes (one way), as the servers counted."""
     stated = facts("strategy.options")
     out, back, local = [0] * nodes, [0] * nodes, 0
     for k, server in enumerate(facts.servers):
         here = node_by_placement(stated["placement"], k, facts.gpus, nodes)
         for link in server["workers"]:
-            there, pushed, pulled = link["worker"] // on_a_node, link["bytes_in"], link["bytes_out"]
+            there = facts.node_of(link["worker"])
+            pushed, pulled = link["bytes_in"], link["bytes_out"]
             if here == there:
                 local += pushed + pulled
                 continue

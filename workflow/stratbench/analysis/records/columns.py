@@ -132,6 +132,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("predicted_bubble_share", "number", "share", "strategy.details.predicted_bubble_share",
            "The same were all stages alike and sending free: (S - 1) / (v m + S - 1), with S workers, m "
            "micro-batches and v stages a worker."),
+    Column("workers_on_nodes", "text", "", derived.workers_on_nodes,
+           "How many workers lay on each node; SLURM chooses it for scattered cells."),
     Column("setup_s", "number", "s", "time.setup_s"),
     Column("data_s", "number", "s", "time.data_s"),
     Column("warmup_s", "number", "s", "time.warmup_s"),
@@ -141,6 +143,9 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("time_to_result_s", "number", "s", derived.time_to_result_s,
            "From the submission of the cell's job to its end, the wait in the queue included; of an "
            "elastic cell the waits of its workers, too. Of cells in SLURM, and of elastic ones."),
+    Column("restarts", "number", "", "restarts.count"),
+    Column("repeated_s", "number", "s", "restarts.repeated_s"),
+    Column("checkpoint_held_up_s", "number", "s", "restarts.checkpoints.held_up_s"),
     Column("first_step_s", "number", "s", "elastic.first_step_s"),
     Column("allocated_s", "number", "s", "elastic.allocated_s"),
     Column("idle_s", "number", "s", "elastic.idle_s"),

@@ -32,7 +32,8 @@ def time_to_result_s(record: Record) -> float | None:
     wait_s, total_s = value_at(record, "time.queue_wait_s"), value_at(record, "time.total_s")
     if wait_s is None and value_at(record, "elastic") is None:
         return None
-    return None if total_s is None else (wait_s or 0.0) + total_s
+    between_s = value_at(record, "restarts.between_s") or 0.0
+    return None if total_s is None else (wait_s or 0.0) + total_s + between_s
 
 
 def score_error(record: Record) -> float | None:
@@ -50,6 +51,11 @@ def perplexity(record: Record) -> float | None:
 
 
 # ---------------------------------------------------------------- the machine
+
+
+def workers_on_nodes(record: Record) -> str | None:
+    """How many workers lay on each node, such as `4 + 2`; None where the record does not say."""
+    return " + ".join(map(str, value_at(record, "provenance.workers_on_nodes") or ())) or None
 
 
 def texts_of_workers(record: Record, path: str) -> list[str]:

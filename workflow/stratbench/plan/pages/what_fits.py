@@ -197,7 +197,8 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
     """A strategy on a number of workers; `why` alone where there is no footprint."""
     if c.footprint is None:
         return {"why": c.why}
-    s, n_nodes = c.subject, resources.node_count(c.cell, plan.cluster)
+    s = c.subject
+    n_nodes = resources.node_count(c.cell, s.settings, plan.cluster)
     needs = needs_of(s, c.footprint, n_nodes)
     mesh = s.strategy.mesh(c.cell.gpus)
     fit = c.fits_on.get(plan.device) or c.fit

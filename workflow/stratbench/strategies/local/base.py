@@ -63,6 +63,17 @@ class Local(base.Collective):
         self.sent_bytes = 0.0
         self.distances: list[Tensor] = []
 
+    def counts(self) -> dict[str, Any]:
+        distances = [float(d) for d in self.distances]
+        return super().counts() | {"sent_bytes": self.sent_bytes, "distances": distances}
+
+    def go_on(self, counts: dict[str, Any]) -> None:
+        import torch
+
+        super().go_on(counts)
+        self.sent_bytes = counts["sent_bytes"]
+        self.distances = [torch.tensor(d, dtype=torch.float64) for d in counts["distances"]]
+
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().step(x, y)
         self.worker.mark("optimizer")

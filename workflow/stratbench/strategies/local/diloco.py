@@ -28,6 +28,7 @@ class DiLoCo(Local):
         "m = mu m + d, W -= outer_lr (d + mu m), W_i = W; mu: outer_momentum"
     )
     alike_on_any_count = True
+    begins_anew = None
     collectives = ("all_reduce",)
 
     @dataclass(frozen=True)

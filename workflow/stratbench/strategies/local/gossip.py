@@ -28,6 +28,7 @@ class Gossip(Local):
     rule: ClassVar[str] = (
         "W_i -= lr velocity(g_i) on worker i; then W_i = mean of W_i and its neighbours' on a ring"
     )
+    begins_anew = None
     collectives = ("send", "all_reduce")
 
     def traits(self, gpus: int) -> base.Traits:

@@ -25,6 +25,7 @@ class LocalSGD(Local):
         "W_i -= lr velocity(g_i) on worker i; after every `period` steps, W_i = mean of all workers' W"
     )
     alike_on_any_count = True
+    begins_anew = None
     collectives = ("all_reduce",)
 
     @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class ZeRO1(base.Collective):
     family = "replicas"
     summary: ClassVar[str] = "replicas, optimizer state sharded element by element"
     rigid = "each worker holds a part of the state, which ends with the worker"
+    begins_anew = None
     buffers_note = DDP.buffers_note
     updates_by_zeros = True
     collectives = ("reduce_scatter", "all_gather", "broadcast", "all_reduce")
@@ -243,6 +244,7 @@ class TorchZeRO1(DDP):
 
     summary: ClassVar[str] = "replicas, optimizer state sharded tensor by tensor (torch's)"
     rigid = "each worker holds a part of the state, which ends with the worker"
+    begins_anew = None
     rule: ClassVar[str] = (
         "As ddp, but each worker holds the velocity of some tensors of W and updates those alone; "
         "then it broadcasts them"

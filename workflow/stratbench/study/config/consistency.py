@@ -303,13 +303,20 @@ def _strategy_faults(
                 try:
                     copies = mesh_of(base, options, n).replicas
                     strategy.check(base, options, n, batch // copies)
-                    strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
+                    # Scattered ones may all be on one node: what needs equal nodes is refused by itself.
+                    most_there = n if block["scattered"] else -(-n // -(-n // gpus_per_node))
+                    strategy.check_nodes(options, n, most_there)
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
         if block["elastic"] and strategy.rigid is not None:
             yield (
                 f".elastic = true: {name}: {strategy.rigid}; remove {name} from strategies, or give it an "
                 "experiment of its own"
+            )
+        if block["checkpoint_every"] and strategy.begins_anew is not None:
+            yield (
+                f".checkpoint_every = {block['checkpoint_every']}: {name}: {strategy.begins_anew}; remove "
+                f"{name} from strategies, or give it an experiment of its own"
             )
         for why in strategy.refusals(options, {**block, "networks": networks}):
             yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
@@ -346,6 +353,11 @@ def _model_faults(
     for name in block["models"] if block["activation_checkpointing"] else ():
         if name in models.MODELS and models.MODELS[name].family == "vgg":
             yield f".activation_checkpointing = true: {name}: {models.NO_BLOCKS}"
+    if block["partition"] == "by-class" and block["checkpoint_every"]:
+        yield (
+            f".checkpoint_every = {block['checkpoint_every']} with partition = 'by-class': what each worker "
+            "has seen of its classes is in no checkpoint; remove one of the two"
+        )
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 
@@ -375,6 +387,11 @@ _RIGID_SETTINGS = {
     ),
     "partition": ("iid", "no worker stays that could have data of its own"),
     "profile": (False, "no worker is sure to be there at the end"),
+    "checkpoint_every": (
+        None,
+        "split synchronous workers and servers keep their state every minute",
+    ),
+    "scattered": (False, "each worker is a job of its own, on any node"),
 }
 
 

@@ -156,7 +156,7 @@ class SharingExecutor(Executor):
         first = not job.is_group() and job.attempt == 1
         if not first or job.rule.name != self.rule:
             return False
-        return job.resources["nodes"] == 1 and not job.resources.get("worker_jobs")
+        return job.resources.get("nodes") == 1 and not job.resources.get("worker_jobs")
 
     def _place(self, job: Any) -> tuple[Any, ...]:
         """The order: by priority, and what is compared close together."""

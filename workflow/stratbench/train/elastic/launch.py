@@ -18,7 +18,6 @@ from stratbench.ps.wire.transport import Listeners
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.train import agent
-from stratbench.train.elastic import checkpoints
 from stratbench.train.elastic.coordinator import Coordinator, reaches
 from stratbench.train.elastic.keeper import Backend, GaveUp, Keeper
 from stratbench.train.elastic.local_jobs import LocalJobs
@@ -26,6 +25,7 @@ from stratbench.train.elastic.slurm_jobs import SlurmJobs
 from stratbench.train.ending import Ending
 from stratbench.train.forkserver import fork_server, shares_gpus
 from stratbench.train.job import Job
+from stratbench.train.restarts import checkpoints
 from stratbench.workload.tasks import task_of
 
 #: How long members may take to write their files once all is over, in seconds.

@@ -24,12 +24,11 @@ from torch import Tensor
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.clock import Phases, StepClock
-from stratbench.telemetry.memory import optimizer_state
 from stratbench.train import loop
-from stratbench.train.elastic import checkpoints
 from stratbench.train.elastic.coordinator import reaches
 from stratbench.train.elastic.group import Group
 from stratbench.train.elastic.member import Over, Seat
+from stratbench.train.restarts import checkpoints
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.tasks import Task
 
@@ -214,7 +213,9 @@ class Split:
         strategy.optimizer.zero_grad(set_to_none=True)
         with self._phases("join"):
             if said["load"]:
-                checkpoints.read_into(worker.folder.path, said["step"], self._state())
+                checkpoints.read_into(
+                    worker.folder.path, said["step"], self.strategy.state_tensors()
+                )
             # DDP sends rank 0's weights and buffers to all.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
             for tensors in _in_parts(self._optimizer_tensors()):
@@ -226,15 +227,7 @@ class Split:
         torch.manual_seed(worker.settings.seed + 1 + self._rank + 7919 * self._step)
 
     def _optimizer_tensors(self) -> list[Tensor]:
-        state = optimizer_state(self.strategy.optimizer)
-        kept = [state[p] for p in self.strategy.local if p in state]
-        tensors = [entry[name] for entry in kept for name in sorted(entry)]
-        return [t for t in [*tensors, *self.strategy.extra_state()] if torch.is_tensor(t)]
-
-    def _state(self) -> list[Tensor]:
-        return [
-            t.detach() for t in (*self.strategy.weights_and_buffers(), *self._optimizer_tensors())
-        ]
+        return self.strategy.state_tensors()[len(self.strategy.weights_and_buffers()) :]
 
     def _begin(self) -> None:
         """Line up, and say how long nobody took a step."""
@@ -319,7 +312,7 @@ class Split:
             done.seconds[max(done.losses)] = self._clock.epoch_times_s[-1]
 
     def _keep(self, wait: bool = False) -> None:
-        self._checkpoints.take(self._step, self._state(), wait)
+        self._checkpoints.take(self._step, self.strategy.state_tensors(), wait)
         self._kept_s = time.monotonic()
 
     # ------------------------------------------------------------ evaluation

@@ -45,17 +45,26 @@ def size_of_job() -> tuple[int, int]:
     return nodes, max(1, cpus // nodes)
 
 
-def run_on_nodes(
-    nodes: int, cpus: int, module: str, arguments: Sequence[str], limit_s: float | None = None
-) -> int:
-    """Run a module on each of `nodes`, with `cpus` cores there; `srun`'s exit code, 0 if all ended well.
+def share_of_cores(cpus: int) -> list[str]:
+    """srun's option for so many cores of a node, which it does not take from the job: 1 otherwise."""
+    return [f"--cpus-per-task={cpus}"]
 
+
+def run_on_nodes(
+    nodes: int,
+    share: Sequence[str],
+    module: str,
+    arguments: Sequence[str],
+    limit_s: float | None = None,
+) -> int:
+    """Run a module on each of `nodes`; `srun`'s exit code, 0 if all ended well.
+
+    `share`: srun's options on what each may use of its node.
     All are ended after `limit_s` seconds, and where this process is told to end.
     """
     command = [
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-        f"--cpus-per-task={cpus}",  # srun does not take it from the job: 1 core otherwise
-        "--kill-on-bad-exit=1", "--wait=0", sys.executable, "-m", module, *arguments,
+        *share, "--kill-on-bad-exit=1", "--wait=0", sys.executable, "-m", module, *arguments,
     ]  # fmt: skip
     process = subprocess.Popen(command, env=slurm_environment(), stdin=subprocess.DEVNULL)
     try:

@@ -182,10 +182,13 @@ def strangers_in(facts: Facts) -> Iterator[str]:
 
 def memory_of_others(facts: Facts) -> Iterator[str]:
     """Memory of the cell's GPUs that is not the worker's: as NVML told the worker, and in the timeline."""
-    per_node = facts("provenance.workers_per_node") or facts.gpus
+    firsts = {
+        sum(facts.workers_on_nodes[:node]): n for node, n in enumerate(facts.workers_on_nodes)
+    }
     for worker in facts.workers:
         # PyTorch may open a context of each process of a node on the node's first GPU.
-        siblings = 0 if worker["rank"] % per_node else per_node - 1 + len(facts.servers)
+        siblings = firsts.get(worker["rank"], 1) - 1
+        siblings += len(facts.servers) if worker["rank"] in firsts else 0
         spare = OTHERS_BYTES + siblings * CONTEXT_BYTES
         own, one = worker["memory"] or {}, facts.gpu_series(worker)
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
@@ -210,11 +213,10 @@ def own_gpus(facts: Facts) -> set[tuple[int, int]]:
         for place in (facts("provenance.gpus") or {}).values()
         if place.get("index") is not None
     }
-    per_node = facts("provenance.workers_per_node") or facts.gpus
     for worker in facts.workers:
         index = value_at(worker["provenance"], "gpu.index")
         if index is not None:
-            found.add((worker["rank"] // per_node, index))
+            found.add((facts.node_of(worker["rank"]), index))
     return found
 
 
@@ -224,15 +226,20 @@ def own_gpus(facts: Facts) -> set[tuple[int, int]]:
     "time",
     "Workers that divide layers between them were on several nodes, though a node could hold them: they "
     "exchanged activations over the slower link. Let the number of workers on a node be a multiple of "
-    "tensor_workers.",
+    "tensor_workers, on whole nodes (scattered: false).",
 )
 def groups_cross_nodes(facts: Facts) -> Iterator[str]:
-    nodes, on_a_node = facts("provenance.nodes"), facts("provenance.workers_per_node")
-    together = facts.mesh.tensor
-    if not nodes or nodes == 1 or not on_a_node or together > on_a_node:
+    together, on_nodes = facts.mesh.tensor, facts.workers_on_nodes
+    if together > max(on_nodes):
         return
-    if on_a_node % together:
-        yield f"groups of {together} workers, and {on_a_node} workers on a node"
+    across = [
+        first
+        for first in range(0, facts.gpus, together)
+        if facts.node_of(first) != facts.node_of(first + together - 1)
+    ]
+    if across:
+        laid = " + ".join(map(str, on_nodes))
+        yield f"{len(across)} groups of {together} workers, and {laid} workers on the nodes"
 
 
 @rule(

@@ -150,7 +150,11 @@ TABLE = (
         "Cells of a comparison on as many workers had different cores, threads or memory.",
         (
             *("worker.host", "cores", "provenance.threads_per_worker", "provenance.nodes"),
-            *("provenance.workers_per_node", "worker.environment.OMP_NUM_THREADS"),
+            *(
+                "provenance.workers_per_node",
+                "provenance.workers_on_nodes",
+                "worker.environment.OMP_NUM_THREADS",
+            ),
         ),
         ("gpus",),
     ),

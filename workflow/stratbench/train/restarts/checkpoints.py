@@ -1,6 +1,6 @@
-"""Checkpoints of a split synchronous training: raw tensors behind a line of JSON; nothing is ever unpickled.
+"""Checkpoints of a training: raw tensors behind a line of JSON; nothing is ever unpickled.
 
-`checkpoint-<step>.bin` appears whole or not at all; the one before is deleted after that.
+`checkpoint-<step>.bin` appears whole or not at all; those before are deleted after that.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stratbench.cell.files import replacing
 
@@ -36,10 +36,14 @@ def _raw(tensor: Tensor) -> memoryview:
     return as_bytes(tensor.reshape(-1))
 
 
+def steps_in(folder: Path) -> set[int]:
+    """After how many steps each checkpoint in a folder was taken."""
+    return {int(found[1]) for p in folder.glob("*.bin") if (found := _NAME.fullmatch(p.name))}
+
+
 def newest(folder: Path) -> int | None:
     """The steps of the newest checkpoint in a folder; None without one."""
-    steps = [int(found[1]) for p in folder.glob("*.bin") if (found := _NAME.fullmatch(p.name))]
-    return max(steps, default=None)
+    return max(steps_in(folder), default=None)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -47,8 +51,10 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"checkpoint-{step}.bin"
 
 
-def write(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
-    """Keep tensors of the host's memory as they are now, and delete older checkpoints."""
+def write(
+    folder: Path, step: int, tensors: Sequence[Tensor], facts: dict[str, Any] | None = None
+) -> None:
+    """Keep tensors of the host's memory as they are now, with `facts`, which JSON can hold."""
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(_raw(tensor), checksum)
@@ -56,12 +62,12 @@ def write(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
         "step": step,
         "crc32": checksum,
         "tensors": [[str(t.dtype), list(t.shape)] for t in tensors],
+        "facts": facts or {},
     }
     with replacing(path_of(folder, step)) as temporary, temporary.open("xb") as file:
         file.write(json.dumps(head).encode() + b"\n")
         for tensor in tensors:
             file.write(_raw(tensor))
-    forget(folder, below=step)
 
 
 def forget(folder: Path, below: float = math.inf) -> None:
@@ -71,18 +77,29 @@ def forget(folder: Path, below: float = math.inf) -> None:
             path.unlink(missing_ok=True)
 
 
+def read_facts(folder: Path, step: int) -> dict[str, Any]:
+    """The facts that a checkpoint holds beside its tensors. Raises Damaged where it cannot be read."""
+    path = path_of(folder, step)
+    with path.open("rb") as file:
+        return _read_head(file, path)["facts"]
+
+
+def _read_head(file: BinaryIO, path: Path) -> dict[str, Any]:
+    try:
+        head = json.loads(file.readline(_HEAD_BYTES))
+        return {key: head[key] for key in ("tensors", "crc32", "facts")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path}: its first line cannot be read: {error}") from None
+
+
 def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
     """Fill tensors with a checkpoint's. Raises Damaged, before any is changed, where it does not fit."""
     import torch
 
     path = path_of(folder, step)
     with path.open("rb") as file:
-        try:
-            head = json.loads(file.readline(_HEAD_BYTES))
-            shapes, expected = head["tensors"], head["crc32"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{path}: its first line cannot be read: {error}") from None
-        if shapes != [[str(t.dtype), list(t.shape)] for t in tensors]:
+        head = _read_head(file, path)
+        if head["tensors"] != [[str(t.dtype), list(t.shape)] for t in tensors]:
             raise Damaged(f"{path} holds other tensors than this network's state")
         copies, checksum = [], 0
         for tensor in tensors:
@@ -91,7 +108,7 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
                 raise Damaged(f"{path} is cut off")
             checksum = zlib.crc32(_raw(copy), checksum)
             copies.append(copy)
-    if checksum != expected:
+    if checksum != head["crc32"]:
         raise Damaged(f"{path} was changed since it was written")
     with torch.no_grad():
         for tensor, copy in zip(tensors, copies, strict=True):
@@ -101,8 +118,9 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
 class Writer:
     """Writes checkpoints on a thread of its own, from copies that a device makes without being waited for."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, clean_up: Callable[[Path, int], None] = forget) -> None:
+        """`clean_up` deletes older ones, given the folder and the steps of the one that was written."""
+        self._folder, self._clean_up = folder, clean_up
         self._copies: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
@@ -110,19 +128,31 @@ class Writer:
         self.held_up_s: list[float] = []
         self.written_s: list[float] = []
 
-    def take(self, step: int, tensors: Sequence[Tensor], wait: bool = False) -> bool:
-        """Keep the state after `step`; False if the one before is still being written.
-
-        `wait`: until it lies on the disk. Raises OSError where an earlier one could not be written.
-        """
-        import torch
-
-        if self._thread is not None and self._thread.is_alive():
-            if not wait:
-                return False
+    def settle(self) -> None:
+        """Wait for the one that is being written. Raises OSError where one could not be."""
+        if self._thread is not None:
             self._thread.join()
         if self._error is not None:
             raise self._error
+
+    def take(
+        self,
+        step: int,
+        tensors: Sequence[Tensor],
+        wait: bool = False,
+        more: Sequence[Tensor] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> bool:
+        """Keep the state after `step`; False if the one before is still being written.
+
+        `wait`: until it lies on the disk. `more`: tensors of the host's memory that nobody will change.
+        Raises OSError where an earlier one could not be written.
+        """
+        import torch
+
+        if self._thread is not None and self._thread.is_alive() and not wait:
+            return False
+        self.settle()
         began = time.perf_counter()
         on_cuda = tensors[0].device.type == "cuda"
         if not self._copies:
@@ -135,21 +165,28 @@ class Writer:
         event = torch.cuda.Event() if on_cuda else None
         if event is not None:
             event.record()
-        self._thread = threading.Thread(target=self._write, args=(step, event), daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, event, more, facts), daemon=True
+        )
         self._thread.start()
         self.held_up_s.append(time.perf_counter() - began)
         if wait:
-            self._thread.join()
-            if self._error is not None:
-                raise self._error
+            self.settle()
         return True
 
-    def _write(self, step: int, event: torch.cuda.Event | None) -> None:
+    def _write(
+        self,
+        step: int,
+        event: torch.cuda.Event | None,
+        more: Sequence[Tensor],
+        facts: dict[str, Any] | None,
+    ) -> None:
         began = time.perf_counter()
         try:
             if event is not None:
                 event.synchronize()
-            write(self._folder, step, self._copies)
+            write(self._folder, step, [*self._copies, *more], facts)
+            self._clean_up(self._folder, step)
         except OSError as error:
             self._error = error
         self.written_s.append(time.perf_counter() - began)

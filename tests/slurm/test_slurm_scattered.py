@@ -1,0 +1,62 @@
+"""A gang as people run it: its workers lie unequally on nodes, and it goes on after one is lost."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from cluster import SlurmCluster
+from cluster_workflow import ClusterWorkflow, study
+
+from launching import assert_gone, until
+from stratbench.cell.run_folder import RunFolder
+from stratbench.train.restarts import attempts
+
+pytest_plugins = ["cluster_fixtures"]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+#: Three workers, of which a node's memory holds two.
+SCATTERED = {"strategies": ["ddp"], "gpus": [3], "scattered": True, "global_batch": 48}
+NODES = {"gpus_per_node": 4, "mem_mib_per_cpu_worker": 9000}
+
+
+def unusable(workflow: ClusterWorkflow) -> set[str]:
+    """The rules by which the audit finds a record unusable; that the nodes are one host is true here."""
+    with open(workflow.folder / "results/tiny/audit.csv", newline="") as file:
+        found = [r for r in csv.DictReader(file) if r["severity"] == "unusable"]
+    assert all("hosts" in r["figures"] for r in found if r["rule"] == "contradictory-counts"), found
+    return {r["rule"] for r in found}
+
+
+def test_a_scattered_cell_that_loses_a_worker_ends_on_all_nodes_and_goes_on_when_tried_again(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    kept = SCATTERED | {"global_batch": 12, "epochs": 60, "warmup_steps": 1, "checkpoint_every": 7}
+    kept["time_limit_s"] = 1000
+    workflow = ClusterWorkflow(tmp_path / "w", study({"one": kept}, **NODES), slurm)
+    run = workflow.start("--until", "audit_records", "--retries", "1")
+    folder = RunFolder(tmp_path / "w/results/tiny/logs/one/ddp/vgg-compact/3gpu/rep0/run")
+    try:
+        until(lambda: attempts.common_step(folder, 3))
+        worker = until(lambda: workflow.training_worker("one"))
+        launcher = until(lambda: workflow.launcher("one"))
+        processes = [*launcher.children(recursive=True), worker]
+        worker.kill()
+        assert_gone(processes)
+    finally:
+        output = workflow.finish(run, 500)
+    assert run.returncode == 0, output
+    record = json.loads(workflow.cell_record("one").read_text())
+    assert record["status"] == "ok"
+    assert record["restarts"]["count"] == 1
+    assert record["restarts"]["from_steps"][0] >= 7
+    assert record["restarts"]["between_s"] > 0
+    assert record["batch"]["updates_applied"] == 60 * record["batch"]["steps_per_epoch"]
+    assert not (folder.logs / attempts.FOLDER).exists()
+    assert sorted(record["provenance"]["workers_on_nodes"]) == [1, 2]
+    assert [w["rank"] for w in record["workers"]] == [0, 1, 2]
+    for job in workflow.slurm_jobs("one"):
+        shown = slurm.run("scontrol", "show", "job", job["id"])
+        assert {"NumTasks=3", "NumNodes=2"} <= set(shown.split())
+    assert unusable(workflow) <= {"contradictory-counts"}
