@@ -39,7 +39,10 @@ NONE_LEFT = {
     "needs more workers": ("No candidate runs on so few workers.", "need more workers"),
 }
 #: What to try where trainings diverged, and nothing is left.
-STEADIER = "A smaller lr, lr_warmup_steps or clip_norm steady a training that diverged: set them, and train again."
+STEADIER = (
+    "A smaller lr, lr_warmup_steps or clip_norm steady a training that diverged: set them, and train "
+    "again."
+)
 #: What is said of the answers that are not sure, by kind: of one, of several.
 KINDS = {
     "condition": ("holds with a condition", "hold with a condition"),
