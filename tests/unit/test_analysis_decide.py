@@ -531,6 +531,9 @@ def test_without_records_theory_answers_and_says_so():
     other = decided([cell("ddp", 1.0)], model="resnet50")
     assert other.source == "theory"
     assert other.headline == "ddp. By theory: it is not a model of the study, which has vgg16."
+    assert other.changes == (
+        "Records: add it to the study's `models`, train its cells, and decide again.",
+    )
 
 
 def test_where_all_reached_their_limit_a_longer_one_is_told_as_the_way_on():
@@ -539,6 +542,42 @@ def test_where_all_reached_their_limit_a_longer_one_is_told_as_the_way_on():
     assert found.changes == (
         "A longer time_limit_s, which ddp reached: train again with --forcerun (docs/configuration.md).",
     )
+
+
+@pytest.mark.parametrize(
+    ("constraints", "told"),
+    [
+        ({"deadline_s": 5}, "ddp, fsdp: too slow (the nearest, fsdp × 2: 7 s, and 5 s are given)"),
+        (
+            {"gpus": 1},
+            "ddp, fsdp: needs more workers (the nearest, fsdp × 2: 2, and 1 are at hand)",
+        ),
+        (
+            {"gpu_memory_gib": 0.5},
+            "ddp, fsdp: does not fit (the nearest, fsdp × 2: peak 600 MiB, and 512 MiB are given)",
+        ),
+    ],
+)
+def test_of_those_that_a_constraint_keeps_out_the_nearest_is_quoted(constraints, told):
+    rows = [cell("ddp", 10.0), cell("fsdp", 7.0, gpus=2, peak_memory_bytes=600 * MIB)]
+    found = decided(rows, **constraints)
+    assert found.reason.startswith(f"Every strategy is excluded: {told}.")
+    assert not found.headline.endswith("Every candidate is excluded.")
+
+
+def test_the_least_that_is_needed_counts_the_reserve_that_keeps_it_out():
+    found = decided([cell("ddp", 10.0)], gpu_memory_gib=1.0)
+    assert "peak 0.98 GiB (a reserve of 15 % on top), and 1 GiB are given" in found.reason
+    assert "needs is 1.12 GiB a worker (ddp × 4, the reserve included)." in found.reason
+
+
+def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
+    found = decided([failed("ddp", "diverged"), failed("fsdp", "diverged")])
+    assert found.headline == "Nothing can be recommended. Every training diverged."
+    assert found.short.why == "2 of 2 diverged"
+    assert "A smaller lr, lr_warmup_steps or clip_norm steady" in found.reason
+    some = decided([failed("ddp", "diverged"), failed("fsdp", "oom")])
+    assert some.headline == "Nothing can be recommended. Every candidate is excluded."
 
 
 def test_rules_from_theory():
@@ -595,7 +634,7 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     arguments += ["--constraints", json.dumps({"gpus": 2}), "--out", str(tmp_path / "d.csv")]
     assert decide.main([*arguments, "--answers-out", str(tmp_path / "answers.json")]) == 0
     said = capsys.readouterr().out
-    assert "at most 2 GPUs" in said
+    assert "at most 2 workers" in said
     assert "convnext_large (ddp-fsdp): ddp × 2" in said
     matrix = pd.read_csv(tmp_path / "d.csv")
     assert tuple(matrix.columns) == decide.MATRIX_COLUMNS

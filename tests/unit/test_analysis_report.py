@@ -221,7 +221,7 @@ def test_what_went_wrong_is_counted_and_explained(page):
     text = " ".join(" ".join(page.text).split())
     for words in (
         "2 failed",
-        "2 have no record yet",
+        "2 without a record yet",
         "4 out of memory (OOM)",
         "Excluded",
         "2 diverged (div.)",

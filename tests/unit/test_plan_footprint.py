@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.plan.footprint import fake, footprint
+from stratbench.plan.footprint import fake, footprint, torch_internals
 from stratbench.plan.footprint.footprint import Affine, upper_envelope
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
@@ -123,6 +124,57 @@ def test_cells_that_differ_in_what_a_footprint_depends_on_share_none(changes):
     """A value that only has to be there stands for all others."""
     assert request_of(**changes) != request_of()
     assert request_of(**ADAMW | {"eps": 1e-7, "betas": [0.8, 0.9]}) == request_of(**ADAMW)
+
+
+def test_what_is_alike_on_any_count_is_followed_once_for_all_counts_and_nodes():
+    s, data = request_for("ddp").settings, describe("digits")
+    counts = [
+        Request.of(replace(s, dataset="digits", gpus=gpus), data, on_cuda=True, local_world=node)
+        for gpus, node in ((1, 1), (2, 2), (2, 1), (8, 4))
+    ]
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "fp16"), ("ddp", "bf16")])
+def test_what_is_looked_up_by_fewer_words_is_what_torch_computes(monkeypatch, strategy, precision):
+    request = changed(request_for(strategy, "small images"), precision=precision, device="cuda")
+    torch_internals.FakeTensors.keys.clear()
+    quick = footprint.make_footprint(request)
+    assert torch_internals.FakeTensors.keys
+    again = footprint.make_footprint(request)  # by what the first has left
+    monkeypatch.setattr(fake, "FakeTensors", FakeTensorMode)
+    assert quick == again == footprint.make_footprint(request)
+
+
+def test_a_tensor_of_another_kind_has_other_words():
+    with torch_internals.FakeTensors() as mode:
+        x = torch.zeros(4, 6)
+        kinds = [x, x.double(), x[:3], x.t(), x[1:4], torch.zeros(5, 6)[1:4], torch.zeros(3, 6)]
+        kinds += [
+            torch.zeros(4, 6, requires_grad=True),
+            torch.zeros(4, 6, dtype=torch.cfloat).conj(),
+        ]
+        words = [mode._words([t]) for t in kinds] + [mode._words([v]) for v in (1, 1.0, True, [1])]
+        assert len(set(words)) == len(words)
+        with pytest.raises(torch_internals._NoWords):
+            mode._words([torch.zeros(3).to_sparse()])
+    with torch_internals.FakeTensors() as other, pytest.raises(torch_internals._NoWords):
+        other._words([x])
+
+
+def test_a_profilers_marks_are_no_operations(monkeypatch):
+    """FSDP and optimizers mark what they do, for a profiler that nobody runs."""
+    seen = []
+    ran = OperatorTrace.__torch_dispatch__
+
+    def watched(self, op, *args, **kwargs):
+        seen.append(op.namespace)
+        return ran(self, op, *args, **kwargs)
+
+    monkeypatch.setattr(OperatorTrace, "__torch_dispatch__", watched)
+    footprint.make_footprint(request_for("fsdp", "small images"))
+    assert "fsdp" in seen
+    assert "profiler" not in seen
 
 
 def normalised(classes: int) -> nn.Module:

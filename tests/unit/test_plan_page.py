@@ -12,6 +12,7 @@ import yaml
 from browser import Browser
 from browser_fixtures import browser  # noqa: F401
 
+from stratbench.cell.text.words import COLUMNS
 from stratbench.plan import check, one_network, schedule
 from stratbench.plan.__main__ import main as plan_main
 from stratbench.plan.duration import Projected, Span
@@ -183,6 +184,21 @@ def test_a_network_alone_is_planned_without_a_study(tmp_path, monkeypatch, capsy
     assert (tmp_path / "results/model-vgg-compact/plan.html").is_file()
     assert plan_main(["--model", "vgg-compct"]) == 1
     assert "vgg-compct: is not a model." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--model", "resnet5", "--model resnet5: is not a model. Did you mean 'resnet50'?"),
+        ("--dataset", "cifar", "--dataset cifar: is not a data set. Did you mean 'cifar10'?"),
+    ],
+)
+def test_what_a_network_alone_is_misnamed_is_told_by_the_option(option, value, told, capsys):
+    given = {"--model": "resnet50"} | {option: value}
+    assert plan_main([text for pair in given.items() for text in pair]) == 1
+    said = capsys.readouterr().err
+    assert f"error: {told}" in said
+    assert max(map(len, said.splitlines())) <= COLUMNS
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         projected = by_records(config, study, records)
         plan = make_plan(config, checked, records, args.gpu, args.partition, projected)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(folded([f"error: {error}"]), file=sys.stderr)
         return 1
     out = args.out or Path(config["results"]) / study.name
     table.write_csv(plan, out / "plan.csv")

@@ -34,12 +34,18 @@ def study_of(
     given = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     whole = {key: config[key] for key in KEPT if key in config}
     whole["datasets"] = given["datasets"] | (whole.get("datasets") or {})
+    known = (*DATASETS, *whole["datasets"])
+    if dataset is not None and dataset not in known:
+        raise ConfigError(
+            f"--dataset {dataset}: is not a data set.{did_you_mean(dataset, known)} Allowed: "
+            f"{', '.join(known)}; your own go to `datasets` of config.yaml"
+        )
     block = given["experiment"] | {"models": [model]}
     block |= _trained_on(config, model, given) | ({"dataset": dataset} if dataset else {})
     if "dataset" not in block:
         raise ConfigError(
             f"--model {model}: takes images or texts, and no experiment of config.yaml has it; name its "
-            f"data by --dataset, one of {', '.join((*DATASETS, *whole['datasets']))}"
+            f"data by --dataset, one of {', '.join(known)}"
         )
 
     def loaded(experiments: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:

@@ -15,6 +15,8 @@ from stratbench.strategies.base import Traits
 PAIRED_BLOCKS = "measured in paired blocks"
 #: How the basis of a time begins that was projected.
 PROJECTED = "projected"
+#: Why a candidate is excluded whose loss was no number.
+DIVERGED = "training diverged"
 
 
 @dataclass(eq=False)
@@ -63,6 +65,11 @@ class Candidate:
     claim: tuple[str, str] | None = None
     #: The strategy on as many workers that a verdict found faster, and the verdict's reason.
     slower_than: tuple[str, str] | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it is excluded because a training of it diverged."""
+        return self.why.endswith(DIVERGED)
 
     @property
     def projected(self) -> bool:

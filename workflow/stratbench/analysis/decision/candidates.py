@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, PROJECTED, Candidate
+from stratbench.analysis.decision.candidate import (
+    DIVERGED,
+    PAIRED_BLOCKS,
+    PROJECTED,
+    Candidate,
+)
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.raced import Raced
 from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
@@ -139,7 +144,7 @@ def exclude_by_records(
                 over = "its time limit" if pd.isna(limit) else f"{limit:g} s"
                 candidate.exclude("too slow", f"{share}not done after {over}")
             case "diverged":
-                candidate.exclude("worse score", f"{share}training diverged")
+                candidate.exclude("worse score", f"{share}{DIVERGED}")
             case "unusable":
                 candidate.exclude(UNUSABLE, f"{share}{reason}")
             case "incomparable":

@@ -60,7 +60,7 @@ class Constraints:
     def sentences(self, ranking: str = "") -> Iterator[str]:
         """Sentences on the constraints, including the defaults that matter; `ranking`: told for our own."""
         if self.gpus is not None:
-            yield f"at most {counted(self.gpus, 'GPU')}"
+            yield f"at most {counted(self.gpus, 'worker')}"
         if self.gpu_memory_gib is not None:
             reserve = (
                 f", {100 * self.memory_margin:g} % kept in reserve" if self.memory_margin else ""

@@ -138,7 +138,8 @@ def decisions(
         made = [decision for decision in made if decision.model == constraints.model]
         if not made:
             why = f"it is not a model of the study, which has {', '.join(cells['model'].unique())}"
-            made = [decision_by_theory("", "", constraints.model, constraints, [], why)]
+            add = "Records: add it to the study's `models`, train its cells, and decide again."
+            made = [decision_by_theory("", "", constraints.model, constraints, [], why, add)]
     return made
 
 
@@ -174,7 +175,7 @@ def decide(
     common["matrix"] = matrix_rows((experiment, dataset, model), found, ranking)
     common["excluded"] = tuple(excluded_strategies(found, {c.strategy for c in ranked}))
     if ranking is None:
-        nothing = none_left(found)
+        nothing = none_left(found, given.memory_margin)
         return Decision(
             **common,
             choice=None,
@@ -255,8 +256,9 @@ def decision_by_theory(
     given: Constraints,
     found: list[Candidate],
     why: str = "nothing was measured",
+    remedy: str = "Records: train the study's cells of this model, and decide again.",
 ) -> Decision:
-    """The decision if there are no measurements, with the reason `why` there are none."""
+    """The decision if there are no measurements, with the reason `why` there are none, and a remedy."""
     name, reasons = theory.choice_by_theory(model, given, given.optimizers.get(experiment, "sgd"))
     return Decision(
         experiment=experiment,
@@ -267,7 +269,7 @@ def decision_by_theory(
         reason=" ".join(reasons),
         confidence="none",
         sure=("These are rules from theory; no record of this model is usable.",),
-        changes=("Records: train the study's cells of this model, and decide again.",),
+        changes=(remedy,),
         excluded=tuple(excluded_strategies(found, set())),
         matrix=matrix_rows((experiment, dataset, model), found, None),
         short=Short(

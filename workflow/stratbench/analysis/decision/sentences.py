@@ -5,11 +5,12 @@ Each sentence names what it speaks of: `it` is the chosen strategy and nothing e
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import kept_out, share
+from stratbench.analysis.decision.claim import kept_out, share, times
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
 from stratbench.analysis.projection.projected import Projected
@@ -40,15 +41,31 @@ def score_sentence(first: Candidate, noun: str, given: Constraints) -> str:
 
 
 def why_none(found: Sequence[Candidate]) -> str:
-    """Why candidates are excluded: by kind of reason the strategies, and the reason of the first."""
+    """Why candidates are excluded: by kind of reason the strategies, and the reason of the nearest."""
     by_kind: dict[str, list[Candidate]] = {}
     for candidate in found:
         by_kind.setdefault(candidate.kind, []).append(candidate)
     return "; ".join(
-        f"{', '.join(dict.fromkeys(c.strategy for c in held))}: {kind} "
-        f"({textwrap.shorten(held[0].why, MOST_OF_A_REASON, placeholder=' ...')})"
+        f"{', '.join(dict.fromkeys(c.strategy for c in held))}: {kind} ({reason_of_nearest(held)})"
         for kind, held in by_kind.items()
     )
+
+
+def reason_of_nearest(held: Sequence[Candidate]) -> str:
+    """Why the one is excluded that comes nearest of all of a kind, with its name if others say otherwise."""
+    nearest = min(held, key=lambda c: math.inf if (lack := lacking(c)) is None else lack)
+    named = "" if len({c.why for c in held}) == 1 else f"the nearest, {times(nearest)}: "
+    return textwrap.shorten(f"{named}{nearest.why}", MOST_OF_A_REASON, placeholder=" ...")
+
+
+def lacking(c: Candidate) -> float | None:
+    """What an excluded candidate has too much of, by the kind of its exclusion; None if not known."""
+    by_kind = {
+        "does not fit": c.states_bytes if c.on_cpu else c.memory_bytes,
+        "too slow": c.time_s,
+        "needs more workers": c.gpus,
+    }
+    return by_kind.get(c.kind)
 
 
 # ---------------------------------------------------------------- the reason

@@ -36,7 +36,13 @@ NONE_LEFT = {
     "unusable record": ("No record can be used.", "are unusable"),
     "other work": ("No candidate did the work of another.", "did other work"),
     "worse score": ("Every candidate loses too much.", "lose too much"),
+    "needs more workers": ("No candidate runs on so few workers.", "need more workers"),
 }
+#: What to try where trainings diverged, and nothing is left.
+STEADIER = (
+    "A smaller lr, lr_warmup_steps or clip_norm steady a training that diverged: set them, and train "
+    "again."
+)
 #: What is said of the answers that are not sure, by kind: of one, of several.
 KINDS = {
     "condition": ("holds with a condition", "hold with a condition"),
@@ -82,22 +88,30 @@ class Short:
     remedy: str = ""
 
 
-def none_left(found: Sequence[Candidate]) -> Short:
-    """The answer where every one of the candidates `found` is excluded."""
+def none_left(found: Sequence[Candidate], margin: float) -> Short:
+    """The answer where every one of the candidates `found` is excluded.
+
+    `margin`: the share of a peak that is kept free on top of it.
+    """
     kinds = Counter(c.kind for c in found)
     kind, count = kinds.most_common(1)[0]
     claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
     if len(kinds) > 1:
         claim = "Every candidate is excluded."
-    remedy = what_would_fit(found) if kind == "does not fit" else ""
+    remedy = what_would_fit(found, margin) if kind == "does not fit" else ""
+    if all(c.diverged for c in found):
+        claim, verb, remedy = "Every training diverged.", "diverged", STEADIER
     return Short(None, None, claim, "none", why=f"{count} of {len(found)} {verb}", remedy=remedy)
 
 
-def what_would_fit(found: Sequence[Candidate]) -> str:
+def what_would_fit(found: Sequence[Candidate], margin: float) -> str:
     """The least memory that any candidate is known to need, and what needs less."""
     known = [(c.memory_bytes, times(c)) for c in found if c.memory_bytes is not None]
     least = min(known, default=None)
-    told = least and f"The least that any needs is {bytes_text(least[0])} a worker ({least[1]}). "
+    told = least and (
+        f"The least that any needs is {bytes_text(least[0] * (1 + margin))} a worker "
+        f"({least[1]}{', the reserve included' if margin else ''}). "
+    )
     tries = "More workers, activation checkpointing or a smaller batch need less"
     return f"{told or ''}{tries}: the plan says what would fit."
 

@@ -55,12 +55,12 @@ TEMPLATES = Path(__file__).parent / "templates"
 STATUS_WORDS = {
     "ok": "finished",
     "oom": "out of memory (OOM)",
-    "timeout": "stopped at their time limit",
+    "timeout": "stopped at the time limit",
     "diverged": "diverged (div.)",
     "refused": "refused: the strategy cannot train the network",
     "infeasible": "skipped, since the plan says that they do not fit",
     "error": "failed",
-    "missing": "have no record yet",
+    "missing": "without a record yet",
     "unusable": "have a record that is no measurement",
     "incomparable": "did other work than those beside them, or do not say what they did",
 }

@@ -22,7 +22,7 @@ from stratbench.plan.footprint.replica import Replica
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.torch_internals import (
     CudaAutocast,
-    FakeTensorMode,
+    FakeTensors,
     fake_group,
     replaced,
     torch_on_fakes,
@@ -104,7 +104,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
     with ExitStack() as stack:
         stack.enter_context(fake_group(request.world_size, mesh.rank(Place(0, stage, 0))))
         if on_fakes:
-            stack.enter_context(FakeTensorMode())
+            stack.enter_context(FakeTensors())
         # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that is not
         # fused would look at what the loss scaler found, which a fake tensor does not have.
         fused = request.on_cuda or request.settings.precision == "fp16"

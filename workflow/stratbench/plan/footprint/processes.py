@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -17,9 +18,14 @@ def pool_of(n_processes: int) -> ProcessPoolExecutor:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    return ProcessPoolExecutor(n_processes, mp_context=context, initializer=hide_gpus)
+    return ProcessPoolExecutor(n_processes, mp_context=context, initializer=prepare)
 
 
-def hide_gpus() -> None:
-    """Make CUDA find none in this process, which has not asked yet."""
+def prepare() -> None:
+    """Hide the GPUs from this process, which has not asked for any yet.
+
+    And what was imported for good is not searched for garbage again and again.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gc.freeze()
+    gc.set_threshold(100_000)

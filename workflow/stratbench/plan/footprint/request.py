@@ -49,7 +49,7 @@ class Request:
         """
         strategy, options = s.strategy, s.options
         planned = strategy_class(strategy)
-        most = s.gpus
+        most, of_node = s.gpus, local_world
         if planned.kind == "server":
             strategy, most = served_stand_in(), 1
             options = option_defaults(strategy)
@@ -57,7 +57,8 @@ class Request:
             options, most = option_defaults(strategy), 1
         elif planned.alike_on_any_count:
             one, two = (traits_of(strategy, options, n) for n in (1, 2))
-            most = 2 if one == two else min(2, s.gpus)  # one that differs is no such count
+            # One that differs is no such count. Nor does it matter how many are on a node.
+            most = of_node = 2 if one == two else min(2, s.gpus)
         settings = Settings(
             strategy=strategy,
             options=options,
@@ -73,7 +74,7 @@ class Request:
             input_shape=models.input_shape(models.model_of(s), data.shape),
             classes=data.classes,
             values=data.values,
-            local_world=min(most, local_world),
+            local_world=min(most, of_node),
             eval_batch=min(eval_batch(data.shape), data.test_samples),
         )
 
