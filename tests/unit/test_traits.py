@@ -38,7 +38,7 @@ MAY_NAME = {
     *("analysis/paper/against.py", "analysis/tables/numbered.py", "analysis/records/measures.py"),
     *("analysis/paper/metrics.py", "analysis/paper/paper_audit.py"),
     "plan/footprint/trace.py",  # torch's namespace of FSDP's operators
-    "train/links/measure.py",  # a server that is timed by itself, of no study
+    "train/links/servers.py",  # a server that is timed by itself, of no study
 }
 
 

@@ -116,7 +116,7 @@ rule train_cell:
         "exec python -m stratbench.train.launch --parent $PPID"
         " --cell {params.cell:q} --settings {params.settings:q}"
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
-        " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {params.nodes}"
+        " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {params.nodes:q}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
         " --worker-job={params.worker_job:q}"
         " >> {log:q} 2>&1"

@@ -47,7 +47,7 @@ rule run_block:
         "exec python -m stratbench.train.block --parent $PPID"
         " --block {params.block:q} --settings {params.settings:q} --data {params.data:q}"
         " --out {params.out:q} --logs {params.logs:q} --time-limit-s {resources.time_limit_s}"
-        " --nodes {params.nodes} --cpus-per-node {resources.cpus_per_task}"
+        " --nodes {params.nodes:q} --cpus-per-node {resources.cpus_per_task}"
         " --server-cpus {resources.server_cpus}"
         " >> {log:q} 2>&1"
 
