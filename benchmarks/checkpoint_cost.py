@@ -63,7 +63,7 @@ def restarted(model: str, folder: Path) -> dict[str, Any]:
         launcher = subprocess.Popen(command, stdout=said, stderr=said)
         while (attempts.common_step(run, 2) or 0) < 2 * EVERY:
             if launcher.poll() is not None:
-                raise RuntimeError((folder / "launcher.log").read_text()[-2000:])
+                raise RuntimeError((folder / "launcher.log").read_text(encoding="utf-8")[-2000:])
             time.sleep(0.01)
         kill_all(launcher)
         subprocess.run(command, stdout=said, stderr=said, check=True)

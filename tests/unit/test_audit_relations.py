@@ -13,7 +13,7 @@ from operator import getitem
 from typing import Any
 
 import pytest
-from planted import by_command, put, sound
+from planted import by_command, put, sound, started_again
 from test_audit_bounds import SLOWED, slowed
 from test_audit_faults import (
     ALONE,
@@ -172,6 +172,7 @@ def honest() -> dict[str, Record]:
         ("known GPUs", DDP, on_known_gpus),
         ("command", DDP, by_command),
         ("command in steps", DDP, by_command_for_steps),
+        ("started again", DDP, started_again),
         ("split", DDP, SPLIT),
         ("served by three lives", ASYNC, served_elastic),
     ):

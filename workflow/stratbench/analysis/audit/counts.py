@@ -265,8 +265,7 @@ def faults_of_nodes(facts: Facts) -> Iterator[str]:
             f"{nodes} nodes with {' + '.join(map(str, laid))} workers, {most} at most, do not make "
             f"{facts.gpus} workers"
         )
-        return
-    if not equal:
+    elif not equal:
         yield f"{' + '.join(map(str, laid))} workers on the nodes of a cell that was not to be scattered"
     if facts.whole:
         hosts = {
