@@ -794,12 +794,12 @@ def test_what_holds_for_every_decision_is_said_once():
     # The answers stand last, and every line has room on a screen.
     last = said.rpartition("\n\n")[2]
     assert last.startswith(
-        "Two questions, no sure answer yet. Two hold with a condition.\nvgg16 (e): ddp × 4"
+        "Two questions, no sure answer yet: both hold with a condition.\nvgg16 (e): ddp × 4"
     )
     assert "\nresnet50 (e): ddp × 4, 10.0 s." in last
     alone = decide.describe_decisions(found[:1], [], Constraints()).rpartition("\n\n")[2]
     assert alone.startswith(
-        "One question, no sure answer yet. One holds with a condition.\nvgg16 (e): "
+        "One question, no sure answer yet: it holds with a condition.\nvgg16 (e): "
     )
     assert max(map(len, said.split("\n"))) <= 100
 
