@@ -343,6 +343,9 @@ def test_accuracy_may_be_traded_for_time():
     assert found.choice.strategy == "ddp"
     assert any(c.startswith("A worse score allowed: then ps-async") for c in found.changes)
     assert decided(rows, score_tolerance={"accuracy": 3.5}).choice.strategy == "ps-async"
+    one, more = (list(Constraints(score_tolerance={"accuracy": n}).sentences()) for n in (1, 1.5))
+    assert "accuracy at most 1 point worse than the best" in one
+    assert "accuracy at most 1.5 points worse than the best" in more
 
 
 def test_training_that_does_not_work_is_never_recommended():
