@@ -343,6 +343,9 @@ def test_accuracy_may_be_traded_for_time():
     assert found.choice.strategy == "ddp"
     assert any(c.startswith("A worse score allowed: then ps-async") for c in found.changes)
     assert decided(rows, score_tolerance={"accuracy": 3.5}).choice.strategy == "ps-async"
+    one, more = (list(Constraints(score_tolerance={"accuracy": n}).sentences()) for n in (1, 1.5))
+    assert "accuracy at most 1 point worse than the best" in one
+    assert "accuracy at most 1.5 points worse than the best" in more
 
 
 def test_training_that_does_not_work_is_never_recommended():
@@ -794,12 +797,12 @@ def test_what_holds_for_every_decision_is_said_once():
     # The answers stand last, and every line has room on a screen.
     last = said.rpartition("\n\n")[2]
     assert last.startswith(
-        "Two questions, no sure answer yet. Two hold with a condition.\nvgg16 (e): ddp × 4"
+        "Two questions, no sure answer yet: both hold with a condition.\nvgg16 (e): ddp × 4"
     )
     assert "\nresnet50 (e): ddp × 4, 10.0 s." in last
     alone = decide.describe_decisions(found[:1], [], Constraints()).rpartition("\n\n")[2]
     assert alone.startswith(
-        "One question, no sure answer yet. One holds with a condition.\nvgg16 (e): "
+        "One question, no sure answer yet: it holds with a condition.\nvgg16 (e): "
     )
     assert max(map(len, said.split("\n"))) <= 100
 

@@ -146,6 +146,21 @@ def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
         assert f"The most is {best:.2f}" in found.caption
 
 
+def test_scores_that_round_to_one_value_are_drawn_as_one(tmp_path, draw):
+    """Differences of 0.001 points: no two ticks with one text, and the line joins only the fastest."""
+
+    def all_but_equal(cell, record):
+        last = record["score"]["per_epoch"][-1]
+        record["score"]["final"] = last["score"] = 0.97 + 1e-5 * (cell.strategy == "fsdp")
+        return record
+
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    data, _ = analysed(tmp_path, cells, change=all_but_equal)
+    found = draw(data, "tradeoff")
+    assert len(found.texts) == len(set(found.texts))
+    assert sum(" × " in text for text in found.texts) == 1
+
+
 def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
     data, _ = analysed(tmp_path, cells, {("ddp", "vgg16", 1): "oom"})

@@ -151,13 +151,18 @@ def test_one_line_says_how_many_answers_are_sure():
         lead_of([("a", sure), ("b", tie), ("c", one), ("d", none)]),
         lead_of([("resnet50", one)]),
         lead_of([("a", Short("ddp", 2, "Not told apart from x.", "apart"))] * 2),
+        lead_of([("a", tie)] * 3),
+        lead_of([("a", one), ("b", tie)]),
         lead_of([("a", sure)]),
     ]
     assert lines == [
         "One answer is sure: ddp × 8 for a. One holds with a condition, one rests on one run of each "
         "cell and one has no strategy to recommend.",
-        "One question, no sure answer yet. One rests on one run of each cell.",
-        "Two questions, no sure answer yet. Two do not tell the first two apart.",
+        "One question, no sure answer yet: it rests on one run of each cell.",
+        "Two questions, no sure answer yet: both do not tell the first two apart.",
+        "Three questions, no sure answer yet: all hold with a condition.",
+        "Two questions, no sure answer yet. One holds with a condition and one rests on one run of each "
+        "cell.",
         "One answer is sure: ddp × 8 for a.",
     ]
 

@@ -340,6 +340,11 @@ def test_each_control_changes_what_it_says_and_the_keyboard_does_it_too(page: Br
     assert page.run(labelled) == 0
     set_to("batch", 97)
     assert "cannot be divided" in page.run("document.getElementById('verdict').textContent")
+    for name in networks:
+        set_to("network", name)
+        told = page.run("document.getElementById('kept').textContent")
+        both = page.run("!form.checkpointing.disabled")
+        assert told == ("" if both else f"In {page.run('S.precision')} no cell of {name} has it.")
     assert page.complaints == []
 
 

@@ -69,7 +69,7 @@ class Constraints:
         if self.deadline_s is not None:
             yield f"trained within {self.deadline_s:g} s"
         for name, most in self.score_tolerance.items():
-            unit = " points" if name == "accuracy" else ""
+            unit = f" {'point' if most == 1 else 'points'}" if name == "accuracy" else ""
             yield f"{name} at most {most:g}{unit} worse than the best"
         if not self.score_tolerance:
             yield "scores at most their task's tolerance worse than the best"

@@ -271,7 +271,12 @@ def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
         told.append(f"{number(len(sure)).capitalize()} {verb} sure: {listed}.")
     else:
         questions = "question" if len(answers) == 1 else "questions"
-        told.append(f"{number(len(answers)).capitalize()} {questions}, no sure answer yet.")
+        opening = f"{number(len(answers)).capitalize()} {questions}, no sure answer yet"
+        if len({a.kind for _, a in answers}) == 1:
+            one, many = KINDS[answers[0][1].kind]
+            same = {1: f"it {one}", 2: f"both {many}"}.get(len(answers), f"all {many}")
+            return f"{opening}: {same}."
+        told.append(f"{opening}.")
     groups = Counter(a.kind for _, a in answers)
     parts = []
     for kind, (one, many) in KINDS.items():

@@ -174,9 +174,11 @@ def tradeoff_figure(data: FigureData) -> Drawn:
     ]
     points = pd.concat(found, axis=1).dropna()
     times, scores = (points[name].to_numpy(dtype=float) for name in points)
+    scores = scores.round(data.score.decimals)  # what rounding makes equal beats nothing
     axes = new_sheet(TOP + SCATTER + 36)
     x = padded(times, LEFT, WIDTH - 8, 12, True)
-    room = 0.06 * (np.ptp(scores) if len(scores) else 1) or 1.0
+    # Differences far below the tolerance would look like a lot.
+    room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
     y = Scale(min(scores, default=0) - room, max(scores, default=1) + room, TOP + SCATTER, TOP)
     frame(axes, x, y, x.labelled(x.ticks(), "s"), "training time")
     front = are_unbeaten(times, data.score.sign * scores)

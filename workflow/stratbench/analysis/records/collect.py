@@ -133,7 +133,9 @@ def rows_of_cell(
             raise record.RecordError(f"{path} {other}")
         found = row_of_record(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
-        return row | {"status": "error", "reason": on_one_line(str(e))}, []
+        # Beside it stands the record's path; without it equal reasons of many cells are one.
+        reason = str(e).replace(str(path), path.name, 1)
+        return row | {"status": "error", "reason": on_one_line(reason)}, []
     except Exception as e:  # one odd record must not stop the others
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return row | {"status": "error", "reason": on_one_line(reason)}, []

@@ -360,6 +360,7 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "links": links_section(study_dir / "links"),
         "projections": projection_section(study_dir / "projection.csv", trained_on(cells)),
         "predictions": prediction_lines(prediction) if prediction.exists() else [],
+        "on_cpu": (cells["device_kind"] == "cpu").any(),
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
         "runs": runs_by_experiment(cells),

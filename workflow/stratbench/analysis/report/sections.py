@@ -139,10 +139,10 @@ def prediction_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_errors(percent: pd.Series) -> str:
-    """The median of the errors and the one that is farthest from 0; empty if there are none."""
-    if percent.empty:
-        return ""
-    return f"{percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
+    """The error; of several the median and the one that is farthest from 0; empty if there are none."""
+    if len(percent) < 2:
+        return "".join(f"{error:+.1f} %" for error in percent)
+    return f"median {percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
 
 
 def whole_number(value: float) -> str:

@@ -258,8 +258,8 @@ function hint(f) {
   const network = networkOf(S), workers = `${S.workers} worker${S.workers > 1 ? "s" : ""}`;
   if (f.state === "fit") return `${S.strategy} on ${workers} trains ${S.network} with ${count(S.batch / f.entry.replicas)} samples a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}.`;
   const better = strategiesOf(network).filter((strategy) => strategy !== S.strategy && figures({ ...S, strategy }, false).state === "fit");
-  const others = better.length ? `On ${workers} ${listed(better.slice(0, 3))}${better.length > 3 ? ` and ${better.length - 3} more` : ""} would fit` : `No other strategy fits on ${workers}`;
-  const most = !f.entry ? "" : f.most ? `; with ${S.strategy} the largest batch is ${count(f.most)}` : `; with ${S.strategy} no batch fits`;
+  const others = better.length ? `On ${workers} ${listed(better.length > 3 ? [...better.slice(0, 3), `${better.length - 3} more`] : better)} would fit` : `No other strategy fits on ${workers}`;
+  const most = !f.entry ? "" : f.most ? `; with ${S.strategy} the largest batch is ${count(f.most)}` : `; with ${S.strategy} no batch ${f.state === "tight" ? `leaves ${percent(D.margin)} free` : "fits"}`;
   return `${others}${most}.`;
 }
 
@@ -292,7 +292,7 @@ const sourceOf = ({ kind, source }) => (kind === "measured" ? `measured: ${sourc
 function facts(f, device) {
   const network = networkOf(S), none = f.state === "none";
   $("most").textContent = f.most ? count(f.most) : "No batch";
-  $("mostsub").textContent = !f.entry ? "" : f.most ? `largest batch that fits, ${percent(D.margin)} kept as margin: ${count(f.most / f.entry.replicas)} a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}` : "fits: what the batch does not change is too large";
+  $("mostsub").textContent = !f.entry ? "" : f.most ? `largest batch that fits, ${percent(D.margin)} kept as margin: ${count(f.most / f.entry.replicas)} a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}` : `fits, ${percent(D.margin)} kept as margin: what the batch does not change is too large`;
   $("sent").textContent = none ? "–" : amount(f.sent);
   $("time").textContent = none ? "–" : f.span ? spanText(f.span) : "Not known";
   const length = network.steps ? `${count(network.steps)} steps` : `${network.epochs === 1 ? "an epoch" : `${network.epochs} epochs`} of ${count(network.train_samples)} samples`;
@@ -405,7 +405,7 @@ function draw() {
   const f = figures(S), device = deviceOf(S);
   $("verdict").replaceChildren(el("span", { className: `glyph ${f.state}`, "aria-hidden": "true" }, GLYPH[f.state]), verdict(f, device));
   $("hint").textContent = hint(f);
-  $("kept").textContent = form.checkpointing.disabled ? `This plan has ${S.checkpointing ? "only" : "nothing with"} checkpointing of ${S.precision}.` : "";
+  $("kept").textContent = form.checkpointing.disabled ? `In ${S.precision} ${S.checkpointing ? "every" : "no"} cell of ${S.network} has it.` : "";
   const network = networkOf(S);
   $("about").textContent = `${network.dataset}: ${count(network.train_samples)} samples; ${network.optimizer === "adamw" ? "AdamW" : "SGD"}`;
   bar(f, device);
