@@ -170,7 +170,9 @@ def test_every_cell_has_its_row_and_an_odd_record_is_named(odd: Odd) -> None:
         if row["status"] == "error":
             named = record.FAILURE_FILE if damage.startswith("failure") else "record.json"
             assert named in row["reason"], (damage, row["reason"])
-            where = row["record_path"] or row["reason"]  # without a record the failure is named whole
+            where = (
+                row["record_path"] or row["reason"]
+            )  # without a record the failure is named whole
             assert cell.path in where, (damage, where)
             assert len(row["reason"]) <= 1000
             assert row["reason"].isprintable()
