@@ -167,7 +167,10 @@ def worker_job_of(cell, resources):
 
 
 def nodes_of(resources):
-    """The nodes of a training job, for its launcher; 0: those on which SLURM has laid its tasks."""
+    """The nodes of a training job, for its launcher; 0: those on which SLURM has laid its tasks.
+
+    Scattered cells state none: on SLURM a job of them finds out, and without SLURM they are on one.
+    """
     return resources.get("nodes") or int(workflow.is_main_process)
 
 

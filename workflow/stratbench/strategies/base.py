@@ -131,15 +131,13 @@ class Worker:
 
 #: What a strategy states itself: one that is made from another does not inherit it.
 CLAIMS = (
-    *(
-        "rule",
-        "alike_on_any_count",
-        "collectives",
-        "first_choice",
-        "rigid",
-        "begins_anew",
-        "traits",
-    ),
+    "rule",
+    "alike_on_any_count",
+    "collectives",
+    "first_choice",
+    "rigid",
+    "begins_anew",
+    "traits",
 )
 
 

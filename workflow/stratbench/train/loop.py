@@ -106,7 +106,7 @@ def train(
         for entry in keeper.go_on(from_step):
             progress.add(entry)
         first = from_step // keeper.steps_per_epoch
-    steps = first and first * keeper.steps_per_epoch
+    steps = first * keeper.steps_per_epoch if keeper else 0
     if s.partition == "by-class":
         parts = ByClass(data.train_targets, worker.data_workers, s.seed)
     for epoch in range(first, s.passes(data.train_samples)):

@@ -67,21 +67,11 @@ def entry_of(job: Job) -> dict[str, Any]:
         for g in life["generations"]
     ]
     pauses = [g["pause_s"] for g in generations if g["pause_s"] is not None]
-    first_steps = [j["first_step_s"] for j in jobs if j["first_step_s"] is not None]
-    started = [j["started_s"] for j in jobs if j["started_s"] is not None]
-    allocated_s = sum(j["allocated_s"] for j in jobs)
-    inside_s = _inside_s(generations)
     checkpoints = [w["checkpoints"] for w in members_of(job).values() if w.get("checkpoints")]
     held_up = [x for c in checkpoints for x in c["held_up_s"]]
     return {
         "lives": len(lives),
-        "queue_wait_s": max(0.0, min(started) - min(j["submitted_s"] for j in jobs))
-        if started
-        else None,
-        "first_step_s": min(first_steps, default=None),
-        "allocated_s": allocated_s,
-        "idle_s": max(0.0, allocated_s - inside_s),
-        "joins": len(first_steps),
+        **totals_of(jobs, _inside_s(generations)),
         "leaves": sum(len(life["left"]) for life in lives),
         "losses": sum(len(life["lost"]) for life in lives),
         "restarts": sum(g["from_checkpoint"] for g in generations),
@@ -95,6 +85,21 @@ def entry_of(job: Job) -> dict[str, Any]:
         "checkpoints": {"count": len(held_up), "held_up_s": sum(held_up)},
         "jobs": jobs,
         "generations": generations,
+    }
+
+
+def totals_of(jobs: list[dict[str, Any]], inside_s: float) -> dict[str, Any]:
+    """What the record says of all worker jobs together; `inside_s`: that they trained, summed up."""
+    started = [j["started_s"] for j in jobs if j["started_s"] is not None]
+    first_steps = [j["first_step_s"] for j in jobs if j["first_step_s"] is not None]
+    allocated_s = sum(j["allocated_s"] for j in jobs)
+    submitted_s = min((j["submitted_s"] for j in jobs), default=0.0)
+    return {
+        "queue_wait_s": max(0.0, min(started) - submitted_s) if started else None,
+        "first_step_s": min(first_steps, default=None),
+        "allocated_s": allocated_s,
+        "idle_s": max(0.0, allocated_s - inside_s),
+        "joins": len(first_steps),
     }
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import Any
 
 from stratbench.ps.elastic.journal import read_journal
-from stratbench.train.elastic.accounts import job_entry, members_of, worker_jobs
+from stratbench.train.elastic.accounts import job_entry, members_of, totals_of, worker_jobs
 from stratbench.train.job import Job
 
 
@@ -17,22 +17,13 @@ def entry_of(job: Job) -> dict[str, Any]:
     """The record's `elastic`."""
     journal, origin = read_journal(job.folder.servers), job.origin_unix_s
     jobs = [job_entry(e, dates_of(journal, e["number"]), origin) for e in worker_jobs(job)]
-    started = [j["started_s"] for j in jobs if j["started_s"] is not None]
-    first_steps = [j["first_step_s"] for j in jobs if j["first_step_s"] is not None]
-    allocated_s = sum(j["allocated_s"] for j in jobs)
     inside_s = sum(end - begin for begin, end in presence(journal))
     servers = job.folder.read_servers(job.n_servers)
     lives = [e for e in journal if e["event"] == "life"]
     done_twice = sum(e["done_twice"] for e in lives)
     return {
         "lives": max(1, len(lives)),
-        "queue_wait_s": max(0.0, min(started) - min(j["submitted_s"] for j in jobs))
-        if started
-        else None,
-        "first_step_s": min(first_steps, default=None),
-        "allocated_s": allocated_s,
-        "idle_s": max(0.0, allocated_s - inside_s),
-        "joins": len(first_steps),
+        **totals_of(jobs, inside_s),
         "leaves": count(journal, "leave"),
         "losses": count(journal, "loss"),
         "restarts": sum(e["settled"] > 0 for e in lives[1:]),

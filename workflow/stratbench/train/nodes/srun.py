@@ -7,14 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from stratbench.study.slurm.commands import ask_slurm
+
 #: How long `srun` may take to end once it was told to, in seconds.
 SRUN_END_S = 30.0
-
-
-def slurm_environment() -> dict[str, str]:
-    """The environment of SLURM's commands, with the SLURM_CONF that Snakemake's plugin takes away."""
-    conf = os.environ.get("STRATBENCH_SLURM_CONF")
-    return os.environ | ({"SLURM_CONF": conf} if conf else {})
 
 
 def told_of_job() -> dict[str, str]:
@@ -24,17 +20,8 @@ def told_of_job() -> dict[str, str]:
     """
     if (number := os.environ.get("SLURM_JOB_ID")) is None:
         return {}
-    try:
-        shown = subprocess.run(
-            ["scontrol", "--oneliner", "show", "job", number],
-            env=slurm_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
+    done = ask_slurm(["scontrol", "--oneliner", "show", "job", number])
+    shown = done.stdout if done else ""
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
@@ -66,7 +53,10 @@ def run_on_nodes(
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
         *share, "--kill-on-bad-exit=1", "--wait=0", sys.executable, "-m", module, *arguments,
     ]  # fmt: skip
-    process = subprocess.Popen(command, env=slurm_environment(), stdin=subprocess.DEVNULL)
+    # Snakemake's SLURM plugin has taken SLURM_CONF away; the Snakefile kept a copy.
+    conf = os.environ.get("STRATBENCH_SLURM_CONF")
+    env = os.environ | ({"SLURM_CONF": conf} if conf else {})
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
     try:
         process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
