@@ -17,10 +17,13 @@ from snakemake.utils import min_version
 min_version("9.0")
 
 
+include: "workflow/rules/package.smk"
+include: "workflow/rules/syntax.smk"
+
+
 configfile: "config.yaml"
 
 
-include: "workflow/rules/package.smk"
 include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/plan.smk"

@@ -163,7 +163,7 @@ def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
         raise RuntimeError(f"{case.name}: {made[request].fault}")
     gpu = find_gpu(found["gpu"])
     peak = footprint.training_peak(s.per_worker_batch, gpu.resident_threads)
-    plan_bytes = peak.n_bytes + data_bytes(data, s.model, s.augment)
+    plan_bytes = peak.n_bytes + data_bytes(data, request.input_shape, s.augment)
     used = found["memory"]
     requested_bytes = measured_peak_bytes(used, 0)
     return asdict(case) | {

@@ -107,12 +107,14 @@ def map_keys() -> Iterator[Key]:
         main = hours == 2.0 and slow == SLOW[0] and not preemptible
         blocks, moments = MAIN if main else OTHER
         yield Key(load, width, hours, *slow, preemptible, blocks=blocks, moments=moments)
-    own = [(hours, preemptible) for hours in HOURS[:3] for preemptible in (False, True)]
+    own = [*itertools.product(HOURS[:3], SLOW[:1], (False, True)), (HOURS[3], SLOW[0], False)]
+    own += [(2.0, slow, False) for slow in SLOW[1:]]
     own.sort(key=lambda o: o[0] != 2.0)
-    for (hours, preemptible), load, width in itertools.product(own, LOADS, WIDTHS):
-        blocks, moments = MAIN if hours == 2.0 and not preemptible else OTHER
-        how = {"pause_s": OWN_PAUSE_S, "recovery": "peer", "blocks": blocks, "moments": moments}
-        yield Key(load, width, hours, preemptible=preemptible, **how)
+    for (hours, slow, preemptible), load, width in itertools.product(own, LOADS, WIDTHS):
+        main = hours == 2.0 and slow == SLOW[0] and not preemptible
+        blocks, moments = MAIN if main else OTHER
+        stops = {"pause_s": OWN_PAUSE_S, "recovery": "peer"}
+        yield Key(load, width, hours, *slow, preemptible, **stops, blocks=blocks, moments=moments)
     for width in WIDTHS[1:]:
         yield Key(0.95, width, blocks=MAIN[0], moments=MAIN[1])
 
@@ -165,10 +167,13 @@ def others_rows(key: Key) -> list[dict[str, object]]:
     """Job-hours that others wait longer within 48 hours, by arm, and the standard error."""
     rows = []
     rules = Rules(reserve=key.reserve)
-    for preemptible in (False, True):
+    own = Work(key.width, key.hours, pause_s=OWN_PAUSE_S, from_peers=True, preemptible=True)
+    asked = [
+        (Work(key.width, key.hours), [*ARMS[:-1], at_worth(1.0)]),
+        (own, [SYNCHRONOUS, at_worth(1.0)]),
+    ]
+    for work, arms in asked:
         queue = poisson_queue(NODES, GPUS_PER_NODE, rules, key.load, 12.0, key.blocks, key.moments)
-        arms = [at_worth(1.0)] if preemptible else [*ARMS[:-1], at_worth(1.0)]
-        work = Work(key.width, key.hours, preemptible=preemptible)
         times = paired_times(queue, work, arms=arms, others_within_h=48.0)
         for arm, found in times.others_h.items():
             rows.append(
@@ -177,7 +182,8 @@ def others_rows(key: Key) -> list[dict[str, object]]:
                     "width": key.width,
                     "hours": key.hours,
                     "arm": arm,
-                    "preemptible": preemptible,
+                    "preemptible": work.preemptible,
+                    "pause_s": work.pause_s,
                     "others_wait_h": f"{found.mean():.3g}",
                     "standard_error_h": f"{found.std(ddof=1) / math.sqrt(found.size):.2g}",
                 }
@@ -231,17 +237,24 @@ def lines_of_docs(rows: list[dict[str, str]], others: Path) -> Iterator[str]:
             worth_text(r[f"even with {GANG}"]), worth_text(r[f"even with {SYNCHRONOUS}"]),
             worth_text(own[f"even with {SYNCHRONOUS}"]),
         )  # fmt: skip
-    changed = {"load": "0.7", "width": "16", "preemptible": "False", "recovery": "checkpoint"}
-    for r in rows:
-        if any(r[key] != value for key, value in changed.items()):
+    changed = {"load": "0.7", "width": "16", "preemptible": "False"}
+    asked = [r for r in rows if all(r[key] == value for key, value in changed.items())]
+    owns = {
+        (r["hours"], r["slow_nodes"], r["slow_factor"]): r for r in asked if r["recovery"] == "peer"
+    }
+    for r in asked:
+        if r["recovery"] == "peer":
             continue
         change = f"{r['hours']} h of work" if r["slow_nodes"] == "0" else ""
         if r["hours"] == "2" and r["slow_nodes"] != "0":
             change = f"{float(r['slow_nodes']):.0%} of nodes {r['slow_factor']} times slower"
         if change:
-            ratios = (r[f"{arm} / gang"] for arm in (SYNCHRONOUS, ASYNCHRONOUS))
-            texts = (f"{float(value):.2f}" for value in ratios)
-            yield joined(change, r["gang h"], *texts, worth_text(r[f"even with {SYNCHRONOUS}"]))
+            own = owns[r["hours"], r["slow_nodes"], r["slow_factor"]]
+            yield joined(
+                change, r["gang h"], *(ratio_text(of, SYNCHRONOUS) for of in (r, own)),
+                ratio_text(r, ASYNCHRONOUS),
+                *(worth_text(of[f"even with {SYNCHRONOUS}"]) for of in (r, own)),
+            )  # fmt: skip
     owns = main_rows(rows, True, "peer")
     for r, own in zip(main_rows(rows, preemptible=True), owns, strict=True):
         if r["width"] != "4":
@@ -254,7 +267,8 @@ def lines_of_docs(rows: list[dict[str, str]], others: Path) -> Iterator[str]:
         cost = {(r["load"], r["arm"], r["preemptible"]): r for r in csv.DictReader(file)}
     for load in dict.fromkeys(key[0] for key in cost):
         asked = [(arm, "False") for arm in (GANG, SCATTERED, SYNCHRONOUS, at_worth(1.0))]
-        found = [cost[load, *key] for key in (*asked, (at_worth(1.0), "True"))]
+        preempted = [(SYNCHRONOUS, "True"), (at_worth(1.0), "True")]
+        found = [cost[load, *key] for key in (*asked, *preempted)]
         yield joined(load, *(f"{r['others_wait_h']} ({r['standard_error_h']})" for r in found))
 
 

@@ -199,7 +199,7 @@ class Sleepers(SlurmJobs):
     def __init__(self, queue: Queue, asked: WorkerJob, name: str) -> None:
         folder = RunFolder(queue.marks / name)
         folder.path.mkdir()
-        super().__init__(asked, folder, folder.job, name)
+        super().__init__(asked, folder, name)
         self.folder = folder.path
 
     def script(self, number: int) -> str:

@@ -28,8 +28,9 @@ from typing import Any
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench.plan.against_records import prediction_rows, write_prediction_csv  # noqa: E402
+from stratbench.plan.against_records import prediction_rows  # noqa: E402
 from stratbench.plan.check import check_study  # noqa: E402
+from stratbench.plan.pages.table import write_rows  # noqa: E402
 from stratbench.plan.schedule import make_plan, records_by_cell  # noqa: E402
 from stratbench.study.config import config as configuration  # noqa: E402
 from stratbench.workload.data.prepare import prepare  # noqa: E402
@@ -216,7 +217,7 @@ def main() -> None:
             compared = prediction_rows(plan, records)
             rows += [{"allocator": allocator} | row for row in compared]
         args.out.mkdir(parents=True, exist_ok=True)
-        write_prediction_csv(rows, args.out / "prediction.csv")
+        write_rows(rows, args.out / "prediction.csv")
         (args.out / "prediction.md").write_text(markdown(rows, steps), encoding="utf-8")
         print(markdown(rows, steps))
 

@@ -36,11 +36,11 @@ from stratbench.cell.coordinates import Cell
 from stratbench.plan.device_rates import cpu_device
 from stratbench.plan.needs import subject_of
 from stratbench.plan.projection.evidence import Evidence, evidence_of, on_measured_links
-from stratbench.plan.projection.project import computing_of, project
+from stratbench.plan.projection.project import computing_at, project
 from stratbench.plan.schedule import records_by_cell
 from stratbench.study.config.config import Study, load_config
 from stratbench.telemetry.collective_cost import Time
-from stratbench.train.links import measure
+from stratbench.train.links import measure, servers
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.users_code import CODE_VARIABLE
 
@@ -110,12 +110,12 @@ def measure_links(folder: Path, repeats: int) -> None:
         ]  # fmt: skip
     with (gloo / "links.csv").open(newline="", encoding="utf-8") as file:
         kappa = float(next(csv.DictReader(file))["kappa"])
-    measure._pusher, measure._server = pusher_in_group, server_in_group
+    servers._pusher, servers._server = pusher_in_group, server_in_group
     times += measure.measure_servers(measure.Sweep((FITTED[-1],), 8 << 20, repeats), ["shm"])
     measure.write_links(folder, times, kappa)
 
 
-_PUSHER, _SERVER = measure._pusher, measure._server
+_PUSHER, _SERVER = servers._pusher, servers._server
 
 
 def pusher_in_group(*args: Any) -> None:
@@ -173,8 +173,9 @@ def projections(config: dict[str, Any], study: Study, evidence: Evidence, links:
 
     stated, points = evidence.stated, evidence.points
     device = cpu_device(cluster, FITTED[-1])
-    on = on_measured_links(at, FITTED[-1], stated, device, links, cluster["gpus_per_node"])
-    queue = on.queue and on.queue(computing_of(on.replayed, points[-1].workers, points[-1].step_s))
+    on = on_measured_links(at, evidence, device, links, lambda workers: 1)
+    computing = computing_at(on.replayed, points, stated.scaling)
+    queue = on.queue and (lambda n: on.queue(n, computing(n)))
     [replayed] = project(points, stated, [(TARGET, 1)], on.replayed, on.slowed, on.levels, queue)
     [by_counts] = project(points, stated, [(TARGET, 1)])
     naive = {name: (seconds,) for name, seconds in by_counts.naive_s.items()}

@@ -1,4 +1,4 @@
-"""What resampling whole series of workers would say of the wait for the slowest, where the truth is known.
+"""What workers' own times say of the wait for the slowest, where the truth is known.
 
     PYTHONPATH=workflow python benchmarks/projection_stragglers.py [--jobs 200]
 
@@ -6,9 +6,9 @@ A job's workers compute a step in log-normal times with a coefficient of variati
 (quartiles .053, .087, .449), whose logarithms are correlated from step to step (0.7; published 0.64 to
 0.74). A share of their variance is the worker's own and stays. Steps of all workers wait for the slowest.
 From STEPS steps of 4 workers, the mean step on 8, 16 and 32 is projected: by nothing lost, by a + b/N
-through 1, 2 and 4 of them, by single times drawn from all (i.i.d.), and by whole series drawn from all,
-each begun at a step of its own. Prints the median error of each in percent, with its sign, and in brackets
-that of absolute errors.
+through 1, 2 and 4 of them, and by their own times, any of which the others may take. Prints the median error
+of each in percent, with its sign, and in brackets that of absolute errors; then in how many jobs of 100 the
+step is in the interval of 80 % that the own times give, and how far that reaches, in percent.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 
 from stratbench.plan.projection.naive import Measured, a_plus_b_over_n
+from stratbench.plan.projection.project import LEAST_SD
+from stratbench.plan.projection.stragglers import Stragglers
 
 VARIATIONS = (0.053, 0.087, 0.449)
 PERSISTENT = (0.0, 0.5, 0.9)
 LAG, STEPS, MEASURED, TARGETS = 0.7, 300, 4, (8, 16, 32)
-#: Drawn from the measured series for one projection.
-RESAMPLED = 20
+NORMAL_90 = 1.2816  # the quantile at which 80 of 100 lie between it and its negative
 
 
 def times(workers: int, steps: int, variation: float, persistent: float, draw) -> NDArray:
@@ -50,42 +51,48 @@ def step_s(series: NDArray) -> float:
     return float(series.max(axis=0).mean())
 
 
-def by_a_plus_b(series: NDArray, workers: int, _draw) -> float:
+def by_a_plus_b(series: NDArray, workers: int) -> float:
     points = [Measured(n, step_s(series[:n])) for n in (1, 2, 4)]
     return a_plus_b_over_n(points, "weak", workers)
 
 
-def by_single_times(series: NDArray, workers: int, draw) -> float:
-    return step_s(draw.choice(series.ravel(), size=(workers, RESAMPLED * series.shape[1])))
+def by_own_times(series: NDArray, workers: int) -> float:
+    own = Stragglers(series / series.mean())
+    return step_s(series) * own.slowest(workers) / own.slowest(MEASURED)
 
 
-def by_whole_series(series: NDArray, workers: int, draw) -> float:
-    steps = series.shape[1]
-    said = []
-    for _ in range(RESAMPLED):
-        who, begins = draw.integers(len(series), size=workers), draw.integers(steps, size=workers)
-        said.append(step_s(series[who[:, None], (begins[:, None] + np.arange(steps)) % steps]))
-    return float(np.mean(said))
+def reach(series: NDArray, workers: int) -> float:
+    """How far the interval goes, in ln."""
+    own = Stragglers(series / series.mean())
+    return NORMAL_90 * math.hypot(
+        math.log(own.slowest(workers, 1.0) / own.slowest(workers)), LEAST_SD
+    )
 
 
 RULES: dict[str, Callable[..., float]] = {
-    "nothing lost": lambda series, workers, draw: step_s(series),
+    "nothing lost": lambda series, workers: step_s(series),
     "a + b/N": by_a_plus_b,
-    "i.i.d.": by_single_times,
-    "whole series": by_whole_series,
+    "own times": by_own_times,
 }
 
 
-def errors(variation: float, persistent: float, workers: int, jobs: int) -> dict[str, NDArray]:
-    """Of each rule the errors in percent, job by job. The first of the measured workers stay."""
+def errors(
+    variation: float, persistent: float, workers: int, jobs: int
+) -> tuple[dict[str, NDArray], NDArray]:
+    """Of each rule the errors in percent, job by job, and the intervals' reach, in ln.
+
+    The first of the measured workers stay.
+    """
     found: dict[str, list[float]] = {rule: [] for rule in RULES}
+    reaches = []
     for job in range(jobs):
         draw = np.random.default_rng([job, workers])
         truth = times(workers, STEPS, variation, persistent, draw)
         for rule, projected in RULES.items():
-            said = projected(truth[:MEASURED], workers, draw)
+            said = projected(truth[:MEASURED], workers)
             found[rule].append(100 * (said / step_s(truth) - 1))
-    return {rule: np.array(of_rule) for rule, of_rule in found.items()}
+        reaches.append(reach(truth[:MEASURED], workers))
+    return {rule: np.array(of_rule) for rule, of_rule in found.items()}, np.array(reaches)
 
 
 def main() -> None:
@@ -94,14 +101,24 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=200, help="simulated for each row (200)")
     jobs = parser.parse_args().jobs
-    print("| variation | of which stays | workers | " + " | ".join(RULES) + " |")
-    print("|---" * (3 + len(RULES)) + "|")
+    titles = [
+        "variation",
+        "of which stays",
+        "workers",
+        *RULES,
+        "in the interval, %",
+        "its reach, %",
+    ]
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
     for variation in VARIATIONS:
         for persistent in PERSISTENT:
             for workers in TARGETS:
-                found = errors(variation, persistent, workers, jobs).values()
-                cells = [f"{np.median(e):+.1f} ({np.median(abs(e)):.1f})" for e in found]
+                found, reaches = errors(variation, persistent, workers, jobs)
+                cells = [f"{np.median(e):+.1f} ({np.median(abs(e)):.1f})" for e in found.values()]
+                within = abs(np.log1p(found["own times"] / 100)) < reaches
                 row = [f"{variation:g}", f"{persistent:.0%}", str(workers), *cells]
+                row += [f"{100 * within.mean():.0f}", f"{100 * np.median(reaches):.0f}"]
                 print(f"| {' | '.join(row)} |", flush=True)
 
 

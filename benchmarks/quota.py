@@ -57,6 +57,11 @@ def enter() -> None:
     (own / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
 
 
+def leave() -> None:
+    """Put this process back among all others."""
+    (CONTROLLER / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
+
+
 def _remove(folder: Path) -> None:
     """Remove the groups; one whose process is still ending is waited for."""
     for group in [*(p for p in folder.iterdir() if p.is_dir()), folder]:

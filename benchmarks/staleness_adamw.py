@@ -44,7 +44,8 @@ from stratbench.plan.queue.virtual_clock import Timing, Trace, simulate
 from stratbench.ps.policies.policies import make_policy
 from stratbench.ps.policies.policy import Hyper, Outcome, Policy
 from stratbench.ps.tickets import Ticket, TicketPlan
-from stratbench.workload.data.sources import ROOT_VARIABLE, Source, markov_text, tinyshakespeare
+from stratbench.workload.data.generated import markov_text
+from stratbench.workload.data.sources import ROOT_VARIABLE, Source, tinyshakespeare
 from stratbench.workload.network.gpt import GPT
 
 #: What is compared with ps-sync: a policy, and its options as text.

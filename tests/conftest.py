@@ -38,16 +38,21 @@ from stratbench.workload.data.prepare import prepare
 
 #: What runs on PyTorch's CUDA build alone; `make test-gpu-path` names the folder, and so collects it.
 collect_ignore = ["software_gpu"]
+#: A test may take so many times as long as its mark says: that is for a machine that does nothing else.
+BUSY = 4
 #: Where the process that hands out the tests keeps the folder of the fork server that `warm` names.
 WARM = pytest.StashKey[str]()
 
 # However long an example takes on a busy machine, `timeout` judges.
-hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("tests")
 # torch.compile would compile and load a program for each kind of vector instructions, to see which work.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-# Hundreds of processes import the package: it is compiled once.
+# Hundreds of processes import the package, and several all tests: each is compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,11 +90,15 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, files that wait (for SLURM) and files that compute start in turn.
+    """Give each test the time of a busy machine, and order them.
 
+    Side by side, files that wait (for SLURM) and files that compute start in turn.
     Of each kind, what may take longest starts first, so that all cores have work until the end. Files
     with a test that is to run alone come last: while it waits for all others, its process does nothing.
     """
+    for item in items:
+        if timeout := item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(BUSY * timeout.args[0]), append=False)
     if not hasattr(config, "workerinput"):
         return
     limit_s: dict[Path, float] = {}

@@ -26,7 +26,12 @@ Found = TypeVar("Found")
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 FOREVER = 1_000_000  # epochs
 #: The longest that anything is waited for: it takes seconds, but minutes on a very busy machine.
-LIMIT_S = 300.0
+LIMIT_S = 900.0
+#: Time limits for a cell that has to get on before it reaches one: a busy machine may need the longest.
+LIMITS_S = (10.0, 60.0, 300.0)
+#: The rules of the audit that may find something in an honest cell: the machine and its load are to blame.
+OF_THE_MACHINE = {"busy-machine", "loaded-machine", "steps-uneven", "workers-are-processes"}
+OF_THE_MACHINE |= {"processes-share-cores", "late-start", "input-bound"}
 #: Of a strategy that takes no SGD.
 ADAMW = {
     "optimizer": "adamw", "momentum": 0.0, "nesterov": False, "betas": [0.9, 0.999], "eps": 1e-8,
@@ -102,13 +107,19 @@ def until(condition: Callable[[], Found], timeout_s: float = LIMIT_S) -> Found:
 
 def train_one_epoch(launched: LaunchedCell) -> None:
     """Wait until the first epoch is through."""
+    assert trains_one_epoch(launched), launched.process.communicate()[0]
+
+
+def trains_one_epoch(launched: LaunchedCell) -> bool:
+    """Wait until the first epoch is through, or the launcher has ended; whether it still trains."""
     progress = launched.folder.progress
-
-    def done() -> bool:
-        assert launched.process.poll() is None, launched.process.communicate()[0]
-        return progress.exists() and progress.read_text().count("\n") >= 1
-
-    until(done)
+    until(
+        lambda: (
+            launched.process.poll() is not None
+            or (progress.exists() and progress.read_text().count("\n") >= 1)
+        )
+    )
+    return launched.process.poll() is None
 
 
 def kill_all(launcher: subprocess.Popen[Any]) -> None:

@@ -29,6 +29,7 @@ from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.datasets import describe
+from stratbench.workload.network.models import input_shape
 from subject import job_of, prepared, served, settings, spec_of
 
 #: Samples of a worker's batch on a GPU and on a CPU; the data set has one for each of 64 workers.
@@ -144,7 +145,8 @@ def look_at(stage: Stage, case: Case, s: Settings, found: dict[str, Any], plan: 
         f"{states}, plan {plan.model_states_bytes}",
     )
     predicted = plan.training_peak(s.per_worker_batch, found["resident_threads"]).n_bytes
-    predicted += data_bytes(dataset_of(s), s.model, s.augment)
+    data = dataset_of(s)
+    predicted += data_bytes(data, input_shape(s.model, data.shape), s.augment)
     figures = used | {"steps": found["steps"], "predicted_bytes": predicted}
     if stage.on_cuda:
         peak_bytes = measured_peak_bytes(used, 0)

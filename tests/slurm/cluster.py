@@ -47,6 +47,9 @@ from cluster_host import (
 NODES = ("node1", "node2")
 #: The account that accounting knows, and without which it lets no job in.
 ACCOUNT = "bench"
+#: The longest that a command of SLURM, a daemon's start or its end may take, in seconds: each takes a
+#: moment, but on a very busy machine minutes.
+PATIENCE_S = 600.0
 #: A unix socket's path has at most 107 characters.
 MAX_DIRECTORY_LENGTH = 80
 
@@ -108,7 +111,7 @@ class SlurmCluster:
         path = kept.get("PATH", "/usr/bin:/bin")
         return {**kept, "SLURM_CONF": str(self.conf), "PATH": f"{path}:/usr/sbin"}
 
-    def run(self, *command: str, timeout_s: float = 120) -> str:
+    def run(self, *command: str, timeout_s: float = PATIENCE_S) -> str:
         """The standard output of a SLURM command against this cluster.
 
         Raises:
@@ -165,7 +168,7 @@ class SlurmCluster:
         with contextlib.suppress(RuntimeError):
             self.run("scontrol", "update", f"nodename={node}", "state=resume")
         up = ("idle", "mix", "alloc")  # jobs that wait for it start at once
-        self._wait(node, lambda: self.node_states()[node] in up, 120)
+        self._wait(node, lambda: self.node_states()[node] in up)
 
     # Starting
 
@@ -274,14 +277,14 @@ class SlurmCluster:
             f"--log-file={here}/log/munged.log",
             f"--seed-file={here}/run/munged.seed",
         )
-        self._wait("munged", (here / "run" / "munge.socket").exists, 120, munged)
+        self._wait("munged", (here / "run" / "munge.socket").exists, munged)
         if self.accounting:
             self._start_accounting()
         slurmctld = self._daemon("slurmctld", "slurmctld", "-D", "-f", str(self.conf))
-        self._wait("slurmctld", lambda: "is UP" in self.run("scontrol", "ping"), 120, slurmctld)
+        self._wait("slurmctld", lambda: "is UP" in self.run("scontrol", "ping"), slurmctld)
         for node in NODES:
             self._start_slurmd(node)
-        self._wait("both nodes", lambda: set(self.node_states().values()) == {"idle"}, 120)
+        self._wait("both nodes", lambda: set(self.node_states().values()) == {"idle"})
 
     def _start_slurmd(self, node: str) -> None:
         self._daemon(f"slurmd-{node}", "slurmd", "-D", "-N", node, "-f", str(self.conf))
@@ -298,7 +301,7 @@ class SlurmCluster:
                 "--skip-test-db",
                 "--auth-root-authentication-method=socket",
                 f"--auth-root-socket-user={user_name()}",
-            ).wait(timeout=120)
+            ).wait(timeout=PATIENCE_S)
         mariadb = self._daemon(
             "mariadb",
             "mariadbd",
@@ -311,9 +314,9 @@ class SlurmCluster:
             "--innodb-lock-wait-timeout=900",
             "--innodb-flush-log-at-trx-commit=0",
         )
-        self._wait("mariadb", lambda: connects(self.directory / "run" / "db.socket"), 120, mariadb)
+        self._wait("mariadb", lambda: connects(self.directory / "run" / "db.socket"), mariadb)
         slurmdbd = self._daemon("slurmdbd", "slurmdbd", "-D")
-        self._wait("slurmdbd", lambda: bool(listening([self.ports["slurmdbd"]])), 120, slurmdbd)
+        self._wait("slurmdbd", lambda: bool(listening([self.ports["slurmdbd"]])), slurmdbd)
         for entity in (
             ("cluster", self.name),
             ("account", ACCOUNT, f"Cluster={self.name}"),
@@ -325,10 +328,9 @@ class SlurmCluster:
         self,
         what: str,
         ready: Callable[[], bool],
-        limit_s: float,
         daemon: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + PATIENCE_S
         last = ""
         while time.monotonic() < deadline and (daemon is None or daemon.poll() is None):
             try:
@@ -343,7 +345,7 @@ class SlurmCluster:
             if (lines := log.read_text(errors="replace").splitlines())
         ]
         raise Unavailable(
-            f"{what} not up within {limit_s:.0f} s{last}\nLast lines of {self.directory}/log:\n"
+            f"{what} not up within {PATIENCE_S:.0f} s{last}\nLast lines of {self.directory}/log:\n"
             + "\n".join(tails)
         )
 
@@ -361,7 +363,7 @@ class SlurmCluster:
     def cancel_all(self) -> None:
         """Cancel every job and wait until SLURM is rid of them."""
         self.run("scancel", "--quiet", "--user", user_name())
-        self._wait("an empty queue", lambda: not self.run("squeue", "-h"), 120)
+        self._wait("an empty queue", lambda: not self.run("squeue", "-h"))
 
     def stop(self) -> None:
         """Cancel every job, end every daemon and check that no process is left.
@@ -373,7 +375,7 @@ class SlurmCluster:
             if listening([self.ports.get("slurmctld", 0)]):
                 self.cancel_all()
         left = self.processes()
-        for number, patience_s in ((signal.SIGTERM, 8), (signal.SIGKILL, 60)):
+        for number, patience_s in ((signal.SIGTERM, 8), (signal.SIGKILL, PATIENCE_S)):
             deadline = time.monotonic() + patience_s
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -384,7 +386,7 @@ class SlurmCluster:
                 left = sorted({*filter(alive, left), *self.processes()})
         if self._guard is not None:
             self._guard.stdin.close()
-            self._guard.wait(timeout=120)
+            self._guard.wait(timeout=PATIENCE_S)
             self._guard = None
         if left:
             raise RuntimeError(f"processes of the cluster in {self.directory} are left: {left}")

@@ -16,21 +16,24 @@ from typing import Any
 import psutil
 from cluster import SlurmCluster
 
-from launching import phase_logs, until
+from launching import LIMIT_S, phase_logs, until
 from stratbench.train.forkserver import FOLDER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
-from snakemake_forks import StartedSnakemake
-from tiny_study import Workflow, tiny_config
+from snakemake_forks import LOOK_VARIABLE, StartedSnakemake
+from tiny_study import TIMEOUT_S, Workflow, tiny_config
 
 PROFILE = "profiles/slurm/config.yaml"
 #: Where the report is not what is tested.
 CELLS_ONLY = ("--until", "train_cell")
+#: Snakemake asks SLURM how its jobs are so often, in seconds; of itself ever less often, down to every 180 s.
+LOOK_S = 2
 #: More seconds than any test takes.
-NEVER_S = 1200
-#: A cell that trains until it is stopped, and sleeps most of the time: other tests need the cores.
+NEVER_S = 6000
+#: A cell that trains until it is stopped, and sleeps most of the time: other tests need the cores. These
+#: epochs take hours; workers with servers draw them all before their first step.
 ENDLESS = {
-    "epochs": 1000000,
+    "epochs": 10_000,
     "warmup_steps": 1,
     "slowdown": {"workers": [0], "factor": 60},
     "time_limit_s": NEVER_S,
@@ -68,7 +71,11 @@ class ClusterWorkflow(Workflow):
 
     def environment(self) -> dict[str, str]:
         ours = super().environment()
-        changed = {"XDG_CACHE_HOME": ours["XDG_CACHE_HOME"], FOLDER_VARIABLE: str(self._warm)}
+        changed = {
+            "XDG_CACHE_HOME": ours["XDG_CACHE_HOME"],
+            FOLDER_VARIABLE: str(self._warm),
+            LOOK_VARIABLE: str(LOOK_S),
+        }
         return self.cluster.env | changed | self.variables
 
     def share_import(self, warm: Mapping[str, str], *experiments: str) -> None:
@@ -86,15 +93,15 @@ class ClusterWorkflow(Workflow):
             )
         self._warm.symlink_to(warm[FOLDER_VARIABLE])
 
-    def finish(self, run: StartedSnakemake, limit_s: float) -> str:
-        """What a started Snakemake printed, once it has ended; killed and failed after `limit_s`."""
+    def finish(self, run: StartedSnakemake) -> str:
+        """What a started Snakemake printed, once it has ended; killed and failed after TIMEOUT_S."""
         try:
-            return run.communicate(timeout=limit_s)[0]
+            return run.communicate(timeout=TIMEOUT_S)[0]
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
-            output, _ = run.communicate(timeout=300)
+            output, _ = run.communicate(timeout=LIMIT_S)
             raise AssertionError(
-                f"snakemake hangs after {limit_s} s; it printed:\n{output}"
+                f"snakemake hangs after {TIMEOUT_S} s; it printed:\n{output}"
             ) from None
 
     def slurm_jobs(

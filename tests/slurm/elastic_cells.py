@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import psutil
 from cluster import SlurmCluster
-from cluster_workflow import NEVER_S, ClusterWorkflow
+from cluster_workflow import NEVER_S, ClusterWorkflow, study
 
 from launching import until
 from stratbench.cell.run_folder import RunFolder
@@ -16,9 +19,10 @@ from stratbench.ps.elastic.journal import read_journal
 #: A cell of two workers.
 SPLIT = {"strategies": ["ddp"], "gpus": [2], "elastic": True, "warmup_steps": 1}
 SERVED = SPLIT | {"strategies": ["ps-ormo"], "lr": 0.002}
-#: Of one that trains until it is stopped, and sleeps most of the time.
+#: Of one that trains until it is stopped, and sleeps most of the time. These epochs take hours; a worker with
+#: servers draws them all before its first step: of a million for a minute.
 ENDLESS = {
-    "epochs": 1000000,
+    "epochs": 10_000,
     "slowdown": {"workers": [0, 1], "factor": 60},
     "time_limit_s": NEVER_S,
 }
@@ -116,3 +120,50 @@ class Served(Elastic):
     def gone(self, how: str) -> dict[int, float]:
         kind = {"left": "leave", "lost": "loss"}[how]
         return {event["worker"]: event["at_unix_s"] for event in self.events(kind)}
+
+
+def two_cells(
+    folder: Path, cluster: SlurmCluster, changes: dict[str, Any], **of_cluster: Any
+) -> tuple[ClusterWorkflow, Elastic, Served]:
+    """A workflow with a cell of split synchronous workers and one of servers."""
+    config = study(
+        {"split": SPLIT | changes, "served": SERVED | changes},
+        mem_mib_per_cpu_worker=1500,
+        **of_cluster,
+    )
+    workflow = ClusterWorkflow(folder, config, cluster)
+    return workflow, Elastic(workflow, "split"), Served(workflow, "served")
+
+
+#: Stands for one of SLURM's commands on a cluster where jobs may not call it.
+FORBIDDING = """#!/bin/sh
+above=$$
+while [ "$above" -gt 1 ]; do
+    [ "$(cat /proc/$above/comm)" = slurmstepd ] && { echo "Access denied in jobs" >&2; exit 1; }
+    above=$(sed -n 's/^PPid:[[:space:]]*//p' /proc/$above/status)
+done
+exec REAL "$@"
+"""
+
+
+def forbid_in_jobs(workflow: ClusterWorkflow, folder: Path) -> None:
+    """Let no job of the workflow's submit, see or cancel jobs."""
+    folder.mkdir()
+    path = workflow.cluster.env["PATH"]
+    for name in ("sbatch", "squeue", "scancel"):
+        command = folder / name
+        command.write_text(FORBIDDING.replace("REAL", shutil.which(name, path=path)))
+        command.chmod(0o755)
+    workflow.variables["PATH"] = f"{folder}:{path}"
+
+
+def desks_of(workflow: ClusterWorkflow) -> list[psutil.Process]:
+    """The processes that submit worker jobs beside the workflow's Snakemake."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(workflow.folder):
+                found += [process] * (
+                    process.cmdline()[-1:] == ["stratbench.train.elastic.login_jobs"]
+                )
+    return found

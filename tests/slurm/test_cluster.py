@@ -7,14 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import cluster_host
 import pytest
 from cluster import ACCOUNT, SlurmCluster
 from cluster_host import Unavailable, cluster_processes, install, listening, refusal
+
+from launching import LIMIT_S, until
 
 CLUSTER = Path(__file__).with_name("cluster.py")
 pytest_plugins = ["cluster_fixtures"]
@@ -32,24 +33,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def eventually(condition: Callable[[], object], limit_s: float) -> bool:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.2)
-    return bool(condition())
-
-
-def finished(cluster: SlurmCluster, job: str, limit_s: float = 120) -> str:
-    """The state in which a job ended."""
-
-    def state() -> str:
-        return cluster.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
-
+def finished(cluster: SlurmCluster, job: str) -> str:
+    """The state in which a job ended, once it has."""
     over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL"}
-    assert eventually(lambda: state() in over, limit_s), f"job {job} is {state()}"
-    return state()
+
+    def state() -> str | None:
+        told = cluster.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
+        return told if told in over else None
+
+    return until(state)
 
 
 def batch(cluster: SlurmCluster, out: Path, script: str, *options: str) -> str:
@@ -94,9 +86,9 @@ def test_a_lost_node_fails_its_jobs_and_comes_back(slurm: SlurmCluster, tmp_path
     options = ("--nodelist=node2", "--no-requeue", "--ntasks=1")
     running = tmp_path / "running"
     job = batch(slurm, tmp_path / "out", f"srun sh -c 'touch {running}; sleep 1000'", *options)
-    assert eventually(running.exists, 120)
+    until(running.exists)
     slurm.lose_node("node2")
-    assert finished(slurm, job, limit_s=180) == "NODE_FAIL"
+    assert finished(slurm, job) == "NODE_FAIL"
     slurm.restore_node("node2")
     assert slurm.node_states()["node2"] == "idle"
 
@@ -107,7 +99,7 @@ def test_accounting_knows_a_finished_job(slurm_accounting: SlurmCluster, tmp_pat
     def account() -> str:
         return slurm_accounting.run("sacct", "-nXP", "-j", job, "-o", "State,Account")
 
-    assert eventually(lambda: account() == f"COMPLETED|{ACCOUNT}", 120), account()
+    until(lambda: account() == f"COMPLETED|{ACCOUNT}")
     with pytest.raises(RuntimeError, match="Invalid account"):
         batch(slurm_accounting, tmp_path / "out", "true", "--account=nobodys")
 
@@ -117,7 +109,7 @@ def test_stopping_leaves_no_process_and_no_port(directory: Path) -> None:
         batch(cluster, directory / "out", "trap '' TERM; while :; do sleep 1; done")
         ports = list(cluster.ports.values())
         assert sorted(listening(ports)) == sorted(ports)
-        assert eventually(lambda: len(cluster.processes()) > 6, 120)  # the daemons and the job
+        until(lambda: len(cluster.processes()) > 6)  # the daemons and the job
     assert cluster_processes(cluster.directory, cluster.name) == set()
     assert listening(ports) == []
 
@@ -150,22 +142,25 @@ def test_a_killed_owner_leaves_nothing(directory: Path, number: int) -> None:
         assert cluster.processes()
     finally:
         owner.send_signal(number)
-        owner.wait(timeout=120)
-    assert eventually(lambda: not cluster.processes(), 120), cluster.processes()
-    assert listening(list(cluster.ports.values())) == []
+        owner.wait(timeout=LIMIT_S)
+    until(lambda: not cluster.processes())
+    # A process that ends has no environment any more, by which it is known, before its ports are closed.
+    until(lambda: not listening(list(cluster.ports.values())))
 
 
 def test_the_command_line_brings_a_cluster_up_and_down(directory: Path) -> None:
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, CLUSTER, *arguments], capture_output=True, text=True, timeout=180
+            [sys.executable, CLUSTER, *arguments], capture_output=True, text=True, timeout=LIMIT_S
         )
 
     up = command("up", str(directory), "--cpus", "4", "--gpus", "2")
     try:
         assert up.returncode == 0, up.stderr
         script = command("env", str(directory)).stdout + "sinfo -h -N -o '%N %c %G'"
-        shown = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=120)
+        shown = subprocess.run(
+            ["sh", "-c", script], capture_output=True, text=True, timeout=LIMIT_S
+        )
         assert shown.stdout.splitlines() == ["node1 4 gpu:2", "node2 4 gpu:2"], shown.stderr
         again = command("up", str(directory))
         assert again.returncode == 1

@@ -25,7 +25,7 @@ def test_a_host_running_slurm_is_refused(tmp_path: Path, daemon: str) -> None:
     pretender = subprocess.Popen([program, "600"], env=environ)
     try:
         # Just after its start a program has no environment yet, as one that ends.
-        until(Path(f"/proc/{pretender.pid}/environ").read_bytes, 60)
+        until(Path(f"/proc/{pretender.pid}/environ").read_bytes)
         reason = refusal(tmp_path / "own", environ={}, host_configuration=[])
         assert reason == f"this host runs a SLURM of its own: {daemon}, process {pretender.pid}"
     finally:

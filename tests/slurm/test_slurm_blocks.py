@@ -87,7 +87,7 @@ def raced(slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
         workflow.reach_limit(job("near"))
 
     def finish(run) -> None:
-        found.outputs.append(workflow.finish(run, limit_s=400))
+        found.outputs.append(workflow.finish(run))
         found.codes.append(run.returncode)
         round_ = (folder / "results/tiny/verdict/round.json").read_text()
         found.rounds.append(json.loads(round_))

@@ -35,7 +35,7 @@ def test_a_cell_on_a_node_that_dies_is_trained_on_another(
     lost = workflow.slurm_jobs("one")[0]
     slurm.lose_node(lost["nodes"])
     workflow.release("one", "two")
-    output = workflow.finish(run, limit_s=400)
+    output = workflow.finish(run)
     assert run.returncode == 0, output
     assert "node failure" in output
     first, second = workflow.slurm_jobs("one")
@@ -82,7 +82,7 @@ def resumed(
             run = workflow.start("--slurm-keep-successful-logs", *CELLS_ONLY, stdout=file)
         until(lambda: "still run, or wait in SLURM's queue" in printed.read_text())
         workflow.release("a", "b")
-        workflow.finish(run, limit_s=300)
+        workflow.finish(run)
         yield Resumed(workflow, live, printed.read_text())
     finally:
         slurm_session.cancel_all()

@@ -1,19 +1,17 @@
-"""Elastic cells on a SLURM cluster: their worker jobs come, are taken away, and never outlive them."""
+"""Elastic cells on a SLURM cluster: what their worker jobs do when what started them is lost."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import SlurmCluster
 from cluster_workflow import CELLS_ONLY, ClusterWorkflow, study
-from elastic_cells import ENDLESS, SERVED, SPLIT, Elastic, Served
+from elastic_cells import ENDLESS, SPLIT, Elastic, desks_of, forbid_in_jobs, two_cells
 
 from launching import until
 
@@ -21,115 +19,43 @@ pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def two_cells(
-    folder: Path, cluster: SlurmCluster, changes: dict[str, Any], **of_cluster: Any
-) -> tuple[ClusterWorkflow, Elastic, Served]:
-    """A workflow with a cell of split synchronous workers and one of servers."""
-    config = study(
-        {"split": SPLIT | changes, "served": SERVED | changes},
-        mem_mib_per_cpu_worker=1500,
-        **of_cluster,
-    )
-    workflow = ClusterWorkflow(folder, config, cluster)
-    return workflow, Elastic(workflow, "split"), Served(workflow, "served")
-
-
-@pytest.fixture
-def spare(slurm: SlurmCluster) -> Iterator[str]:
-    """A partition of node2 whose jobs all others preempt, with seconds of grace; node2 takes none yet."""
-    slurm.run("scontrol", "create", "PartitionName=spare", "Nodes=node2", "State=UP",
-              "MaxTime=INFINITE", "PriorityTier=0", "PreemptMode=CANCEL", "GraceTime=15")  # fmt: skip
-    slurm.run("scontrol", "update", "nodename=node2", "state=drain", "reason=later")
-    yield "spare"
-    slurm.cancel_all()
-    slurm.run("scontrol", "delete", "PartitionName=spare")
-
-
-def noticed(cell: Elastic, how: str, numbers: set[int], since: float) -> str:
-    """Wait until workers have been noted as gone; in words how long it took."""
-    until(lambda: numbers <= cell.gone(how).keys())
-    after_s = max(max(cell.gone(how)[n] for n in numbers) - since, 0.0) or time.time() - since
-    return f"{cell.experiment}: {sorted(numbers)} {how} after {after_s:.2f} s"
-
-
-def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
-    slurm: SlurmCluster, spare: str, tmp_path: Path
+def test_after_a_killed_snakemake_the_next_one_submits_for_the_cell_that_goes_on(
+    slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    """Asked to end, killed, preempted, warned of their time's end, on a node that falls silent.
-
-    At last the cells' own jobs are cancelled, which leave no worker job behind.
-    """
-    workflow, *cells = two_cells(tmp_path / "w", slurm, ENDLESS, worker_partition=spare)
-    split, served = cells
-    run = workflow.start(*CELLS_ONLY, "--retries", "0")
+    """The worker jobs end with the first; the cell's own job waits for others, and finishes."""
+    config = study(
+        {"split": SPLIT | ENDLESS | {"epochs": 20, "slowdown": {"workers": [0, 1], "factor": 10}}},
+        mem_mib_per_cpu_worker=1500,
+        submit_workers="login",
+    )
+    workflow = ClusterWorkflow(tmp_path / "w", config, slurm)
+    workflow.change_code(
+        "workflow/stratbench/study/slurm/live_jobs.py", "POLL_S = 15", "POLL_S = 1"
+    )
+    forbid_in_jobs(workflow, tmp_path / "bin")
+    split = Elastic(workflow, "split")
+    run = workflow.start(*CELLS_ONLY)
     try:
-        for cell in cells:
-            cell.launcher()  # on node1
-        slurm.run("scontrol", "update", "nodename=node2", "state=resume")
-        here = {cell: cell.wait_for_new(set()) for cell in cells}
-
-        since = time.time()
-        for cell in cells:
-            slurm.run("scancel", "--signal=TERM", cell.job_of(min(here[cell])))
-        for cell in cells:
-            print("SIGTERM:", noticed(cell, "left", {min(here[cell])}, since))
-        since = time.time()
-        for cell in cells:
-            cell.process_of(max(here[cell])).send_signal(signal.SIGKILL)
-        for cell in cells:
-            print("SIGKILL:", noticed(cell, "lost", {max(here[cell])}, since))
-        (lost,) = served.events("loss")
-        assert len(lost["tickets"]) <= 1  # none while it evaluates
-        here = {cell: cell.wait_for_new(here[cell]) for cell in cells}
-
-        assert split.run.secret.stat().st_mode & 0o777 == 0o600
-        shown = slurm.run("scontrol", "show", "job", split.job_of(min(here[split])))
-        assert split.run.secret.read_text() not in shown
-
-        # Who is preempted leaves, and is submitted anew; the others stay.
-        each = slurm.run("squeue", "-h", "-j", split.job_of(min(here[split])), "-o", "%m")
-        of_two = slurm.memory_mib - 2 * int(each.removesuffix("M"))
-        wide = ["--parsable", "--nodelist=node2", f"--mem={of_two}M", "--output=/dev/null"]
-        since = time.time()
-        other = slurm.run("sbatch", *wide, "--wrap=sleep 9999")
-        until(lambda: slurm.run("squeue", "-h", "-j", other, "-o", "%T") == "RUNNING")
-        taken = {cell: here[cell] & cell.gone("left").keys() for cell in cells}
-        names = {cell.experiment: taken[cell] for cell in cells}
-        print(f"preempted by job {other}: {names}, {time.time() - since:.2f} s")
-        assert any(taken.values())
-        assert sum(map(len, taken.values())) < 4
-        until(lambda: all(len(c.jobs("PENDING", "RUNNING")) == 2 for c in cells))
-        assert any(cell.jobs("PENDING") for cell in cells)
-        # Who has stayed is told that its time ends.
-        stayed = {cell: here[cell] - taken[cell] for cell in cells if here[cell] - taken[cell]}
-        since = time.time()
-        for cell, numbers in stayed.items():
-            job = cell.job_of(min(numbers))
-            slurm.run("scontrol", "update", f"JobId={job}", "EndTime=now+50")
-        for cell, numbers in stayed.items():
-            print("USR1:", noticed(cell, "left", {min(numbers)}, since))
-            log = cell.run.log(f"rank{min(numbers)}").read_text()
-            assert "SIGUSR1: this worker leaves" in log
-        slurm.run("scancel", other)
-        here = {cell: cell.wait_for_new(here[cell]) for cell in cells}
-
-        # All are gone: nothing of the node answers, and no connection closes. Its jobs are submitted anew.
-        slurm.freeze_node("node2")
-        since = time.time()
-        for cell in cells:
-            print("frozen:", noticed(cell, "lost", here[cell], since))
-        until(lambda: slurm.node_states()["node2"].startswith("down"))
-        slurm.lose_node("node2")
-        time.sleep(max(0.0, since + 60 - time.time()))
-        slurm.restore_node("node2")
-        here = {cell: cell.wait_for_new(here[cell]) for cell in cells}
-
-        for cell in cells:
-            slurm.run("scancel", cell.coordinator())
-        until(lambda: not any(cell.jobs("RUNNING", "PENDING") for cell in cells))
+        before = split.wait_for_new(set())
+        own = split.coordinator()
+        os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+        until(lambda: not split.jobs("RUNNING", "PENDING") and not desks_of(workflow))
+        assert slurm.run("squeue", "-h", "-j", own, "-o", "%T") == "RUNNING"
+        assert workflow.run("--unlock").returncode == 0
+        run = workflow.start(*CELLS_ONLY)
+        after = split.wait_for_new(set())
+        assert not before & after
     finally:
-        output = workflow.finish(run, 300)
-    assert "CANCELLED" in output
+        output = workflow.finish(run)
+    assert run.returncode == 0, output
+    assert f"SLURM job {own}: results/tiny/cells/" in output
+    assert [job["id"] for job in workflow.slurm_jobs("split")] == [own]
+    assert not split.jobs("RUNNING", "PENDING")
+    found = json.loads(workflow.cell_record("split").read_text())
+    assert (found["status"], found["elastic"]["lives"]) == ("ok", 1), output
+    assert len(found["score"]["per_epoch"]) == 20
+    until(lambda: not desks_of(workflow))
 
 
 def test_cells_whose_own_jobs_are_lost_go_on_and_finish(
@@ -152,7 +78,7 @@ def test_cells_whose_own_jobs_are_lost_go_on_and_finish(
         )  # in place of 121 s from now
         served.wait_for("life", 2)
     finally:
-        output = workflow.finish(run, 900)
+        output = workflow.finish(run)
     records = {
         c: json.loads(workflow.cell_record(c.experiment).read_text()) for c in (split, served)
     }

@@ -16,7 +16,7 @@ import pytest
 from cluster import SlurmCluster
 from cluster_workflow import ENDLESS, ClusterWorkflow, study
 
-from launching import until
+from launching import LIMIT_S, until
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,7 +32,7 @@ ONE_OF_EACH = {
     "cancelled": ENDLESS,
     "hungry": {"dataset": "big-batch", "global_batch": 8192},
     "full": {},  # its disk
-    "late-two": TWO_NODES | ENDLESS | {"time_limit_s": 80},  # with a step before it
+    "late-two": TWO_NODES | ENDLESS | {"time_limit_s": 150},  # with a step before it
     "killed-two": TWO_NODES | ENDLESS,
 }
 FAILING = ("broken", "hung", "cancelled", "hungry", "full", "killed-two")
@@ -68,7 +68,7 @@ def full_disk(folder: Path) -> Iterator[None]:
                 pass
         yield
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=120)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def disaster(
                 )
                 to_break.remove(which)
                 which[1](found)
-            output = workflow.finish(run, limit_s=400)
+            output = workflow.finish(run)
             yield Disaster(workflow, output, run.returncode)
         finally:
             slurm_session.cancel_all()

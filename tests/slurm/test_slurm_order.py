@@ -26,7 +26,7 @@ def test_cells_are_submitted_repeat_after_repeat(slurm: SlurmCluster, tmp_path: 
         by_submission = sorted(workflow.slurm_jobs(), key=lambda job: int(job["id"]))
     finally:
         slurm.cancel_all()
-        workflow.finish(run, limit_s=400)
+        workflow.finish(run)
     cells = []
     for job in by_submission:
         *_, experiment, strategy, model, gpus, repeat = job["comment"].split("_")

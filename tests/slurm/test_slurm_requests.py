@@ -59,7 +59,7 @@ def interrupted(
             if row.startswith(str(folder))
         }
         os.killpg(run.pid, signal.SIGINT)
-        workflow.finish(run, limit_s=300)
+        workflow.finish(run)
         yield Interrupted(workflow, asked, workers, run.returncode)
     finally:
         slurm_session.cancel_all()

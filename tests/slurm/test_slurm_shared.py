@@ -65,7 +65,7 @@ def test_each_cell_of_a_shared_job_fails_and_is_trained_again_by_itself(
     [shared] = workflow.slurm_jobs()
     assert processes_of(workflow, shared["id"])
     slurm.run("scancel", shared["id"])
-    output = workflow.finish(run, limit_s=300)
+    output = workflow.finish(run)
     assert run.returncode != 0
     until(lambda: not processes_of(workflow, shared["id"]))
     assert {name: workflow.status(name) for name in CELLS} == dict.fromkeys(CELLS) | {good: "ok"}
@@ -83,7 +83,7 @@ def test_each_cell_of_a_shared_job_fails_and_is_trained_again_by_itself(
     assert len(second) == 1
     workflow.release(*(name for name in CELLS if name != good))
     slurm.run("scancel", second[0]["id"])
-    output = workflow.finish(run, limit_s=400)
+    output = workflow.finish(run)
     assert run.returncode == 0, output
     assert {workflow.status(name) for name in CELLS} == {"ok"}
     assert workflow.cell_record(good).read_bytes() == before
@@ -117,7 +117,7 @@ def test_a_shared_job_outlives_a_killed_driver_and_its_cells_are_not_started_twi
     each_min = (NEVER_S + 600) // 60  # and the allowance for its start
     assert limit == f"{5 * each_min // 60}:{5 * each_min % 60:02}:00"
     workflow.release(*others)
-    workflow.finish(run, limit_s=300)
+    workflow.finish(run)
     assert {workflow.status(name) for name in CELLS} == {"ok"}, printed.read_text()
     assert [job["id"] for job in workflow.slurm_jobs()] == [shared["id"]]
     records = [json.loads(workflow.cell_record(name).read_text()) for name in CELLS]
@@ -139,7 +139,7 @@ def test_ctrl_c_cancels_the_shared_job_and_submits_no_more(workflow: ClusterWork
     until(lambda: training(workflow, *others))
     [shared] = workflow.slurm_jobs()  # of two cells: the next waits for its end
     os.killpg(run.pid, signal.SIGINT)
-    workflow.finish(run, limit_s=300)
+    workflow.finish(run)
     assert run.returncode != 0
     until(lambda: not processes_of(workflow, shared["id"]))
     until(lambda: [job["state"] for job in workflow.slurm_jobs()] == ["CANCELLED"])

@@ -119,7 +119,7 @@ def test_a_cluster_with_accounting_needs_one_line_in_the_profile(
         until(lambda: workflow.launcher("cancelled"))
         slurm_accounting.run("scancel", workflow.slurm_jobs("cancelled")[0]["id"])
         # sacct's "CANCELLED by 0" would go unnoticed for ever.
-        output = workflow.finish(run, limit_s=400)
+        output = workflow.finish(run)
     finally:
         slurm_accounting.cancel_all()
     assert run.returncode != 0

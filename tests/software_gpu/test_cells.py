@@ -62,6 +62,11 @@ def test_a_cell_is_trained_and_its_record_agrees_with_itself(
     assert len({gpu["uuid"] for gpu in used}) == cell.gpus
     assert all(gpu["uuid"] == machine.uuid(gpu["index"]) for gpu in used)
     assert findings(record) == []
+    issued = [worker["issue_ms"] for worker in record["workers"]]
+    if record["strategy"]["kind"] == "collective":
+        assert 0 < min(issued) <= max(issued) < 1e3 * record["time"]["train_time_s"]
+    else:  # a server's worker waits for the server
+        assert issued == [None] * cell.gpus
     samples = timeline_of(tmp_path)
     for gpu in used:
         rows = samples[(samples["kind"] == "gpu") & (samples["id"] == str(gpu["index"]))]

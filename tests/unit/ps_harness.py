@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from process_groups import forking
 from torch import nn
 
-from launching import until
+from launching import LIMIT_S, until
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.member import Member
@@ -33,8 +33,8 @@ from stratbench.ps.wire.frames import Frame
 BATCH = 4
 #: Held while torch's one generator is drawn from: workers are threads here.
 SEEDED = threading.Lock()
-#: How long anything is waited for. Even a tenfold slower machine needs less.
-PATIENCE_S = 200.0
+#: How long anything is waited for.
+PATIENCE_S = LIMIT_S
 #: Of the servers and workers of these tests: they give nobody up before a test does.
 DEADLINE_S = 2 * PATIENCE_S
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
@@ -326,7 +326,8 @@ def log_of(folder: Path, worker: int) -> Path:
 def notes_in(folder: Path, worker: int) -> list[dict[str, Any]]:
     """What worker `worker` has noted so far."""
     path = log_of(folder, worker)
-    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+    # The last line may be half written.
+    return [json.loads(x) for x in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:

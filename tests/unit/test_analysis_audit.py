@@ -130,6 +130,7 @@ ELSEWHERE = {
     "processes-share-cores",
     "groups-cross-nodes",
     "memory-held-by-others",  # tests/unit/test_audit_faults.py
+    "shared-cores",  # tests/unit/test_audit_bounds.py
     "full-run-against-steps",  # tests/unit/test_verdict_files.py
     "confounded-order",  # tests/unit/test_confounding.py, and the next two
     "confounded-host",
@@ -258,6 +259,14 @@ def test_out_of_memory_on_more_gpus_than_it_fits_is_doubted(tmp_path):
     (found,) = audit.audit(read_cells(study_dir / "cells.csv"))
     assert (found["rule"], found["gpus"]) == ("oom-with-more-workers", 4)
     assert found["figures"] == "out of memory on 4, but not on 2"
+
+    def weak(cell, record):
+        record["batch"] |= {"global_batch": 32 * cell.gpus, "per_worker_batch": 32}
+        return record
+
+    study_dir = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 4): "oom"}, change=weak)
+    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    assert audit.audit(read_cells(study_dir / "cells.csv")) == []
 
 
 def test_cells_without_a_result_trip_nothing(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import fixture_records as fixture
 import pytest
 
+from launching import LIMIT_S
 from stratbench.analysis.records import collect, derived
 from stratbench.cell.installation import PACKAGE
 from stratbench.study.config import config
@@ -144,7 +145,7 @@ def test_the_analysis_never_imports_torch():
         env={"PYTHONPATH": str(WORKFLOW), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=True,
     )
     assert done.stdout.strip() == "False"

@@ -21,6 +21,7 @@ from stratbench.analysis import audit
 from stratbench.analysis.decision import decide
 from stratbench.analysis.figures import curves, marks, plots, rows, sheet
 from stratbench.analysis.figures.figure_list import INDEX, PLOTS
+from stratbench.analysis.figures.measured import notes_of
 from stratbench.analysis.figures.scales import Scale, padded
 from stratbench.analysis.figures.tradeoffs import PARTS, REST
 from stratbench.analysis.records import collect
@@ -461,3 +462,22 @@ def test_a_name_that_has_just_its_room_is_whole(bold):
         assert sheet.shortened(name, room, bold) == name
         if letters > 5:
             assert sheet.shortened(name + "n", room, bold) != name + "n"
+
+
+def test_repeats_without_a_score_are_named_below_the_curves_of_the_others():
+    rows = pd.DataFrame(
+        [
+            {"strategy": "ddp", "gpus": 4, "cells": 3, "ok": 3, "value": 0.9, "outcome": ""},
+            {
+                "strategy": "fsdp",
+                "gpus": 4,
+                "cells": 3,
+                "ok": 1,
+                "value": 0.9,
+                "outcome": "2 × div.",
+            },
+            {"strategy": "ps-sync", "gpus": 4, "cells": 3, "ok": 0, "value": float("nan")}
+            | {"outcome": "3 × OOM", "text": "OOM"},
+        ]
+    )
+    assert list(notes_of(rows)) == ["fsdp: 2 of 3 div.", "ps-sync: OOM"]

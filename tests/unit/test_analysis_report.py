@@ -197,6 +197,23 @@ def test_every_figure_and_table_is_there_with_words_for_it(page):
     assert set(described) <= ids
 
 
+def shown_figures(page):
+    """How many figures each model shows before its first fold."""
+    shown, counts = [], False
+    for tag, _ in page.tags:
+        if tag == "h3":
+            shown.append(0)
+        counts = tag == "h3" or (counts and tag != "details")
+        if tag == "h4" and counts:
+            shown[-1] += 1
+    return list(filter(None, shown))
+
+
+def test_figures_fill_their_rows_of_three(page):
+    """Also those of a model on which `single` ran out of memory, so that a figure is missing."""
+    assert shown_figures(page) == [6, 6]
+
+
 def test_headings_are_in_order_and_anchors_lead_somewhere(page):
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
     assert levels[0] == 1

@@ -173,8 +173,8 @@ def test_one_line_says_how_many_answers_are_sure():
 def row_of(rows, margin=0.03):
     decision = decided(rows)
     answer = {"short": asdict(decision.short), "confidence": decision.confidence}
-    names = [(name, name) for name in pd.DataFrame(rows)["strategy"].unique()]
-    [row] = answer_rows([answer], names, margin)
+    bases = {name: name for name in pd.DataFrame(rows)["strategy"]}
+    [row] = answer_rows([answer], bases, margin)
     return row
 
 

@@ -11,11 +11,16 @@ from stratbench.statistics.intervals import (
     Estimate,
     median_and_spread,
     paired_ratios,
-    ratio_intervals,
 )
 
 #: The numeric check of the procedure: ten variances of 2 degrees of freedom each.
 VARIANCES = np.array([0.5, 1, 1, 2, 2, 3, 4, 6, 9, 30]) * 1e-4
+
+
+def intervals(numerators, denominators):
+    """The ends of the intervals of ratios, shape [ratios, 2], from two arrays of shape [ratios, repeats]."""
+    pairs = list(np.stack([numerators, denominators], axis=1))
+    return np.array([ratio[1:] for ratio in paired_ratios(pairs, [False] * len(pairs))])
 
 
 def test_few_values_have_a_range_and_more_have_quartiles():
@@ -66,27 +71,22 @@ def test_servers_scatter_by_themselves_where_there_are_enough_of_them():
 
 
 def test_one_repeat_has_no_interval():
-    assert ratio_intervals([[2.0], [3.0]], [[1.0], [1.0]]) is None
-
-
-def test_a_ratio_with_one_repeat_among_others_has_an_interval_without_ends():
-    low, high = ratio_intervals([[2.0, np.nan], [3.0, 4.0]], [[1.0, 1.0], [1.0, 1.0]])[0]
-    assert (low, high) == (0, np.inf)
+    pairs = [np.array([[2.0], [1.0]]), np.array([[3.0], [1.0]])]
+    assert paired_ratios(pairs, [False, True]) == [Estimate(2.0), Estimate(pytest.approx(3.0))]
 
 
 def test_a_constant_ratio_of_varying_pairs_has_an_interval_of_no_width():
     denominators = np.array([[1.0, 10.0, 100.0, 1000.0, 31.0]])
-    interval = ratio_intervals(3 * denominators, denominators)
-    np.testing.assert_allclose(interval, [[3.0, 3.0]])
+    np.testing.assert_allclose(intervals(3 * denominators, denominators), [[3.0, 3.0]])
 
 
 def test_what_a_repeat_does_to_both_cancels_only_when_pairs_stay_together():
     rng = np.random.default_rng(1)
     common = rng.uniform(1, 10, (1, 10))
     numerators, denominators = 2 * common * rng.uniform(0.99, 1.01, (1, 10)), common
-    (low, high), *_ = ratio_intervals(numerators, denominators)
+    (low, high), *_ = intervals(numerators, denominators)
     assert 1.97 < low < 2 < high < 2.03
-    (low, high), *_ = ratio_intervals(rng.permuted(numerators, axis=1), denominators)
+    (low, high), *_ = intervals(rng.permuted(numerators, axis=1), denominators)
     assert high / low > 1.5
 
 
@@ -94,7 +94,7 @@ def test_an_interval_is_that_of_the_paired_t_test_on_logarithms():
     rng = np.random.default_rng(2)
     pairs = np.exp(rng.normal(0, 0.02, (2, 1, 4)))
     expected = scipy.stats.ttest_rel(*np.log(pairs[:, 0])).confidence_interval(0.95)
-    np.testing.assert_allclose(np.log(ratio_intervals(*pairs))[0], expected)
+    np.testing.assert_allclose(np.log(intervals(*pairs))[0], expected)
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 5])
@@ -104,14 +104,9 @@ def test_an_interval_holds_the_true_ratio_in_95_percent_of_cases(repeats):
     for _ in range(60):  # studies of 40 ratios, whose noise differs
         sd = 0.02 * np.exp(rng.normal(0, 0.3, (2, 40, 1)))
         numerators, denominators = np.exp(rng.normal(0, 1, (2, 40, repeats)) * sd)
-        low, high = ratio_intervals(1.5 * numerators, denominators).T
+        low, high = intervals(1.5 * numerators, denominators).T
         held.append((low <= 1.5) & (high >= 1.5))
     assert 0.93 < np.mean(held) < 0.97
-
-
-def test_shapes_must_agree():
-    with pytest.raises(ValueError, match="equal shapes"):
-        ratio_intervals([[1.0, 2.0]], [[1.0]])
 
 
 def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_interval():
@@ -123,7 +118,11 @@ def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_in
     padded = np.full((10, 2, 4), np.nan)
     for row, pair in zip(padded, pairs, strict=True):
         row[:, : pair.shape[1]] = pair
-    assert short[1:] == pytest.approx(ratio_intervals(padded[:, 0], padded[:, 1])[8])
+    found = moderated.paired_differences(*np.log(padded).swapaxes(0, 1))
+    half = moderated.half_widths(
+        *moderated.moderated_variances(found, np.zeros(10, dtype=bool)), found.repeats, 0.025
+    )
+    assert short[1:] == pytest.approx(tuple(np.exp(found.mean[8] + np.array([-1, 1]) * half[8])))
     alone = paired_ratios([pairs[8]], [False])[0]
     assert alone.value == short.value
     assert alone.high - alone.low > short.high - short.low, "the others tell of the noise, too"
@@ -136,3 +135,10 @@ def test_an_estimate_is_written_with_its_interval_if_it_has_one():
     assert Estimate(1.5, 1.25, 1.75).text("{:.2f}".format) == "1.50 [1.25, 1.75]"
     assert Estimate(1.00004, 0.9, 1.1).text("{:.4f}".format, "{:.1f}".format) == "1.0000 [0.9, 1.1]"
     assert Estimate(-0.5).text("{:+.1f}".format) == "-0.5"
+
+
+def test_an_interval_excludes_what_lies_outside_of_it_and_no_interval_excludes_nothing():
+    assert Estimate(1.2, 1.1, 1.3).excludes(1)
+    assert Estimate(0.8, 0.7, 0.9).excludes(1)
+    assert not Estimate(1.2, 0.9, 1.3).excludes(1)
+    assert not Estimate(1.2).excludes(1)

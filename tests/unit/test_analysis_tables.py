@@ -16,6 +16,7 @@ from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.groups import Repeats
 from stratbench.analysis.records.measures import MEASURES, format_number
+from stratbench.analysis.report import report, sections
 from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import read_summary, summarise
 
@@ -85,7 +86,55 @@ def test_a_baseline_is_paired_with_the_repeats_that_both_have(tmp_path):
         return with_throughputs(THROUGHPUTS, lambda repeat: 10.0**repeat)(cell, record)
 
     _, summary = analysed(tmp_path, small(repeats=3), change=change)
-    assert pick(summary, "speedup", "ddp", 4) == "3.00 [3.00, 3.00]"
+    told = pick(summary, "speedup", "ddp", 4)
+    assert told == "3.00 [3.00, 3.00] (2 of 3; without a baseline)"
+    assert pick(summary, "speedup_vs_single", "ddp", 4) == "2.50 [2.50, 2.50]"
+
+
+def test_a_time_to_the_target_says_how_many_repeats_never_reached_it(tmp_path):
+    def change(cell, record):
+        best = {("ddp", 1): (0.9, 0.9, 0.9), ("ddp", 4): (0.5, 0.9, 0.5)}
+        peak = best.get((cell.strategy, cell.gpus), (0.5, 0.5, 0.5))[cell.repeat]
+        for entry in record["score"]["per_epoch"]:
+            entry["score"] = min(entry["score"], peak)
+        return record
+
+    cells = small(repeats=3)
+    study_dir = fixture.write_study(tmp_path, cells, change=change)
+    asked = collect.Expected(targets={"main": 0.8})
+    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv", asked)
+    found = read_cells(study_dir / "cells.csv")
+    summary = summarise(found)
+    assert pick(summary, "time_to_target", "ddp", 1).endswith("]")
+    assert pick(summary, "time_to_target", "ddp", 4).endswith(" (1 of 3; 2 × target not reached)")
+    assert pick(summary, "time_to_target", "ddp", 2) == "n/a (target not reached)"
+    assert pick(summary, "training_time", "ddp", 4, "ok") == 3
+    # The fastest is not the best if others of its repeats never were there.
+    rows = summary[(summary["measure"] == "time_to_target") & (summary["gpus"] != 2)]
+    listed = rows[rows["strategy"] == "ddp"].to_dict("records")
+    measure = MEASURES["time_to_target"]
+    assert report.clear_best(listed, measure, 0.03) is None
+    whole = [row | {"ok": row["cells"]} for row in listed]
+    assert report.clear_best(whole, measure, 0.03)["gpus"] == 4
+    copied = [row | {"flags": "same-value-twice"} for row in whole]
+    assert report.clear_best(copied, measure, 0.03) is None
+    doubted = [row | {"flags": "repeats-uneven"} for row in whole]
+    assert report.clear_best(doubted, measure, 0.03)["gpus"] == 4
+
+
+def test_servers_hold_back_workers_of_which_the_time_is_known(tmp_path):
+    def change(cell, record):
+        if cell.repeat == 0:
+            record |= {"status": "timeout", "reason": "it took too long"}
+            record["time"]["train_time_s"] = None
+        return record
+
+    cells = fixture.expand(("ps-async",), ("vgg16",), (4,), repeats=3)
+    found, _ = analysed(tmp_path, cells, change=change)
+    found["server_wait_s"], found["servers"] = [300.0, 40.0, 40.0], [2, 2, 2]
+    found["train_time_s"] = [float("nan"), 100.0, 100.0]
+    (line,) = sections.server_lines(found)
+    assert line["waiting"] == "5.0%"  # 80 s, seen by two servers, of 8 x 100 s
 
 
 @pytest.mark.parametrize(

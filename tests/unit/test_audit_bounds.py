@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import fixture_records as fixture
@@ -16,9 +17,10 @@ import pandas as pd
 import planted
 import pytest
 import torch
-from planted import both, faster, put
+from planted import both, faster, put, started_again
 
-from stratbench.analysis.audit import RULES
+from stratbench.analysis.audit import RULES, memory, times
+from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.audit.rule import Evidence
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
@@ -262,3 +264,115 @@ def test_the_changes_that_the_tests_make_are_the_ones_that_are_found():
         for gpus in (1, 2, 4, 8):
             for rule in rules:
                 assert told(rule, record_of(strategy, gpus)) == "", (strategy, gpus, rule)
+
+
+# ---------------------------------------------------------------- pipelines
+
+
+def as_pipeline(record: Record) -> None:
+    """The record's workers are the stages of one network, and wait for each other in a tenth of a step."""
+    gpus, phases = record["cell"]["gpus"], record["time"]["breakdown_ms"]
+    record["strategy"]["mesh"] = {"replicas": 1, "tensor": 1, "stages": gpus}
+    phases["bubble"] = sum(phases.values()) / 9
+    record["time"]["bubble_share"] = 0.1
+    for worker in record["workers"]:
+        by = 1000 * worker["rank"]
+        own = worker["memory"] = dict(worker["memory"])
+        own["peak_bytes"] -= by
+    record["memory"]["stages"] = [
+        {name: worker["memory"][name] for name in ("peak_bytes", "peak_over_base_bytes")}
+        for worker in record["workers"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "faults", "says"),
+    [
+        (put("time.bubble_share", 0.01), times.faults_of_phases, "time.bubble_share is 0.01, but"),
+        (put("time.breakdown_ms.bubble", 0.0), times.faults_of_phases, "is 0.1, but"),
+        (put("memory.stages.1.peak_bytes", 5), memory.faults_of_peaks, "the peak of stage 1 is 5"),
+    ],
+)
+def test_the_bubble_and_the_peaks_of_stages_are_those_of_the_workers(spoil, faults, says):
+    record = record_of("ddp", 4)
+    as_pipeline(record)
+    assert not [f for f in faults(Facts(record)) if "bubble" in f or "stage" in f]
+    spoil(record)
+    assert any(says in fault for fault in faults(Facts(record)))
+
+
+# ---------------------------------------------------------------- copies
+
+
+def test_percentiles_and_phases_of_another_repeat_are_a_copy():
+    one, other = record_of("ddp", 4), record_of("ddp", 4, 1)
+    assert told("same-value-twice", one, other) == ""
+    own = copy.deepcopy(other)
+    percentiles = ("min", "p10", "p50", "p90", "p99", "max")
+    own["time"]["step_ms"] |= {name: one["time"]["step_ms"][name] for name in percentiles}
+    assert "the percentiles of the steps in" in told("same-value-twice", one, own)
+    # A clock of 0.5 us tells few values of short steps apart, and few steps have few percentiles.
+    for name in percentiles:
+        one["time"]["step_ms"][name] /= 100
+        own["time"]["step_ms"][name] /= 100
+    assert told("same-value-twice", one, own) == ""
+    other["time"]["breakdown_ms"] = one["time"]["breakdown_ms"]
+    assert "the phases of a mean step in" in told("same-value-twice", one, other)
+
+
+# ---------------------------------------------------------------- cells at the same time
+
+
+def from_to(record: Record, first_s: int, last_s: int) -> Record:
+    """The record, with its start and end in s after a moment."""
+    ends = (datetime(2000, 1, 1, tzinfo=UTC) + timedelta(seconds=s) for s in (first_s, last_s))
+    record["provenance"] |= dict(
+        zip(("started", "finished"), (end.isoformat() for end in ends), strict=True)
+    )
+    return record
+
+
+def test_every_cell_on_a_gpu_beside_a_long_one_is_found():
+    long, short = from_to(record_of("ddp", 2), 0, 900), from_to(record_of("ddp", 2, 1), 10, 20)
+    late = from_to(record_of("fsdp", 2), 40, 90)
+    said = told("shared-devices", long, short, late)
+    assert "10 s together with ddp on 2, repeat 0" in said
+    assert "50 s together with ddp on 2, repeat 0" in said
+    # Who was away for a time may have left the GPU to others then.
+    started_again(long)
+    long["restarts"]["between_s"] = 600.0
+    assert told("shared-devices", long, short, late) == ""
+
+
+def test_cells_on_the_cpu_take_turns_if_they_have_more_threads_than_cores():
+    def on_cpu(strategy: str, cores: list[int], *span: int) -> Record:
+        cell = Cell("constructed", "main", strategy, "resnet50", "cifar10", 2, 0)
+        record = from_to(fixture.make_record(cell, device="cpu"), *span)
+        for worker in record["workers"]:
+            worker["provenance"]["host"]["affinity"] = cores
+        return record
+
+    one = on_cpu("ddp", [0, 1, 2], 0, 60)
+    said = told("shared-cores", one, on_cpu("fsdp", [0, 1, 2], 30, 90))
+    assert said == (
+        "4 threads on 3 cores of constructed-host, 30 s together with ddp on 2, repeat 0"
+    )
+    assert told("shared-cores", one, on_cpu("fsdp", [0, 1, 2], 60, 90)) == ""
+    assert told("shared-cores", one, on_cpu("fsdp", [3, 4, 5], 30, 90)) == ""
+    assert told("shared-cores", one, on_cpu("fsdp", [0, 1, 2, 3], 30, 90)) == ""
+    assert told("shared-cores", record_of("ddp", 2), record_of("fsdp", 2)) == ""
+
+
+# ---------------------------------------------------------------- repeats that ended otherwise
+
+
+def test_a_repeat_out_of_memory_does_not_differ_in_what_no_worker_lived_to_tell():
+    repeats = [record_of("fsdp", 2, repeat) for repeat in range(3)]
+    for record in repeats[:2]:  # a layer that not every step calls, which workers find out
+        record["strategy"]["traits"]["equals_ddp"] = False
+    stopped = fixture.make_record(Cell(**repeats[2]["cell"]), "oom")
+    assert stopped["strategy"]["wrap_groups"] == []
+    assert told("repeats-differ", *repeats[:2], stopped) == ""
+    assert "strategy.traits.equals_ddp" in told("repeats-differ", *repeats)
+    repeats[2]["strategy"] = stopped["strategy"]
+    assert "strategy.wrap_groups" in told("repeats-differ", *repeats)

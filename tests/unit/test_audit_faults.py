@@ -340,6 +340,43 @@ FAULTS = [
         "time.start_skew_ms[1] is nan, which is no number",
     ),
     Fault(
+        "a worker's own time above any step's",
+        DDP,
+        put("workers.1.own_ms", [1e6]),
+        "contradictory-time",
+        "rank 1: max(worker.own_ms) is 1e+06, more than time.step_ms.max",
+    ),
+    Fault(
+        "more of a worker's own times than steps",
+        DDP,
+        put("workers.1.own_ms", [1e-3] * 100_000),
+        "contradictory-time",
+        "rank 1: len(worker.own_ms) is 100000, more than worker.steps",
+    ),
+    Fault(
+        "a worker's own times above its training",
+        DDP,
+        lambda record: put(
+            "workers.1.own_ms", [record["time"]["step_ms"]["max"]] * record["workers"][1]["steps"]
+        )(record),
+        "contradictory-time",
+        "rank 1: sum(worker.own_ms) / 1e3 is",
+    ),
+    Fault(
+        "a step that took the host longer to issue than any step",
+        DDP,
+        put("workers.1.issue_ms", 1e6),
+        "contradictory-time",
+        "rank 1: worker.issue_ms is 1e+06, more than time.step_ms.max",
+    ),
+    Fault(
+        "steps of a CPU that were issued to a device",
+        DDP,
+        both(put("workers.1.provenance.device", "cpu"), put("workers.1.issue_ms", 1.0)),
+        "contradictory-time",
+        "rank 1: worker.issue_ms is 1, although on a CPU host and device are one",
+    ),
+    Fault(
         "a CPU's record among GPUs",
         DDP,
         put("provenance.device", "cpu"),

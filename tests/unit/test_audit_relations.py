@@ -32,7 +32,7 @@ from test_audit_faults import (
 from stratbench.analysis.audit import KINDS, rules_of
 from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.audit.relations import Relation, relations, unless_hold
-from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.audit.rule import Evidence, record_rule
 from stratbench.telemetry.machine.hardware import datasheet_of
 
 Record = dict[str, Any]
@@ -151,6 +151,26 @@ def served_elastic(record: Record) -> None:
         link["tickets"] = 1345
 
 
+def with_bubble(record: Record) -> None:
+    """Workers that wait for other stages in a tenth of their forward pass."""
+    phases = record["time"]["breakdown_ms"]
+    phases["bubble"] = 0.1 * phases["forward"]
+    phases["forward"] -= phases["bubble"]
+    record["time"]["bubble_share"] = phases["bubble"] / sum(phases.values())
+
+
+def with_own_times(record: Record) -> None:
+    """Its workers' own times of three steps."""
+    for worker in record["workers"]:
+        worker["own_ms"] = [record["time"]["step_ms"]["min"] / k for k in (2, 3, 4)]
+
+
+def with_issue_times(record: Record) -> None:
+    """Its workers' times to issue a step."""
+    for worker in record["workers"]:
+        worker["issue_ms"] = 0.5 * record["time"]["step_ms"]["min"]
+
+
 KNOWN_GPU = "NVIDIA A100-SXM4-40GB"
 
 
@@ -166,6 +186,9 @@ def honest() -> dict[str, Record]:
         ("stopped", TIMEOUT, stopped_late),
         ("classes", DDP, by_class(halves)),
         ("slowed", DDP, slowed_down),
+        ("own times", DDP, with_own_times),
+        ("issue times", DDP, with_issue_times),
+        ("waits of stages", DDP, with_bubble),
         ("asked for", DDP, put("settings.device", "cuda")),
         ("skipped", ASYNC, put(f"{LINK}.skips", 0)),
         ("rate of a push", ASYNC, put("strategy.details.push_lr", rate)),
@@ -196,7 +219,8 @@ def figures_of(module: str, record: Record) -> list[str]:
 #: Where that stands in a record which rules name in their relations, and what their names are made of.
 PLACES = {
     "worst_rank": "workers.0", "ms": "time.step_ms", "link": LINK,
-    "last_epoch": "score.per_epoch.1", "steps": "batch.steps_per_epoch",
+    "last_epoch": "score.per_epoch", "epoch": "score.per_epoch", "best_of_epochs": "score.per_epoch.0.score",
+    "kind_of_device": "workers.1.provenance.device", "steps": "batch.steps_per_epoch",
     "steps_run": "batch.steps_per_epoch", "passes_run": "time.epoch_times_s",
     "samples_of_workers": "workers.1.samples", "hosts_of_workers": "workers.1.provenance.host.name",
     "slowest_worker_s": "workers.0.train_time_s", "slowest_server_s": f"{SERVER}.train_time_s",
@@ -211,7 +235,8 @@ PLACES = {
 }  # fmt: skip
 #: Others are found in time and space beside the record, or said by a strategy's class.
 ELSEWHERE = {
-    "all_elements_but_one_shards", "asked_sigma", "bytes_of_busiest_server", "dtype_by_precision", "end_s",
+    "all_elements_but_one_shards", "asked_sigma", "bytes_of_busiest_server", "counted_epochs",
+    "dtype_by_precision", "end_s", "epochs_asked_for", "epochs_of_server",
     "flops_of_all_cores",
     "flops_per_sample",
     "highest_staleness", "last_end_s", "lr_factor", "mean_pushes_of_a_shard", "most_steps_of_a_worker",
@@ -219,13 +244,16 @@ ELSEWHERE = {
     "registered_method", "sum_of_datasheets", "sum_of_staleness", "times_of_workers_s",
     "train_time_s_of_worker",
     # Of workers that come and go: counts, and sums over who was where.
-    "between_s", "from_checkpoints", "inside_s", "joined", "len_lives", "len_pauses", "steps_of_generations",
-    "steps_taken", "sum_pauses",
+    "between_s", "from_checkpoints", "inside_s", "joined", "len_lives", "pauses", "steps_of_generations",
+    "steps_taken",
 }  # fmt: skip
-#: What weighs too little in a relation to break it: the longest of all steps, the last of many groups.
+#: What weighs too little in a relation to break it: the longest of all steps, the last of many groups,
+#: one more of a few times.
 TOO_LITTLE = {
     ("ms.mean <= ", "ms.max"),
     ("model.parameters <= ", "strategy.wrap_groups.parameters"),
+    ("len(worker.own_ms) <= ", "worker.own_ms"),
+    ("worker.issue_ms / 1e3 * len(time.epoch_times_s) <= ", "time.epoch_times_s"),
 }
 
 
@@ -248,7 +276,6 @@ def places(name: str, record: Record) -> Iterator[list[Any]]:
         "skips": [f"{LINK}.skips", "strategy.details.skipped_steps"],
         "job": ["elastic.jobs.1"],
         "first_step_s": ["elastic.jobs.0.first_step_s"],
-        "allocated_s": ["elastic.allocated_s"],
         "earlier": ["elastic.servers.lives.1"],
         "later": ["elastic.servers.lives.2", "elastic.generations.1"],
         "done_twice": ["elastic.servers.lives.2.tickets_done_twice"],
@@ -282,9 +309,8 @@ def others(value: Any) -> list[Any]:
     if isinstance(value, list):
         changed = [[other, *value[1:]] for other in others(value[0])] if value else [[{}]]
         return [*changed, value + value[:1]]
-    return [type(value)(value * factor + 1) for factor in (3, 1 / 3, 1e7, 1e-7, -1)] + [
-        value + 10**7
-    ]
+    changed = [value * factor + 1 for factor in (3, 1 / 3, 1e7, 1e-7, -1)]
+    return [type(value)(other) for other in (*changed, value + 10**7, 0)]
 
 
 def is_found(module: str, relation: Relation, name: str) -> bool:
@@ -351,6 +377,28 @@ def test_a_relation_tells_both_sides_or_is_not_judged(total_s, train_s, spans, b
     record = copy.deepcopy(sound("cuda")[DDP])
     record["time"] |= {"total_s": total_s, "train_time_s": train_s, "epoch_times_s": spans}
     assert list(unless_hold(Facts(record), ROWS, "rank 1", bound=bound)) == said
+
+
+CONDITIONAL = relations(
+    "time.total_s == 1 if status == 'ok'",
+    "time.total_s == 2 if status != 'ok' or not bound",
+    "time.total_s == 3 if memory.unheard_of is None and bound > 2",
+    ("time.total_s == 4 if memory.unheard_of is not None", 0.1),
+)
+
+
+@pytest.mark.parametrize(("bound", "judged"), [(9, [1, 3]), (1, [1]), (0, [1, 2]), (None, [1, 2])])
+def test_a_relation_is_judged_where_its_condition_holds_and_what_is_absent_is_none(bound, judged):
+    record = copy.deepcopy(sound("cuda")[DDP])
+    record["time"]["total_s"] = 0.0
+    rows = CONDITIONAL if bound is not None else CONDITIONAL[:2]
+    said = list(unless_hold(Facts(record), rows, bound=bound))
+    assert said == [f"time.total_s is 0, but {n} is {n}" for n in judged]
+
+
+def test_a_rule_without_an_explanation_is_refused():
+    with pytest.raises(TypeError, match="silent: a rule needs a docstring"):
+        record_rule("silent", "note", "all")(lambda facts: iter(()))
 
 
 def test_an_elastic_worker_that_came_too_late_for_a_batch_may_have_waited():

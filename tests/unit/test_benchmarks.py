@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from launching import LIMIT_S
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 #: The benchmark, with blocks as short as can be.
@@ -22,12 +26,23 @@ if __name__ == "__main__":  # its processes import this, too
 """
 
 
+@pytest.mark.parametrize(
+    "path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER))
+)
+def test_what_a_benchmark_imports_of_the_package_is_there(path: Path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stratbench"):
+            module = import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                assert hasattr(module, name) or import_module(f"{node.module}.{name}"), name
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_training_loops_overhead_can_be_measured(tmp_path):
     (tmp_path / "short.py").write_text(SHORT)
     command = [sys.executable, "short.py", "--processes", "1", "--rounds", "2", "--out", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "overhead-1-process.md").read_text()
     assert page.count("| ours | ") == page.count("## ") == 3
@@ -56,7 +71,9 @@ def test_servers_that_take_adamw_are_compared_and_a_stopped_run_goes_on(tmp_path
     pages = []
     for what in ("new", "kept"):
         command = [sys.executable, "few.py", "--out", ".", what]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=140)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         pages.append((tmp_path / "staleness-adamw.md").read_text())
     assert pages[0] == pages[1]

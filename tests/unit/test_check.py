@@ -20,7 +20,7 @@ import torch.distributed as dist
 from process_groups import forking
 from torch import nn
 
-from launching import LaunchedCell, settings, sharing
+from launching import LIMIT_S, LaunchedCell, settings, sharing
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
@@ -132,7 +132,7 @@ def work(rank: int, folder: str) -> None:
     # One group for all: what fails, fails on both workers at the same call.
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S)
     )
     found = {f"{name} {way}": train(name, way, rank, 2) for name in REFUSED for way in WAYS}
     found["agreement"] = [groups_agree(rank, sign) for sign in (1, 1 - 2 * rank)]
@@ -152,7 +152,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | 
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(200)
+        worker.join(LIMIT_S)
         assert worker.exitcode == 0
     return json.loads((folder / "found.json").read_text())
 
@@ -201,7 +201,7 @@ def found_of(name: str, shard: list[str] | None = None, **changes) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         networks, made = check.rehearsals_of([s.request for s in subjects], Path(folder))
     (network,) = networks.values()
-    return {s.cell.strategy: network.error or made[s.request].refusal for s in subjects}
+    return {s.cell.strategy: network.fault or made[s.request].refusal for s in subjects}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from launching import LaunchedCell, assert_gone, settings, until
+from launching import LIMITS_S, LaunchedCell, assert_gone, settings, until
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
@@ -72,12 +73,6 @@ ENDS = {
         0,
         "diverged",
         "the training loss is not a finite number",
-    ),
-    "is slow": (
-        f"import time\n{REPORTS}\nwhile True:\n time.sleep(0.1)\n report.step(16)",
-        4,
-        "timeout",
-        "limit of 4 s",
     ),
     "never steps": (f"import time\n{REPORTS}time.sleep(600)", 4, "error", "no step within"),
 }
@@ -187,6 +182,21 @@ def test_how_a_command_ends(start_cell, trainer, end):
     assert found["score"]["final"] is None
 
 
+@pytest.mark.slow
+def test_a_slow_command_reaches_its_limit(start_cell, trainer):
+    slow = trainer(f"import time\n{REPORTS}\nwhile True:\n time.sleep(0.1)\n report.step(16)")
+    for limit_s in LIMITS_S:
+        launched = start_cell(slow, time_limit_s=limit_s)
+        exit_code, output = launched.finish()
+        if "no step within" not in output:
+            break
+    assert exit_code == 0, output
+    found = record.read(launched.record)
+    assert found["status"] == "timeout"
+    assert f"limit of {limit_s:g} s" in found["reason"]
+    assert found["score"]["final"] is None
+
+
 def started_family(start_cell, trainer, tmp_path) -> tuple[LaunchedCell, list[psutil.Process]]:
     """A cell whose command has started others, and all its processes below the launcher."""
     told = tmp_path / "told"
@@ -232,7 +242,9 @@ def test_a_command_ends_with_all_that_it_has_started(start_cell, trainer, tmp_pa
 
 def found_process(pid: int) -> list[psutil.Process]:
     """The process of this number, if it runs."""
-    return [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(pid)]
+    return []
 
 
 @pytest.mark.slow

@@ -17,16 +17,34 @@ from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.counted import Counted
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
 from stratbench.strategies.sharding.fsdp import FSDP
 from stratbench.strategies.sharding.zero import TorchZeRO1, ZeRO1
 from stratbench.strategies.single import Single
-from stratbench.telemetry.collective_count import ranks_of_group
+from stratbench.telemetry.collective_count import group_of
 from stratbench.workload.network.trial import take_trial
 
 pytestmark = pytest.mark.timeout(300)
 
-NAMES = {DDP: "ddp", FSDP: "fsdp", Single: "single", ZeRO1: "zero1", TorchZeRO1: "zero1-torch"}
+
+class Growing(Counted, Single):
+    """Sends 40 bytes in its first step, twice as many in its second, and so on."""
+
+    def update(self) -> None:
+        for _ in range(self.steps + 1):
+            dist.all_reduce(torch.zeros(10))
+        super().update()
+
+
+class WarmsUp(Growing):
+    """Its first steps do what later ones do not."""
+
+    warms_up = True
+
+
+NAMES = {Growing: "single", WarmsUp: "single"}
+NAMES |= {DDP: "ddp", FSDP: "fsdp", Single: "single", ZeRO1: "zero1", TorchZeRO1: "zero1-torch"}
 
 
 @pytest.fixture
@@ -106,7 +124,8 @@ class Collectives(TorchDispatchMode):
             ]
             whole = max(t.numel() * t.element_size() for t in tensors)
             self.kinds.append(name)
-            ranks = ranks_of_group((args, kwargs)) or self.world
+            group = group_of((args, kwargs))
+            ranks = group.size() if group else self.world
             self.sent_bytes += (ranks - 1) / ranks * whole * (2 if name[-6:] == "reduce" else 1)
         return op(*args, **(kwargs or {}))
 
@@ -267,7 +286,7 @@ def test_zero1_sends_as_much_as_ddp(group, clip_norm, parts):
     assert len(gathers) == len(scatters) == len(strategy.buckets)
     assert seen.kinds.count("broadcast") == 2  # of BatchNorm's floats, and of its count
     size = sum(p.numel() * 4 for p in network().parameters())
-    padding = sum(bucket.n_bytes for bucket in strategy.buckets) - size
+    padding = sum(bucket.weights.nbytes for bucket in strategy.buckets) - size
     norm = 0 if clip_norm is None else 8
     expected = (group - 1) / group * (2 * (size + padding) + BUFFER_BYTES + norm)
     assert said["sent_bytes_per_step"] == pytest.approx(expected)
@@ -318,6 +337,19 @@ def test_ddp_reduces_and_broadcasts_what_it_says(group):
     strategy.step(*batch())
     expected = (group - 1) / group * (2 * sum(seen) + BUFFER_BYTES)
     assert strategy.communication()["sent_bytes_per_step"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize(("cls", "step"), [(Growing, 1), (WarmsUp, 3)])
+def test_what_only_a_step_tells_is_counted_in_the_warm_up(group, cls, step):
+    strategy = set_up(cls, group)
+    saved = strategy.save()
+    for _ in range(3):
+        strategy.step(*batch())
+    strategy.restore(saved)
+    for _ in range(5):
+        strategy.step(*batch())
+    assert strategy.communication()["sent_bytes_per_step"] == step * 40
 
 
 def test_one_process_sends_nothing():

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("studies demo variants v", {"strategy": "fsdp", "reshard_after_foward": "never"},
          ["v.reshard_after_foward = 'never'", "is not an option of fsdp",
           "Did you mean 'reshard_after_forward'?"]),
+        ("studies demo variants v", {"strategy": "fsdp", "reshard": "never"},
+         ["v.reshard = 'never'", "Did you mean 'reshard_after_forward'?"]),
         ("studies demo variants v", {"strategy": "fsdp", "reshard_after_forward": "sometimes"},
          ["v.reshard_after_forward = 'sometimes': must be 'always' or 'never'"]),
         ("studies demo variants v", {"strategy": "fsdp", "reshard_after_forward": False},
@@ -740,3 +743,22 @@ def test_settings_say_what_decides_the_samples_and_nothing_else(tmp_path):
             "source": "tinyshakespeare",
             "sequence": 64,
         }
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("study: s\nstudies:\n\ts: {}\n", "config.yaml, line 3: is not YAML: "),
+        ("study: s\nstudies: s: {}\n", "config.yaml, line 2: is not YAML: mapping values"),
+        ("study: *gone\n", "config.yaml, line 1: is not YAML: found undefined alias"),
+        ("study: s\n", None),
+        (None, None),
+    ],
+)
+def test_a_file_that_is_not_yaml_is_told_with_its_line(tmp_path, monkeypatch, text, told):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("config.yaml").write_text(text)
+    expected = nullcontext() if told is None else pytest.raises(ConfigError, match=re.escape(told))
+    with expected:
+        yaml_traps.check_syntax("config.yaml")

@@ -119,7 +119,7 @@ def train(
             launched = start_cell(
                 s, cell=cell, data_dir=tmp_path / "data", env=env, workflow=workflow
             )
-            code, output = launched.finish(timeout_s=400)  # however busy the machine is
+            code, output = launched.finish()
             assert code == 0, output
             if cell.strategy == RIVAL:
                 rivals[s.as_json()] = {p.name: p.read_text() for p in folder.iterdir()}

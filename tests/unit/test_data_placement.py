@@ -283,8 +283,8 @@ def test_the_plan_counts_two_batches_and_names_the_remedy():
 
     def subject(where: str, on_cuda: bool) -> SimpleNamespace:
         s = settings("single", gpus=1, placement=where, model="vgg16")
-        return SimpleNamespace(settings=s, data=data, samples_per_step=64,
-                               request=SimpleNamespace(on_cuda=on_cuda))  # fmt: skip
+        request = SimpleNamespace(on_cuda=on_cuda, input_shape=data.shape)
+        return SimpleNamespace(settings=s, data=data, samples_per_step=64, request=request)
 
     whole = data_bytes_of(subject("device", True))
     assert whole > 60_000 * 3 * 32 * 32

@@ -20,7 +20,7 @@ from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.resources import job_request
 from stratbench.telemetry.machine import nvml
 from stratbench.train import agent, gpu_locks
-from stratbench.train.launch import hold_devices
+from stratbench.train.gpu_locks import hold_devices
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launching import until
+from launching import LIMIT_S, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.ps.wire.transport import Listeners
@@ -23,7 +23,7 @@ class Cell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = RunFolder(folder)
-        self.checkpoint: int | None = None
+        self.checkpoint: tuple[int, list[dict[str, Any]]] | None = None
         self.epochs: list[dict[str, Any]] = []
         secret = new_secret()
         write_secret(self.folder.secret, secret)
@@ -43,7 +43,7 @@ class Cell:
         self.broken: list[int] = []
 
     def seat(self, number: int, leaving: threading.Event | None = None) -> Seat:
-        broken = lambda generation: self.broken.append(number)  # noqa: E731
+        broken = lambda: self.broken.append(number)  # noqa: E731
         return take_seat(self.folder, number, broken, leaving or threading.Event())
 
     def member(self, number: int) -> Seat:
@@ -60,7 +60,8 @@ def cell(tmp_path: Path) -> Iterator[Cell]:
 
 
 def stop(seat: Seat, step: int, **more: Any) -> None:
-    seat.say("stopped", step=step, epochs={}, **{"failed": False, "leaving": False} | more)
+    told = {"failed": False, "leaving": False, "holds": step, "epochs": {}}
+    seat.say("stopped", step=step, **told | more)
 
 
 def test_who_is_ready_waits_until_the_others_have_stopped_after_a_step(cell: Cell) -> None:
@@ -69,7 +70,7 @@ def test_who_is_ready_waits_until_the_others_have_stopped_after_a_step(cell: Cel
     assert (form["rank"], form["world"], form["step"]) == (0, 1, 0)
     first.say("begun", pause_s=None)
     second = cell.member(1)
-    assert first.change.wait(60)
+    assert first.change.wait(LIMIT_S)
     stop(first, 7)
     one, other = first.next(), second.next()
     assert [(f["rank"], f["world"], f["step"]) for f in (one, other)] == [(0, 2, 7), (1, 2, 7)]
@@ -83,7 +84,7 @@ def test_a_lost_member_breaks_its_generation_and_the_most_advanced_gives_the_sta
     seats = [cell.member(n) for n in (0, 1)]
     if seats[0].next()["world"] == 1:  # the second came a moment later
         seats[0].say("begun", pause_s=None)
-        assert seats[0].change.wait(60)
+        assert seats[0].change.wait(LIMIT_S)
         stop(seats[0], 0)
         assert seats[0].next()["world"] == 2
     assert seats[1].next()["world"] == 2
@@ -97,9 +98,36 @@ def test_a_lost_member_breaks_its_generation_and_the_most_advanced_gives_the_sta
 
 
 def test_where_nobody_has_the_state_the_first_rank_reads_the_checkpoint(cell: Cell) -> None:
-    cell.checkpoint = 12
+    cell.checkpoint = 12, []
     form = cell.member(3).next()
     assert (form["step"], form["load"]) == (12, True)
+
+
+def test_what_epochs_gave_is_not_lost_with_the_coordinator_that_did_not_hear_it(cell: Cell) -> None:
+    """The members went on beyond the end of an epoch, and kept their state, while nobody listened."""
+    entries = [{"epoch": n, "test_loss": 0.5, "score": 0.1 * n} for n in (1, 2)]
+    cell.checkpoint = 10, entries
+    first = cell.member(0)
+    form = first.next()
+    assert (form["step"], form["epochs_done"]) == (10, 2)
+    first.say("epoch", entry={"epoch": 3, "test_loss": 0.5, "score": 0.95})
+    first.say("through", step=12, epochs={})
+    with pytest.raises(Over):
+        first.next()
+    assert [e["epoch"] for e in cell.epochs] == [1, 2, 3]
+
+
+def test_a_pause_after_the_last_step_is_of_the_last_epoch(cell: Cell) -> None:
+    first = cell.member(0)
+    first.next()
+    first.say("begun", pause_s=None)
+    stop(first, 8, failed=True)  # somebody else was lost in the evaluation
+    first.next()
+    first.say("begun", pause_s=0.5)
+    first.say("through", step=8, epochs={})
+    with pytest.raises(Over):
+        first.next()
+    assert {n: e.pause_s for n, e in cell.coordinator.history.epochs.items()} == {1: 0.5}
 
 
 def test_a_leaver_is_let_go_and_the_others_meet_again(cell: Cell) -> None:
@@ -140,7 +168,6 @@ def test_numbers_never_come_again(cell: Cell, number: Any, reason: str) -> None:
 def test_strangers_and_surplus_workers_are_sent_away(
     cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "NOBODY_S", 0.5)
     monkeypatch.setattr(member, "AGAIN_S", 0.01)
     cell.member(0)
     second = cell.member(1)
@@ -150,7 +177,7 @@ def test_strangers_and_surplus_workers_are_sent_away(
     until(lambda: cell.coordinator.refusals.count >= 2)
     assert not got
     second._connection.close()
-    surplus.join(200)
+    surplus.join(LIMIT_S)
     assert got[0].place == second.place
     stranger = Cell.__new__(Cell)
     stranger.folder = RunFolder(tmp_path / "other")
@@ -160,7 +187,7 @@ def test_strangers_and_surplus_workers_are_sent_away(
         Path(f"{cell.folder.rendezvous}.0").read_text()
     )
     with pytest.raises(Over):
-        take_seat(stranger.folder, 9, lambda _: None, threading.Event())
+        take_seat(stranger.folder, 9, lambda: None, threading.Event())
     until(lambda: any("secret" in why for why in cell.coordinator.refusals.first))
     assert cell.coordinator.present == 2
 
@@ -170,4 +197,4 @@ def test_nobody_there_to_let_a_worker_in_is_no_error(
 ) -> None:
     monkeypatch.setattr(member, "NOBODY_S", 0.2)
     with pytest.raises(Over, match="nobody"):
-        take_seat(RunFolder(tmp_path), 0, lambda _: None, threading.Event())
+        take_seat(RunFolder(tmp_path), 0, lambda: None, threading.Event())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launching import until
+from launching import LIMIT_S, until
 from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.study.resources import JobRequest
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic import keeper
 from stratbench.train.elastic.keeper import GaveUp, Keeper, Refused, Seen
@@ -22,7 +24,7 @@ from stratbench.train.restarts import checkpoints
 
 
 @dataclass
-class Scripted:
+class Scripted(keeper.Backend):
     """A backend whose jobs are what the test says they are."""
 
     jobs: dict[str, Seen] = field(default_factory=dict)
@@ -30,15 +32,19 @@ class Scripted:
     cancelled: list[str] = field(default_factory=list)
     full: bool = False
     silent: bool = False
+    looks: int = 0
 
     def submit(self, number: int, slot: int) -> str:
         if self.full:
             raise Refused("QOSMaxSubmitJobPerUserLimit")
-        self.jobs[str(number)], self.slots[str(number)] = Seen("queued"), slot
+        self.slots[str(number)] = slot
+        self.jobs[str(number)] = Seen("queued")  # the last: tests wait for it
         return str(number)
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
-        return None if self.silent else {i: self.jobs[i] for i in ids if i in self.jobs}
+        jobs, silent = dict(self.jobs), self.silent  # the test changes them meanwhile
+        self.looks += 1
+        return None if silent else {i: jobs[i] for i in ids if i in jobs}
 
     def cancel(self, ids: Iterable[str]) -> None:
         self.cancelled += ids
@@ -75,8 +81,11 @@ def test_the_job_of_a_worker_that_nobody_hears_of_is_cancelled(
         assert backend.cancelled == ["0"]
 
 
-def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(tmp_path: Path) -> None:
+def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or a worker that fails whenever it trains would be taken for one that was cancelled, for ever."""
+    monkeypatch.setattr(keeper, "PARTING_S", LIMIT_S)
     backend = Scripted()
     with Keeper(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
@@ -88,15 +97,31 @@ def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(tmp_path:
         assert backend.cancelled == []
 
 
+def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_path: Path) -> None:
+    kept = Keeper(Scripted(), 1, tmp_path / "jobs")
+    assert kept._until_next(30.0) < 1.0  # its first job
+    kept._submit()
+    assert kept._until_next(30.0) == 30.0
+    kept._parting[0] = time.monotonic()
+    assert kept._until_next(30.0) < 1.0
+    kept._look()
+    kept._parting.clear()
+    kept.finish()
+    kept._end(0, Seen("ended"))
+    assert kept._until_next(30.0) == 30.0
+
+
 def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) -> None:
     backend = Scripted()
     with Keeper(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.silent = True
         backend.jobs["0"] = Seen("ended", "FAILED", failed=True)
-        for _ in range(3):
+        begun = backend.looks + 1  # one may be under way
+        for n in range(3):
             kept.look_soon()
-        assert len(backend.jobs) == 1
+            until(lambda n=n: backend.looks > begun + n)
+        assert kept.jobs()[0].ended_unix_s is None
         backend.silent = False
         kept.look_soon()
         until(lambda: kept.jobs()[0].failed)
@@ -170,10 +195,10 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
         "slurm_partition": "gpu", "slurm_account": "me", "qos": "low", "constraint": "a100",
         "slurm_extra": "--exclusive '--reservation=my one'",
     }  # fmt: skip
-    asked = WorkerJob.of(1, 4, 2000, 90, resources, "scavenger")
+    asked = WorkerJob.of(JobRequest(1, 1, 4, 2000, 90), resources, "scavenger")
     assert WorkerJob.from_json(asked.as_json()) == asked
     folder = RunFolder(tmp_path / "100% mine; $(touch x)")
-    jobs = SlurmJobs(asked, folder, folder.job, "a/b c")
+    jobs = SlurmJobs(asked, folder, "a/b c")
     assert jobs.submit(3, 0) == "77"
     args = (tmp_path / "args").read_text().splitlines()
     assert "--comment=worker 3 of a/b c" in args
@@ -202,7 +227,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
     monkeypatch.setenv("PATH", str(tmp_path))
     asked = WorkerJob(1, 4, 2000, 90)
     folder = RunFolder(tmp_path)
-    with Keeper(SlurmJobs(asked, folder, folder.job, "a/b"), 1, tmp_path / "jobs") as kept:
+    with Keeper(SlurmJobs(asked, folder, "a/b"), 1, tmp_path / "jobs") as kept:
         until(lambda: kept._gave_up)
         with pytest.raises(
             GaveUp, match=r"sbatch: No such file.*slurm_partition.*worker_partition"
@@ -213,7 +238,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
     with pytest.raises(
         Refused, match=r"^sbatch: error: Access denied \(sbatch on .* may not submit"
     ):
-        SlurmJobs(asked, folder, folder.job, "a/b").submit(0, 0)
+        SlurmJobs(asked, folder, "a/b").submit(0, 0)
 
 
 def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> None:
@@ -221,7 +246,7 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
     checkpoints.write(tmp_path, 12, state)
     checkpoints.write(tmp_path, 40, [t + 1 for t in state])
     checkpoints.forget(tmp_path, 40)
-    assert checkpoints.newest(tmp_path) == 40
+    assert max(checkpoints.steps_in(tmp_path)) == 40
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-40.bin"]
     read = [torch.zeros_like(t) for t in state]
     checkpoints.read_into(tmp_path, 40, read)

@@ -7,19 +7,36 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
+import torch
+from process_groups import forking
 
-from launching import FOREVER, LaunchedCell, settings, until
+from launching import FOREVER, LIMIT_S, OF_THE_MACHINE, LaunchedCell, settings, until
 from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.rule import Evidence
 from stratbench.analysis.records.columns import COLUMNS, row_of_record
 from stratbench.cell import record
+from stratbench.cell.run_folder import RunFolder
+from stratbench.strategies.ddp import DDP
+from stratbench.telemetry.clock import Phases
+from stratbench.telemetry.memory import MemoryMeter
+from stratbench.telemetry.timeline import PhaseLog
+from stratbench.train import loop
+from stratbench.train.elastic.group import Group
+from stratbench.train.elastic.member import Gone, Over
+from stratbench.train.elastic.split import Split
+from stratbench.train.restarts import checkpoints
+from stratbench.train.worker import set_up
+from stratbench.workload.data.device_data import DeviceData
 
+CPU = torch.device("cpu")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -41,11 +58,6 @@ def inside(launched: LaunchedCell) -> list[int]:
 def losses(launched: LaunchedCell) -> list[float]:
     """The test losses after each epoch, which tell the weights."""
     return [entry["test_loss"] for entry in launched.read_record()["score"]["per_epoch"]]
-
-
-#: What the machine and its load are to blame for, and not the record.
-OF_THE_MACHINE = {"busy-machine", "loaded-machine", "steps-uneven", "workers-are-processes"}
-OF_THE_MACHINE |= {"processes-share-cores"}
 
 
 def found_in(record_: dict[str, Any]) -> set[str]:
@@ -96,7 +108,9 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     slow = {"workers": [0, 1, 2], "factor": 8}
     s = settings("ddp", gpus=3, per_worker_batch=5, elastic=True, slowdown=slow, **EXACT)
     launched = start_cell(s, env=warm)
-    history = disturb(launched, changes=5, seed=random.randrange(1 << 30))
+    seed = random.randrange(1 << 30)
+    print("seed:", seed)
+    history = disturb(launched, changes=5, seed=seed)
     code, output = launched.finish()
     assert code == 0, output
     found = launched.read_record()
@@ -114,6 +128,191 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
         copy = json.loads(json.dumps(found))
         plant(copy["elastic"], copy)
         assert "contradictory-elastic" in found_in(copy), name
+
+
+class Heard:
+    """A seat that keeps what its member says."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.change = threading.Event()
+
+    def say(self, what: str, **said: Any) -> None:
+        self.said.append({"what": what} | said)
+
+    def next(self) -> dict[str, Any]:
+        raise Over("the training is over")
+
+
+def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[Split, Heard]:
+    """A member of a cell, in this process, set up as its worker's process does it."""
+    s = settings("ddp", precision="fp64", weight_decay=1e-3, epochs=epochs)
+    phases = Phases("cpu", PhaseLog(RunFolder(folder).phases(0), 0, 0.0))
+    group, data = Group(folder, CPU), DeviceData.load(data_dir, dtype=torch.float64)
+    group.form_alone()
+    strategy = DDP(DDP.Options(**s.options))
+    me = set_up(
+        s, strategy, data, CPU, 0, rank=0, world_size=1, local_world=1, folder=RunFolder(folder)
+    ).worker
+    loop.warm_up(strategy, data, me)
+    heard = Heard()
+    return Split(strategy, data, me, phases, group, heard, threading.Event(), 0), heard
+
+
+def be_lost_while_meeting(folder: Path, data_dir: Path, rank: int) -> None:
+    """Form a group of two, as the first rank give the weights, and be gone before all is sent."""
+    split, _ = member(folder, data_dir)
+    for tensor in split.strategy.state_tensors():
+        tensor.fill_(7)
+    split._group.form("once", rank, 2)
+    if rank == 0:
+        split.strategy.wrap(split.strategy.model, split.worker)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_that_fails_leaves_a_members_state_as_it_was(
+    rank: int, tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of another state was received, or a checkpoint read: it would count as that after fewer steps."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    split, heard = member(tmp_path, tiny_data)
+    try:
+        state = split.strategy.state_tensors()
+        before = [t.clone() for t in state]
+        checkpoints.write(tmp_path, 9, [torch.full_like(t, 5) for t in state])
+        other = forking().Process(
+            target=be_lost_while_meeting, args=(tmp_path, tiny_data, 1 - rank), daemon=True
+        )
+        other.start()
+        form = {"generation": 1, "epochs_done": 0, "meeting": "once", "rank": rank, "world": 2}
+        split._take_part(form | {"step": 9, "load": rank == 0}, MemoryMeter(CPU))
+        assert heard.said == [
+            {
+                "what": "stopped",
+                "failed": True,
+                "leaving": False,
+                "holds": 0,
+                "step": 0,
+                "epochs": {},
+            }
+        ]
+        assert all(map(torch.equal, state, before))
+        other.join(LIMIT_S)
+        assert other.exitcode == 0
+    finally:
+        split._group.dissolve()
+
+
+#: How a member is called that trains alone.
+ALONE = {"generation": 0, "epochs_done": 0, "meeting": "a", "rank": 0, "world": 1, "step": 0}
+ALONE |= {"load": False}
+
+
+@pytest.fixture
+def alone(
+    tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Split, Heard]]:
+    """A member, of three epochs of 4 steps, that will train alone."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    split, heard = member(tmp_path, tiny_data, epochs=3)
+    yield split, heard
+    split._group.dissolve()
+
+
+def test_a_member_tells_what_an_epoch_gave_at_its_end(alone: tuple[Split, Heard]) -> None:
+    """What it told at the end alone would be as long as the training, and be lost with it."""
+    split, heard = alone
+    with pytest.raises(Over):
+        split._take_part(ALONE, MemoryMeter(CPU))
+    told = [(m["what"], {e: x[1] for e, x in m.get("epochs", {}).items()}) for m in heard.said]
+    assert told == [
+        *[("begun", {}), ("trained", {0: 4}), ("epoch", {}), ("trained", {1: 4}), ("epoch", {})],
+        *[("epoch", {}), ("through", {2: 4})],
+    ]
+
+
+@pytest.mark.parametrize(("unheard_of", "step"), [("epoch", 4), ("trained", 4), ("through", 12)])
+def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
+    unheard_of: str, step: int, alone: tuple[Split, Heard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split, heard = alone
+
+    def say(what: str, **said: Any) -> None:
+        if what == unheard_of:
+            raise Gone("the coordinator is gone")
+
+    monkeypatch.setattr(heard, "say", say)
+    monkeypatch.setattr(heard, "next", lambda: {"what": "form"} | ALONE, raising=False)
+    split.run(MemoryMeter(CPU))
+    folder = split.worker.folder
+    assert max(checkpoints.steps_in(folder.path)) == step
+    evaluated = checkpoints.read_facts(folder.path, step)["epochs"]
+    assert [e["epoch"] for e in evaluated] == list(range(1, step // 4 + (unheard_of != "trained")))
+    told = folder.read_unheard(0)
+    assert (told["step"], told["generation"]) == (step, 0)
+    (_, steps, world, seconds) = told["epochs"].get(str(step // 4 - 1), [0, 4, 1, 1.0])
+    assert (steps, world) == (4, 1)
+    assert seconds > 0
+
+
+def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
+    alone: tuple[Split, Heard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split, heard = alone
+    folder = split.worker.folder
+    folder.ended.touch()
+    gone = Gone("the coordinator is gone")
+    monkeypatch.setattr(heard, "say", mock.Mock(side_effect=[None, gone]))  # ready, begun
+    monkeypatch.setattr(heard, "next", lambda: {"what": "form"} | ALONE | {"step": 4})
+    split.run(MemoryMeter(CPU))
+    assert split._step == 4
+    assert not checkpoints.steps_in(folder.path)
+
+
+def test_a_damaged_checkpoint_is_deleted_and_the_members_meet_again(
+    alone: tuple[Split, Heard],
+) -> None:
+    split, heard = alone
+    folder, state = split.worker.folder.path, split.strategy.state_tensors()
+    checkpoints.write(folder, 9, state)
+    path = checkpoints.path_of(folder, 9)
+    path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):  # then there is none
+        split._take_part(ALONE | {"step": 9, "load": True}, MemoryMeter(CPU))
+        assert heard.said[-1]["failed"]
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a_device(
+    on_a_device: bool, alone: tuple[Split, Heard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective that is aborted there ends without an error, and leaves anything."""
+    split, heard = alone
+    strategy = split.strategy
+    if on_a_device:
+        split._initial = strategy.save()
+    before = [t.clone() for t in strategy.state_tensors()]
+    step, taken = strategy.step, []
+
+    def step_and_lose_a_peer(x: Any, y: Any) -> Any:
+        taken.append(step(x, y))
+        if len(taken) == 6:
+            split._leaving.set()
+            split._group.break_up()
+        return taken[-1]
+
+    monkeypatch.setattr(strategy, "step", step_and_lose_a_peer)
+    split._take_part(ALONE, MemoryMeter(CPU))
+    told = heard.said[-1]
+    assert (told["what"], told["failed"]) == ("stopped", True)
+    assert told["step"] == 6
+    assert told["epochs"][1][1] == (0 if on_a_device else 2)
+    assert told["holds"] == (0 if on_a_device else 6)
+    assert all(map(torch.equal, strategy.state_tensors(), before)) == on_a_device
+    # Who leaves then may be the last: others were lost.
+    assert checkpoints.steps_in(split.worker.folder.path) == (set() if on_a_device else {6})
 
 
 def longest(told: dict[str, Any]) -> dict[str, Any]:
@@ -182,3 +381,16 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
     assert back["from_step"] == generations(launched)[back["number"] - 1]["to_step"] > 0
     launched.process.terminate()
     assert launched.finish()[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("asked_to_leave", [False, True])
+def test_a_member_that_never_took_part_ends_in_order(
+    asked_to_leave: bool, alone: tuple[Split, Heard]
+) -> None:
+    """Its memory was not measured: that is no error, by which its job would count as failed."""
+    split, heard = alone
+    if asked_to_leave:
+        split._leaving.set()
+    with pytest.raises(Over):
+        split.run(MemoryMeter(CPU))
+    assert [said["what"] for said in heard.said] == ["ready", "left"][: 1 + asked_to_leave]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import WORKFLOW, settings
+from launching import LIMIT_S, WORKFLOW, settings
 
 ROOT = WORKFLOW.parent
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def outcomes(tmp_path_factory) -> dict[str, str | None]:
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         text=True,
         capture_output=True,
-        timeout=230,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -106,7 +106,9 @@ def test_the_ranking_of_candidates_is_what_is_simulated():
         assert {c.repeats for c in r.compared} == {4}
     bouts[0][3].repeats_fixed = False
     looser = ranking.rankings_of_bouts(bouts, simulated.MARGIN)
-    widths = [np.log(r.compared[0].high / r.compared[0].low) for r in (found[0], looser[0])]
+    widths = [
+        np.log(r.compared[0].ratio.high / r.compared[0].ratio.low) for r in (found[0], looser[0])
+    ]
     assert widths[1] > widths[0]
 
 

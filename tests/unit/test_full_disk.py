@@ -22,6 +22,7 @@ from stratbench.analysis.records import collect
 from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
 from stratbench.cell import files
+from stratbench.command.__main__ import main as command_main
 from stratbench.sets.__main__ import main as sets_main
 
 #: The files have more bytes than this, so that the kernel refuses to write them whole.
@@ -133,3 +134,12 @@ def test_a_rules_program_ends_in_one_sentence(study: Path, tmp_path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith(f"error: File too large: {tmp_path}/")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_study_that_cannot_be_laid_down_leaves_nothing(tmp_path, capsys):
+    study = tmp_path / "study"
+    with full_disk():
+        assert command_main(["init", str(study)]) == 2
+    assert capsys.readouterr().err == f"stratbench init: cannot write to {study}: File too large\n"
+    assert command_main(["init", str(study)]) == 0
+    assert (study / "config.yaml").is_file()

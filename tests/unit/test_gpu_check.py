@@ -21,6 +21,7 @@ import pytest
 import torch
 from test_worker import BARE
 
+from launching import LIMIT_S
 from stratbench.telemetry.machine.hardware import all_datasheets
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
@@ -59,7 +60,7 @@ def run_check(*arguments, code=None, path=""):
     """Exit code, output and evidence of the check, or of `code` that calls it; imports from `path`, too."""
     command = [sys.executable, *(["-c", code] if code else [str(FOLDER / "check.py")]), *arguments]
     env = os.environ | {"PYTHONPATH": str(path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     out = Path(arguments[arguments.index("--out") + 1])
     assert out.exists(), done.stderr
     return done.returncode, done.stdout + done.stderr, json.loads(out.read_text(encoding="utf-8"))
@@ -137,8 +138,8 @@ def test_the_stage_at_work_is_ended_with_the_check(tmp_path, signum):
             time.sleep(0.05)
         family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
         process.send_signal(signum)
-        output, _ = process.communicate(timeout=120)
-        _, alive = psutil.wait_procs(family, timeout=300)
+        output, _ = process.communicate(timeout=LIMIT_S)
+        _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
         assert alive == []
     finally:
         process.kill()

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from launching import LIMIT_S
 from stratbench.command.__main__ import main
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import image_of_jobs
@@ -41,17 +42,17 @@ class Installed:
             shutil.copy(ROOT / name, self.source)
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
         build = (*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index")
-        subprocess.run((*build, "-w", folder, self.source), check=True, timeout=120)
+        subprocess.run((*build, "-w", folder, self.source), check=True, timeout=LIMIT_S)
         [self.wheel] = folder.glob("*.whl")
         self.python = folder / "venv/bin/python"
         venv = (sys.executable, "-m", "venv", "--without-pip", folder / "venv")
-        subprocess.run(venv, check=True, timeout=300)
+        subprocess.run(venv, check=True, timeout=LIMIT_S)
         [self.packages] = (folder / "venv/lib").glob("python*/site-packages")
         (self.packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"])
         subprocess.run(
             (*pip, "--python", self.python, "install", "--no-deps", "--no-index", self.wheel),
             check=True,
-            timeout=300,
+            timeout=LIMIT_S,
         )
 
     def run(self, *args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -66,7 +67,7 @@ class Installed:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=280,
+            timeout=LIMIT_S,
             check=False,
         )
 

@@ -13,7 +13,7 @@ from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
 from stratbench.study.jobs import Jobs
-from stratbench.study.plan_file import digest_of_settings
+from stratbench.study.plan_file import digest_of
 from stratbench.study.slurm.nodes import Node
 
 
@@ -56,7 +56,7 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
         "memory_margin": 0.1,
         "cells": {
             cell.path: {
-                "settings": digest_of_settings(first.settings_of(cell).as_json()),
+                "settings": digest_of(first.settings_of(cell)),
                 "infeasible": "needs more",
                 "host_mem_mib": 5_000_000,
             }
@@ -129,6 +129,10 @@ def test_links_are_measured_on_two_nodes_where_a_partition_has_them(tmp_path):
     for offered in ([], pair[:1], [pair[0], node("b", "n2")], [pair[0], node("a", "n2", gpus=2)]):
         asked = jobs.links_request(offered)
         assert (asked.nodes, asked.gpus) == (1, 4)
+    # Wherever SLURM lays the workers of scattered cells: links are measured on full nodes.
+    scattered = jobs_of(tmp_path, block | {"strategies": ["ddp"], "scattered": True}, **cluster)
+    asked = scattered.links_request(pair)
+    assert (asked.nodes, asked.tasks, asked.gres, asked.cpus) == (2, 0, "gpu:4", 4 * 8)
 
 
 def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):
@@ -143,5 +147,28 @@ def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):
         assert (each.nodes, each.gpus, each.cpus, each.mem_mib) == (1, 1, 6, 9000)
         assert (each.runtime_min, each.workers, each.server_cpus) == (45, 0, 0)
         assert "; up to 16 times: sbatch --nodes=1" in asked.sbatch
+    # Its servers are all in its own job, which holds what the plan says of them.
+    (tmp_path / "s").mkdir()
+    plan = {"gpu": None, "memory_margin": 0.15, "cells": {}}
+    for mib, expected in ((100, 16384), (99_000, 99_000)):
+        served = jobs.cell_of(wildcards("ps-ormo", 16))
+        plan["cells"][served.path] = {"servers_mem_mib": mib}
+        (tmp_path / "s/plan.json").write_text(json.dumps(plan))
+        again = jobs_of(tmp_path, changes, **cluster).request_of(served)
+        assert (again.mem_mib, again.worker.mem_mib) == (expected + 1024, 9000)
     gang = jobs_of(tmp_path, {"gpus": [4], "strategies": ["ddp"]})
     assert not gang.request_of(gang.cell_of(wildcards("ddp", 4))).workers
+
+
+@pytest.mark.parametrize(("workers", "of_node"), [(16, 4), (3, 3)])
+def test_an_elastic_worker_asks_for_its_part_of_what_the_plan_says_of_a_node(
+    tmp_path, workers: int, of_node: int
+):
+    changes = {"gpus": [workers], "global_batch": 48, "elastic": True, "strategies": ["ddp"]}
+    cluster = {"gpus_per_node": 4, "mem_mib_per_gpu": 9000}
+    cell = jobs_of(tmp_path, changes, **cluster).cell_of(wildcards("ddp", workers))
+    planned = {cell.path: {"host_mem_mib": of_node * 20_000}}
+    (tmp_path / "s").mkdir()
+    plan = {"gpu": None, "memory_margin": 0.15, "cells": planned}
+    (tmp_path / "s/plan.json").write_text(json.dumps(plan))
+    assert jobs_of(tmp_path, changes, **cluster).request_of(cell).worker.mem_mib == 20_000

@@ -39,12 +39,14 @@ import pytest
 from launching import (
     FOREVER,
     LIMIT_S,
+    LIMITS_S,
     TINY,
     WORKFLOW,
     LaunchedCell,
     assert_gone,
     settings,
     train_one_epoch,
+    trains_one_epoch,
     until,
 )
 from stratbench.cell import record
@@ -198,17 +200,19 @@ def test_a_straggler_slows_every_step(start_cell, warm):
 
 @pytest.mark.slow
 def test_time_limit(start_cell, warm):
-    limit_s = 30  # with an epoch before it on a slow machine; the workers sleep most of it
+    # The workers sleep most of it.
     s = settings("fsdp", epochs=FOREVER, lr=1e-6, slowdown={"workers": [0, 1], "factor": 20})
-    launched = start_cell(s, time_limit_s=limit_s, env=warm)
-    train_one_epoch(launched)
+    for limit_s in LIMITS_S:
+        launched = start_cell(s, time_limit_s=limit_s, env=warm)
+        if trains_one_epoch(launched):
+            break
     processes = [*family(launched), *map(psutil.Process, worker_pids(launched).values())]
     code, output = launched.finish()
     assert code == 0, output
     assert_gone(processes)
     found = record.read(launched.record)
     assert found["status"] == "timeout"
-    assert f"{limit_s} s" in found["reason"]
+    assert f"{limit_s:g} s" in found["reason"]
     assert found["time"]["train_time_s"] is None
     assert found["time"]["time_limit_s"] == limit_s
     assert limit_s <= found["time"]["total_s"] < limit_s + LIMIT_S
@@ -290,9 +294,7 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     assert exits.timed_out
     assert ended.status == "error", ended
     assert "it hangs: no worker got on for" in ended.reason
-    assert (
-        "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:16)" in ended.reason
-    )
+    assert "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:" in ended.reason
     waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
     assert re.search(waits, ended.reason), ended.reason
     assert launch.fail(tmp_path / "logs", job.cell, ended.reason, []) == 1
@@ -322,7 +324,7 @@ def test_out_of_memory(start_cell):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (6 * gib, 6 * gib)),
     )
     seen = set()
-    until(lambda: seen.update(family(launched)) or launched.process.poll() is not None, 120)
+    until(lambda: seen.update(family(launched)) or launched.process.poll() is not None)
     code, output = launched.finish()
     assert code == 0, output
     assert_gone([*seen])
@@ -641,7 +643,7 @@ def test_a_killed_launcher_takes_everything_with_it(start_cell):
     assert not launched.record.exists()
 
 
-def test_a_launcher_that_waits_leaves_the_log_of_the_one_that_trains(start_cell):
+def test_a_launcher_that_waits_leaves_the_log_of_the_one_that_trains(start_cell, warm):
     """Two folders with the same results: each launcher's shell appends to the cell's one log."""
     first = start_cell(settings("single", gpus=1, per_worker_batch=16, epochs=FOREVER))
     first.process.kill()  # for its command alone
@@ -654,8 +656,7 @@ def test_a_launcher_that_waits_leaves_the_log_of_the_one_that_trains(start_cell)
     started = []
     try:
         for _ in range(2):
-            environment = os.environ | {"PYTHONPATH": str(WORKFLOW)}
-            started.append(subprocess.Popen(["bash", "-c", shell], env=environment))
+            started.append(subprocess.Popen(["bash", "-c", shell], env=warm))
             train_one_epoch(replace(first, process=started[0]))
         until(lambda: "waiting: another launcher trains this cell" in log.read_text())
         said = log.read_text()

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launching import WORKFLOW, until
@@ -136,6 +137,7 @@ def test_who_can_only_read_results_stops_no_cell(shared_tmp):
     logs = shared_tmp / "logs"
     with locks.hold_cell(logs):
         pass
+    logs.chmod(0o755)  # whatever the umask is
 
     def hold() -> None:
         assert os.listdir(logs)
@@ -177,7 +179,7 @@ def test_a_group_that_shares_results_trains_in_turn(shared_tmp):
 
 
 HOLDER = """
-import errno, fcntl, os, random, signal, sys
+import errno, fcntl, os, sys
 from pathlib import Path
 from stratbench.train import locks
 locks.POLL_S = locks.CLAIM_POLL_S = 0.05
@@ -194,24 +196,6 @@ elif how == "launcher":
     with locks.hold_cell(folder) as waited:
         print("waited" if waited else "holds", flush=True)
         sys.stdin.readline()
-elif how == "crowd":
-    for _ in range(25):
-        if child := os.fork():
-            os.waitpid(child, 0)
-            continue
-        locks.CLAIM_POLL_S = 0.001
-        random.seed()
-        sys.stdout = open(os.devnull, "w")
-        with locks.hold_cell(folder):
-            try:
-                os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                (folder / "two at once").touch()
-            (folder / f"held by {os.getpid()}").touch()
-            (folder / "inside").unlink(missing_ok=True)
-            if random.random() < 0.5:
-                os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(0)
 else:
     with locks.scratch() as mine:
         print(mine, flush=True)
@@ -326,7 +310,7 @@ def test_the_claim_of_another_node_holds_while_its_job_may_run(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     claim = tmp_path / "launcher.claim"
-    claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "began_unix_s": 1.0, "job": "7"}))
+    claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "began_s": 1.0, "job": "7"}))
     if holds:
         with pytest.raises(locks.Held, match="process 1 on elsewhere, SLURM job 7"):
             locks.hold_cell(tmp_path, wait=False).__enter__()
@@ -346,13 +330,99 @@ def test_a_claim_that_was_not_written_out_is_nobodys_after_a_minute(tmp_path, wi
         assert locks.Claim.parse(claim.read_text()) == locks.Claim.own()
 
 
-@pytest.mark.slow
-def test_a_crowd_of_launchers_half_of_which_are_killed_holds_a_cell_one_at_a_time(start, tmp_path):
-    crowd = [start("crowd", "without locks") for _ in range(4)]
-    for process in crowd:
-        assert process.wait(250) == 0
-    assert len(list(tmp_path.glob("held by *"))) == 4 * 25
-    assert not (tmp_path / "two at once").exists()
+#: A claim whose process has ended.
+VOID = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began_s": 1.0, "job": None})
+
+
+def test_a_claim_holds_although_somebody_sets_the_clock(monkeypatch):
+    """The system tells its own start by the clock, and by that the start of a process."""
+    claim, boot_time = locks.Claim.own(), psutil._psplatform.boot_time
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_time() + 3600)
+    assert not claim.is_void
+
+
+def step(monkeypatch, name: str, between: Callable[[], None], first: bool) -> None:
+    """Have `between` happen once: before (`first`) or after the next call of a function of `locks`."""
+    real = getattr(locks, name)
+
+    def stepped(*args):
+        monkeypatch.setattr(locks, name, real)
+        if first:
+            between()
+            return real(*args)
+        found = real(*args)
+        between()
+        return found
+
+    monkeypatch.setattr(locks, name, stepped)
+
+
+def test_a_void_claim_that_another_takes_over_after_a_look_at_it_is_the_others(
+    start, tmp_path, monkeypatch, without_locks
+):
+    claim, rivals = tmp_path / "launcher.claim", []
+
+    def rival_holds() -> None:
+        rivals.append(start("launcher", "without locks"))
+        assert rivals[0].stdout.readline().startswith(str(tmp_path))
+        assert rivals[0].stdout.readline() == "holds\n"
+
+    claim.write_text(VOID)
+    step(monkeypatch, "_take_over", rival_holds, first=True)
+    with pytest.raises(locks.Held) as told:
+        locks.hold_cell(tmp_path, wait=False).__enter__()
+    assert f"process {rivals[0].pid} on" in str(told.value)
+    assert json.loads(claim.read_text())["pid"] == rivals[0].pid
+    rivals[0].communicate("\n")
+    assert [p.name for p in tmp_path.glob("*claim*")] == []
+
+
+def test_while_one_takes_a_void_claim_over_nobody_else_does(
+    start, tmp_path, monkeypatch, without_locks
+):
+    """The other comes after the one has seen that the claim still is void, before it puts its own there."""
+    rivals = []
+
+    def rival_comes() -> None:
+        rivals.append(start("launcher", "without locks"))
+        assert rivals[0].stdout.readline().startswith(str(tmp_path))
+        waiting = rivals[0].stdout.readline()
+        assert waiting.startswith(
+            f"waiting: another launcher trains this cell: process {os.getpid()} "
+        )
+
+    (tmp_path / "launcher.claim").write_text(VOID)
+    step(monkeypatch, "_text_of", rival_comes, first=False)
+    with locks.hold_cell(tmp_path, wait=False):
+        assert json.loads((tmp_path / "launcher.claim").read_text())["pid"] == os.getpid()
+        assert len(rivals) == 1
+    while (told := rivals[0].stdout.readline()).startswith(
+        "waiting"
+    ):  # for the cell, after the turn
+        pass
+    assert told in ("waited\n", "holds\n")
+    assert json.loads((tmp_path / "launcher.claim").read_text())["pid"] == rivals[0].pid
+
+
+def test_who_is_killed_while_it_takes_a_claim_over_stands_in_nobodys_way(
+    tmp_path, monkeypatch, without_locks
+):
+    claim = tmp_path / "launcher.claim"
+    claim.write_text(VOID)
+
+    def leave(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(locks, "_text_of", leave)
+        killed.setattr(Path, "unlink", leave)
+        with pytest.raises(KeyboardInterrupt):
+            locks.hold_cell(tmp_path, wait=False).__enter__()
+    (turn,) = tmp_path.glob("launcher.claim-*")
+    turn.write_text(VOID)
+    with locks.hold_cell(tmp_path, wait=False):
+        assert locks.Claim.parse(claim.read_text()) == locks.Claim.own()
+    assert [p.name for p in tmp_path.glob("*claim*")] == []
 
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next(start, tmp_path):

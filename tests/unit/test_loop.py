@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from process_groups import forking
 
-from launching import settings, until
+from launching import LIMIT_S, settings, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
@@ -225,7 +225,7 @@ def test_a_late_worker_is_waited_for_before_the_clock_starts(tmp_path, tiny_data
     for process in group:
         process.start()
     for process in group:
-        process.join(timeout=120)
+        process.join(LIMIT_S)
     assert [p.exitcode for p in group] == [0, 0]
     (_, starts_s), (ready_s, _) = (
         json.loads((tmp_path / str(rank) / "times.json").read_text(encoding="utf-8"))

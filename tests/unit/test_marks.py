@@ -74,6 +74,14 @@ def test_the_members_of_a_family_differ_in_black_and_white():
     assert len({hue.shape for hue in FAMILIES.values()}) == len(FAMILIES)
 
 
+def test_no_dash_is_needed_on_the_page_of_all_cells():
+    """Nor for a ninth member of a family, as the paper's study has one."""
+    looks = marks.marks_by_strategy([*((n, n) for n in REGISTRY), ("async-scaled", "ps-async")])
+    assert len({m.alone for m in looks.values()}) == len(looks)
+    assert {m.alone.split()[1] for m in looks.values()} <= set(marks.FILLS)
+    assert len(set(marks.FILLS.values())) == len(marks.FILLS)
+
+
 def test_every_strategys_family_has_a_hue_and_every_hue_a_strategy():
     """`other` is for those that nobody knows."""
     told = {strategy_class(name).family for name in REGISTRY} | {"other"}

@@ -207,7 +207,7 @@ def test_a_plan_that_cannot_be_read_is_no_plan(tmp_path: Path, odd_file: bytes |
     cell = fixture.expand()[0]
     plan = plan_file.PlanFile(tmp_path / "plan.json")
     assert plan.host_mem_mib(cell) == 0
-    assert plan.longest_s(cell) is None
+    assert plan.cells == {}
 
 
 @pytest.mark.parametrize("value", ["1e999", "-5", '"much"', "[]", "NaN", "true", "1.5"])
@@ -218,4 +218,4 @@ def test_a_plan_with_odd_figures_is_no_plan(tmp_path: Path, value: str) -> None:
     path.write_text(f'{{"gpu": null, "memory_margin": 0, "cells": {{"{cell.path}": {planned}}}}}')
     plan = plan_file.PlanFile(path)
     assert plan.host_mem_mib(cell) == 0
-    assert plan.longest_s(cell) is None
+    assert plan.cells == {}

@@ -16,7 +16,7 @@ from PIL import Image
 from stratbench.plan.needs import subject_of
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.train.launch import check_data
+from stratbench.train.inputs import check_data
 from stratbench.workload import users_code
 from stratbench.workload.data import own_arrays, own_data, prepared
 from stratbench.workload.data.partition import ByClass
@@ -98,7 +98,7 @@ def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkey
 
     y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     given = images(train_y=y, test_y=y)
-    monkeypatch.setattr(own_data.OwnData, "_called", lambda _self: given)
+    monkeypatch.setattr(own_data.OwnData, "_returned_arrays", lambda _self: given)
     monkeypatch.setattr(own_data.OwnData, "identity", lambda *_: {"kind": "call"})
     meta, arrays = prepared_from(tmp_path, {"call": "my_data.values"})
     each = 3 if len(shape) == 2 else 1

@@ -427,3 +427,53 @@ def test_by_class_the_outermost_instances_and_an_unknown_class_is_told():
         ModelError, match="shard names 'Blok', and it has no such module; its classes"
     ):
         sharding.groups_by_class(net, ["Blok"], said)
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        ("fine.Net", None),
+        ("fine:Net.made", None),
+        ("fine.Listed", None),
+        ("stars.Net", None),
+        ("packed.inner.Net", None),
+        ("torchvision.models.resnet18", None),
+        ("fine.Nett", "fine.py has no 'Nett'; it has Net, made"),
+        ("broken.Net", "broken.py, line 2: "),
+        (
+            "nowhere.Net",
+            "there is no nowhere.py and no package nowhere; name its folder in `code`, or",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_imported_is_seen_before_a_job_starts(tmp_path, call, fault):
+    files = {
+        "fine.py": "from torch.nn import Linear as Listed\nclass Net: ...\ndef made(): ...\nraise SystemExit",
+        "stars.py": "from torch.nn import *",
+        "broken.py": "class Net: ...\ndef made(:",
+        "packed/__init__.py": "raise SystemExit",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = users_code.fault_of_code(call, [tmp_path])
+    assert found is None if fault is None else found.startswith(fault)
+
+
+def test_each_broken_model_and_task_of_the_cells_is_named_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("nets.py").write_text("class Mine: ...")
+    block = {
+        "dataset": "digits", "strategies": ["single", "ddp"], "models": ["mine", "other"], "gpus": [1],
+        "epochs": 1, "global_batch": 4, "lr": 0.1, "task": "gone:Task",
+    }  # fmt: skip
+    config = {
+        "study": "s",
+        "models": {"mine": {"call": "nets.Mine"}, "other": {"call": "nets.Other"}},
+        "studies": {"s": {"experiments": {"e": block}}},
+    }
+    _, study = load_config(config)
+    assert study.faults_of_code(study.cells) == [
+        "task (gone:Task): there is no gone.py and no package gone; name its folder in `code`, or install it",
+        "model 'other' (nets.Other): nets.py has no 'Other'; it has Mine",
+    ]

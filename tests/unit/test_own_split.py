@@ -139,7 +139,7 @@ def trained(
 ) -> Callable[[Settings], record.Record]:
     def train(s: Settings) -> record.Record:
         launched = start_cell(s, data_dir=texts, env=os.environ.copy())
-        exit_code, output = launched.finish(200)
+        exit_code, output = launched.finish()
         assert exit_code == 0, output
         return record.read(launched.record)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stratbench.analysis.paper import paper_audit
+from stratbench.analysis.records.findings import read_audit
 
 COLLECTIVE = ("vgg16", "efficientnet_v2_l", "convnext_large")
 SERVED = ("vgg16", "resnet50", "densenet121")
@@ -119,5 +120,5 @@ def test_nothing_else_is_found_and_the_file_has_everything(found, tmp_path):
     }
     assert {f["rule"] for f in found} == rules
     paper_audit.write_paper_audit(tmp_path / "paper_audit.csv")
-    read = paper_audit.read_paper_audit(tmp_path / "paper_audit.csv")
+    read = read_audit(tmp_path / "paper_audit.csv")
     assert list(read["figures"]) == [f["figures"] for f in found]

@@ -20,7 +20,7 @@ def labels() -> torch.Tensor:
 
 def batches_of(parts: ByClass, order: torch.Tensor, workers: int) -> torch.Tensor:
     """As a collective strategy divides them: [steps, workers, samples]."""
-    return parts.arranged(order, BATCH).view(-1, workers, BATCH // workers)
+    return parts.arrange(order, BATCH).view(-1, workers, BATCH // workers)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -57,7 +57,7 @@ def test_the_seed_decides_which_samples_of_a_divided_class(labels):
 def test_one_worker_has_everything_in_the_usual_order(labels):
     order = epoch_order(SAMPLES, 1, 0)
     steps = SAMPLES // BATCH
-    assert torch.equal(ByClass(labels, 1, 5).arranged(order, BATCH), order[: steps * BATCH])
+    assert torch.equal(ByClass(labels, 1, 5).arrange(order, BATCH), order[: steps * BATCH])
 
 
 def test_the_order_within_a_part_is_new_in_each_epoch(labels):

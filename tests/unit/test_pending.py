@@ -12,7 +12,7 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.study import resources
 from stratbench.study.config import config
-from stratbench.study.slurm import nodes, stuck_jobs
+from stratbench.study.slurm import commands, nodes, stuck_jobs
 from stratbench.study.slurm.live_jobs import shared_list
 
 #: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.
@@ -315,7 +315,7 @@ def test_a_limit_on_all_jobs_together_is_told_once_none_of_them_runs(tmp_path):
 def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
     said = [queue(tmp_path, "12|HERE|PENDING|PartitionConfig|c1", "13|HERE|PENDING|Priority|c2")]
     monkeypatch.setattr(
-        stuck_jobs.subprocess,
+        commands.subprocess,
         "run",
         lambda *_, **__: SimpleNamespace(returncode=0, stdout=said[-1]),
     )
@@ -343,7 +343,7 @@ def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
 def test_a_stuck_job_that_cells_share_is_named_by_its_first_cell(tmp_path, monkeypatch):
     said = queue(tmp_path, "12|HERE|PENDING|PartitionConfig|rule_r_wildcards_s_shared_0f3c")
     monkeypatch.setattr(
-        stuck_jobs.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=said)
+        commands.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=said)
     )
     shared_list(tmp_path, "0f3c").write_text("a/record.json\nb/record.json\n")
     cells = {"c1": "a/record.json", "c2": "b/record.json"}
@@ -354,10 +354,17 @@ def test_a_stuck_job_that_cells_share_is_named_by_its_first_cell(tmp_path, monke
 
 def test_a_silent_slurm_stops_nothing(tmp_path, monkeypatch):
     def fail(*_, **__):
-        raise stuck_jobs.subprocess.TimeoutExpired("squeue", 60)
+        raise commands.subprocess.TimeoutExpired("squeue", 60)
 
-    monkeypatch.setattr(stuck_jobs.subprocess, "run", fail)
+    monkeypatch.setattr(commands.subprocess, "run", fail)
     assert stuck_jobs.newly_stuck({}, {}, tmp_path, tmp_path, 0.0) == []
-    monkeypatch.setattr(nodes.subprocess, "run", fail)
-    monkeypatch.setattr(nodes.shutil, "which", lambda name: name)
     assert nodes.cluster_nodes() == []
+
+
+def test_a_slurm_that_fails_once_lets_no_job_wait_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        commands.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="")
+    )
+    seen = {("12", "PartitionConfig"): 0.0}
+    assert stuck_jobs.newly_stuck(seen, {}, tmp_path, tmp_path, 30.0) == []
+    assert seen == {("12", "PartitionConfig"): 0.0}

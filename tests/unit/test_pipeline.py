@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from functools import cache
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from process_groups import WORLDS, found_by_groups
 from launching import ADAMW, settings
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
-from stratbench.plan.footprint.footprint import make_footprint
+from stratbench.cell.settings import Settings
+from stratbench.plan.footprint.footprint import Footprint, make_footprint
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.strategies import mesh_of, option_defaults
@@ -25,7 +28,7 @@ from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
 from stratbench.strategies.splitting.pipeline import STAGES_A_WORKER, Pipeline
-from stratbench.strategies.splitting.stages import Measured, balanced
+from stratbench.strategies.splitting.stages import Measured, balance
 from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.workload import tasks
@@ -38,7 +41,8 @@ from stratbench.workload.network.pieces import units_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH, MICROBATCHES = 6, 12, 8, 7, 16, 4
-STEPS, FEW_STEPS = 10, 3
+#: Two steps show what momentum does; one more, and AdamW's rates, that nothing adds up.
+STEPS, FEW_STEPS = 3, 2
 #: How far losses, and weights under SGD, may be from one process's; AdamW's weights: near a gradient
 #: of zero its update hangs on rounding.
 LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
@@ -48,19 +52,20 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "own head": ({}, "own head"),
     "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, "tied"),
     "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, "tied"),
-    "recomputed": ({"activation_checkpointing": True}, "tied"),
     "vgg": ({"lr": 0.02}, "vgg-compact"),
+    "recomputed": ({"activation_checkpointing": True}, "tied"),
     "vit": ({"lr": 0.02}, "vit-compact"),
     "planned": ({}, "gpt-compact"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     name: {"schedule": name, "microbatches": MICROBATCHES} for name in STAGES_A_WORKER
 }
-#: Those that are tried with all schedules of two pipelines, and on one worker.
-ALL_WAYS = ("plain", "parts and clip", "adamw")
+#: Schedules and workers whose memory is planned: all schedules, and once stages between two others.
+HELD = [*((name, 2) for name in OPTIONS), ("1f1b", 4)]
+#: Tried with all schedules on all meshes: here gradients are shared, averaged and counted late.
+EVERYWHERE = "parts and clip"
 #: Four workers as two pipelines.
 PAIRS = {f"pairs, {name}": o | {"pipeline_workers": 2} for name, o in OPTIONS.items()}
-FEW_PAIRS = {"pairs, 1f1b": PAIRS["pairs, 1f1b"]}
 
 
 class CountedTwice(Pipeline):
@@ -142,7 +147,6 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
 
 
 def steps_of(way: str) -> int:
-    """The plain way and AdamW show that nothing adds up over many steps; of the others a few tell."""
     return STEPS if way in ("plain", "adamw") else FEW_STEPS
 
 
@@ -158,15 +162,14 @@ def samples(way: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def whole_weights(strategy: Collective, whole: dict[str, torch.nn.Parameter], world: int):
     """All parameters, of which each worker has some; where several have one, their mean."""
-    own, found = set(strategy.model.parameters()), []
-    for p in whole.values():
-        value = p.detach().clone() if p in own else torch.zeros_like(p)
-        holders = torch.tensor(float(p in own))
-        if world > 1:
-            dist.all_reduce(value)
-            dist.all_reduce(holders)
-        found.append(value / holders)
-    return found
+    own = set(strategy.model.parameters())
+    values = torch.cat([(p.detach() * (p in own)).flatten() for p in whole.values()])
+    holders = torch.tensor([float(p in own) for p in whole.values()])
+    if world > 1:
+        dist.all_reduce(values)
+        dist.all_reduce(holders)
+    each = values.split([p.numel() for p in whole.values()])
+    return [value / n for value, n in zip(each, holders, strict=True)]
 
 
 def trajectory(
@@ -195,7 +198,7 @@ def trajectory(
         dist.all_reduce(held)
     return {
         "losses": losses / mesh.replicas, "weights": whole_weights(strategy, whole, world),
-        "scores": scores / mesh.replicas, "bytes": float(held),
+        "scores": scores / mesh.replicas, "bytes": float(held) / mesh.replicas,
         "sent": strategy.communication()["sent_bytes_per_step"] if world > 1 else 0,
         "updates": strategy.report()["updates_applied"],
         "details": strategy.report()["details"],
@@ -206,7 +209,7 @@ def traffic(options: dict[str, Any], rank: int, world: int) -> float:
     """Bytes of activations and their gradients that all workers together send in a step."""
     strategy, _ = set_up(Pipeline, options, "own head", rank, world)
     x, y = samples("own head")
-    strategy._sent_bytes = 0.0  # its own count is looked at elsewhere
+    strategy._counts_step = False  # its own count is looked at elsewhere
     with CollectiveCount() as count:
         strategy.step(x[:BATCH], y[:BATCH])
     sent = torch.tensor(float(sum(c.n_bytes for c in count.calls if c.kind == "send")))
@@ -218,14 +221,14 @@ def held(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """What a worker holds at most in a step, by an operator trace of real tensors; each rank's."""
     strategy, _ = set_up(Pipeline, options, "planned", rank, world)
     x, y = samples("plain")
-    strategy._sent_bytes = 0.0
+    strategy._counts_step = False
     strategy.step(x[:BATCH], y[:BATCH])  # buffers for what is received are there from now on
     trace = OperatorTrace(on_cpu=True)
     trace.tag("parameters", strategy.model.parameters())
     trace.tag(
         "optimizer", (t for state in strategy.optimizer.state.values() for t in state.values())
     )
-    for part, tensors in strategy.kept().items():
+    for part, tensors in strategy.kept_tensors().items():
         trace.tag(part, tensors)
     first = len(trace.events)
     with trace:
@@ -239,6 +242,27 @@ def held(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     return {"peaks": peak.tolist(), "states": states.tolist()}
 
 
+def tried(way: str, world: int) -> dict[str, dict[str, Any]]:
+    """The schedules of a way on so many workers, by name.
+
+    Each way has each schedule and each mesh (a pipeline of two workers, one of four, two pipelines),
+    and each schedule has each mesh, but not all three of a kind.
+    """
+    if world == 1:
+        return OPTIONS if way == "plain" else {"gpipe": OPTIONS["gpipe"]}
+    found = {}
+    for turn, (name, options) in enumerate(OPTIONS.items(), list(WAYS).index(way)):
+        mesh = turn % 3
+        if mesh == 1 and not is_possible(way, options, 4):
+            mesh = 0
+        always = way == EVERYWHERE or (way, name) == ("plain", "1f1b")
+        if always or mesh == {2: 0, 4: 1}[world]:
+            found[name] = options
+        if world == 4 and (always or mesh == 2):
+            found[f"pairs, {name}"] = PAIRS[f"pairs, {name}"]
+    return found
+
+
 def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
     """Whether the network has so many stages."""
     kind = WAYS[way][1]
@@ -246,15 +270,32 @@ def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
     return Pipeline(Pipeline.Options(**options)).n_stages(world) <= most
 
 
+def counted_once(measure: Callable[..., list[Measured]]) -> Callable[..., list[Measured]]:
+    """`Pipeline.measure`, which counts a network's operations once, however often it is set up.
+
+    That takes longer than to train it a few steps, and depends on nothing but the network.
+    """
+    known: dict[Any, list[Measured]] = {}
+
+    def remembered(self: Pipeline, model: torch.nn.Module, units: Any) -> list[Measured]:
+        shapes = tuple((name, p.shape) for name, p in model.named_parameters())
+        key = shapes, self.worker.settings.activation_checkpointing
+        if key not in known:
+            known[key] = measure(self, model, units)
+        return known[key]
+
+    return remembered
+
+
 def work(world: int, rank: int) -> dict[str, Any]:
+    with mock.patch.object(Pipeline, "measure", counted_once(Pipeline.measure)):
+        return trained_in_all_ways(world, rank)
+
+
+def trained_in_all_ways(world: int, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for way in (w for w in WAYS if w != "planned"):
-        tried = OPTIONS if world > 1 or way in ALL_WAYS else {}
-        if world == 4:
-            tried = tried | (PAIRS if way in ALL_WAYS else FEW_PAIRS)
-        for name, options in tried.items():
-            if not is_possible(way, options, world):
-                continue
+        for name, options in tried(way, world).items():
             found[f"{way}: {name}"] = trajectory(Pipeline, options, way, rank, world)
         if world == 1:
             found[f"{way}: single"] = trajectory(Single, {}, way, rank, 1)
@@ -263,9 +304,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
             found[cls.__name__] = trajectory(cls, options, way, rank, world)
     if world > 1:
         found["held"] = {
-            name: held(options, rank, world)
-            for name, options in OPTIONS.items()
-            if is_possible("planned", options, world)
+            name: held(OPTIONS[name], rank, world) for name, workers in HELD if workers == world
         }
         found["traffic"] = {
             name: traffic(options, rank, world) for name, options in OPTIONS.items()
@@ -292,19 +331,32 @@ def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("world", "way"),
-    [(w, way) for w in WORLDS for way in WAYS if way in ALL_WAYS or (w > 1 and way != "planned")],
+    ("world", "way"), [(w, way) for w in WORLDS for way in WAYS if way != "planned"]
 )
 def test_stages_train_as_one_process_does(found, world, way):
     one = found[1][f"{way}: single"]
     held = {k: v for k, v in found[world].items() if k.startswith(f"{way}: ") and "single" not in k}
-    assert len(held) >= 2
+    assert held
     for name, ours in held.items():
         assert distance(ours, one, "losses") < LOSSES, name
         limit = ADAMW_WEIGHTS if way == "adamw" else WEIGHTS
         assert distance(ours, one, "weights") < limit, name
         assert distance(ours, one, "scores") < 100 * limit, name
         assert ours["updates"] == steps_of(way)
+
+
+def test_each_two_of_a_way_a_schedule_and_a_mesh_are_tried_together():
+    trained = [way for way in WAYS if way != "planned"]
+    runs = [
+        (way, name.removeprefix("pairs, "), "pairs" if name in PAIRS else world)
+        for way in trained
+        for world in (2, 4)
+        for name in tried(way, world)
+    ]
+    meshes = (2, 4, "pairs")
+    assert {run[:2] for run in runs} == set(product(trained, OPTIONS))
+    assert {run[1:] for run in runs} == set(product(OPTIONS, meshes))
+    assert {run[::2] for run in runs} == set(product(trained, meshes))
 
 
 @pytest.mark.parametrize(("cls", "way"), [(m[0], m[2]) for m in MUTANTS], ids=lambda m: str(m))
@@ -332,20 +384,16 @@ def test_what_is_sent_is_recorded(found, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_parameter_is_where_it_is_used(found, world):
-    whole = found[1]["plain: single"]["bytes"]
-    for schedule in OPTIONS:
-        assert (
-            found[world][f"own head: {schedule}"]["bytes"] == found[1]["own head: single"]["bytes"]
-        )
-        assert found[world][f"plain: {schedule}"]["bytes"] == whole + VOCABULARY * WIDTH * 8
+    more = {"own head": 0, EVERYWHERE: VOCABULARY * WIDTH * 8}  # an embedding on two stages
+    for way, bytes_ in more.items():
+        for name in tried(way, world):
+            whole = found[1][f"{way}: single"]["bytes"]
+            assert found[world][f"{way}: {name}"]["bytes"] == whole + bytes_, name
 
 
-@pytest.mark.parametrize("schedule", OPTIONS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("schedule", "world"), HELD)
 def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
-    if schedule not in found[world]["held"]:
-        pytest.skip("the network has fewer stages")
-    planned = make_footprint(request(OPTIONS[schedule], world)).each
+    planned = footprint_of(schedule, world).each
     assert len(planned) == world
     seen = found[world]["held"][schedule]
     for stage, footprint in enumerate(planned):
@@ -359,13 +407,15 @@ def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
 
 
 def test_1f1b_holds_fewer_activations_than_gpipe():
-    """Of at most as many micro-batches as there are stages."""
-    peaks = [
-        make_footprint(request({"schedule": name, "microbatches": 8}, 2)).each[0].training_peak(512)
-        for name in ("gpipe", "1f1b")
-    ]
+    """Of at most as many micro-batches as there are stages, here two of four."""
+    peaks = [footprint_of(name, 2).each[0].training_peak(512) for name in ("gpipe", "1f1b")]
     gpipe, one = (p.parts_bytes["activations"] for p in peaks)
-    assert one < 0.4 * gpipe
+    assert 0.4 * gpipe < one < 0.65 * gpipe
+
+
+@cache
+def footprint_of(schedule: str, world: int) -> Footprint:
+    return make_footprint(request(OPTIONS[schedule], world))
 
 
 def request(options: dict[str, Any], world: int) -> Request:
@@ -379,8 +429,9 @@ def request(options: dict[str, Any], world: int) -> Request:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_bubble_is_predicted(found, world):
+    way = "plain" if world == 1 else EVERYWHERE
     for schedule, a_worker in STAGES_A_WORKER.items():
-        predicted = found[world][f"plain: {schedule}"]["details"]["predicted_bubble_share"]
+        predicted = found[world][f"{way}: {schedule}"]["details"]["predicted_bubble_share"]
         if schedule == "zero-bubble" and world > 1:
             assert predicted is None
         else:
@@ -429,14 +480,14 @@ def units(*flops: int) -> list[Measured]:
 
 
 def test_stages_are_balanced_by_work_and_then_by_memory():
-    assert balanced(units(0, 2, 2, 2, 2, 2), 2) == [3, 3]
-    assert balanced(units(0, 1, 1, 1, 1, 5), 2) == [5, 1]
-    assert balanced(units(3, 1, 1, 1), 4) == [1, 1, 1, 1]
+    assert balance(units(0, 2, 2, 2, 2, 2), 2) == [3, 3]
+    assert balance(units(0, 1, 1, 1, 1, 5), 2) == [5, 1]
+    assert balance(units(3, 1, 1, 1), 4) == [1, 1, 1, 1]
     # With either cut both stages compute 1: the one that holds less counts.
     one = [Measured(1, 1, ()), Measured(0, 100, ()), Measured(1, 100, ())]
-    assert balanced(one, 2) == [2, 1]
+    assert balance(one, 2) == [2, 1]
     with pytest.raises(ValueError, match="2 units cannot be 3 stages"):
-        balanced(units(1, 1), 3)
+        balance(units(1, 1), 3)
 
 
 @pytest.mark.parametrize(
@@ -503,50 +554,56 @@ def test_what_cannot_be_cut_is_refused_before_any_job():
 # --- cells ---------------------------------------------------------------------------------------
 
 
-def prepared_cell(folder: Path, workers: int, **options: Any):
-    """Settings of a cell with stages, and its data, prepared in `folder`."""
-    spec = {"source": "markov-text", "train_samples": 256, "test_samples": 24, "vocabulary": 8,
+def prepared_text(folder: Path) -> None:
+    spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": 16}  # fmt: skip
     prepare("text", folder, spec=spec)
+
+
+def cell_settings(text: Path, workers: int, **options: Any) -> Settings:
+    """Of a cell with stages, which trains on `text`."""
     options = option_defaults("pipeline") | {"microbatches": 4} | options
     replicas = mesh_of("pipeline", options, workers).replicas
     return settings(
         "pipeline", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
         global_batch=16, per_worker_batch=16 // replicas, lr=0.02,
-        data_spec=prepared.read_meta(folder)["spec"],
+        data_spec=prepared.read_meta(text)["spec"],
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("workers", "options"), [(2, {"schedule": "gpipe"}), (4, {"pipeline_workers": 2})]
-)
-def test_a_cell_trains_and_its_record_says_its_stages(
-    start_cell: Callable[..., Any], tmp_path, workers, options
+def test_cells_train_and_their_records_say_their_stages(
+    start_cell: Callable[..., Any], warm, tmp_path
 ):
-    s = prepared_cell(tmp_path / "text", workers, **options)
-    cell = start_cell(s, data_dir=tmp_path / "text")
-    code, output = cell.finish(200)
-    assert code == 0, output
-    made = record.read(cell.record)
-    assert made["status"] == "ok"
-    assert made["strategy"]["mesh"] == {"replicas": workers // 2, "tensor": 1, "stages": 2}
-    assert made["batch"]["samples_seen"] == made["batch"]["samples_applied"] == 256
-    assert sum(w["samples"] for w in made["workers"]) == 2 * 256
-    assert made["communication"]["sent_bytes_per_step"] > 0
-    details = made["strategy"]["details"]
-    assert [len(s["pieces"]) for s in details["stages"]] == [3, 4]
-    assert details["predicted_bubble_share"] == 1 / 5
-    assert 0 < made["time"]["bubble_share"] < 1
-    assert made["time"]["breakdown_ms"]["bubble"] > 0
-    peaks = made["memory"]["stages"]
-    assert len(peaks) == 2
-    assert made["memory"]["peak_bytes"] == max(p["peak_bytes"] for p in peaks)
-    alone = start_cell(replace(s, strategy="single", options={}, gpus=1, per_worker_batch=16),
-                       data_dir=tmp_path / "text")  # fmt: skip
-    code, output = alone.finish(200)
-    assert code == 0, output
-    one = record.read(alone.record)
-    for what in ("train_loss", "test_loss", "score"):
-        (ours,), (its,) = ([e[what] for e in r["score"]["per_epoch"]] for r in (made, one))
-        assert ours == pytest.approx(its, rel=1e-5), what
-    assert made["model"] == one["model"]
+    """One pipeline and two; what they learn is what one process learns."""
+    prepared_text(tmp_path / "text")
+
+    def trained(s: Settings) -> dict[str, Any]:
+        cell = start_cell(s, data_dir=tmp_path / "text", env=warm)
+        code, output = cell.finish()
+        assert code == 0, output
+        made = record.read(cell.record)
+        assert made["status"] == "ok"
+        return made
+
+    alone = replace(
+        cell_settings(tmp_path / "text", 2), strategy="single", options={}, gpus=1, per_worker_batch=16
+    )  # fmt: skip
+    one = trained(alone)
+    for workers, options in ((2, {"schedule": "gpipe"}), (4, {"pipeline_workers": 2})):
+        made = trained(cell_settings(tmp_path / "text", workers, **options))
+        assert made["strategy"]["mesh"] == {"replicas": workers // 2, "tensor": 1, "stages": 2}
+        assert made["batch"]["samples_seen"] == made["batch"]["samples_applied"] == 64
+        assert sum(w["samples"] for w in made["workers"]) == 2 * 64
+        assert made["communication"]["sent_bytes_per_step"] > 0
+        details = made["strategy"]["details"]
+        assert [len(s["pieces"]) for s in details["stages"]] == [3, 4]
+        assert details["predicted_bubble_share"] == 1 / 5
+        assert 0 < made["time"]["bubble_share"] < 1
+        assert made["time"]["breakdown_ms"]["bubble"] > 0
+        peaks = made["memory"]["stages"]
+        assert len(peaks) == 2
+        assert made["memory"]["peak_bytes"] == max(p["peak_bytes"] for p in peaks)
+        for what in ("train_loss", "test_loss", "score"):
+            (ours,), (its,) = ([e[what] for e in r["score"]["per_epoch"]] for r in (made, one))
+            assert ours == pytest.approx(its, rel=1e-5), what
+        assert made["model"] == one["model"]

@@ -114,12 +114,9 @@ def test_the_formulas_are_those_of_the_book():
 
 def test_a_server_beside_each_worker_keeps_an_equal_part_of_the_states():
     flat = {"weights": 4000, "buffers": 0}
-    one, each = (
-        server_needs("ps-ormo", placed(p, 4, "ps-ormo").options, 4, flat, 1, True)
-        for p in ("central", "colocated")
-    )
-    assert (one.weights, one.optimizer) == (4000, 4000)
-    assert (each.weights, each.optimizer) == (1000, 1000)
+    one, each = (server_needs(placed(p, 4, "ps-ormo"), flat, 1) for p in ("central", "colocated"))
+    assert (one["weights"], one["optimizer"]) == (4000, 4000)
+    assert (each["weights"], each["optimizer"]) == (1000, 1000)
 
 
 def test_servers_are_not_counted_by_hand_where_each_worker_has_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,9 +10,10 @@ import sys
 
 import pytest
 
-from launching import WORKFLOW
+from launching import LIMIT_S, WORKFLOW
+from stratbench.cell.files import reason_of
 from stratbench.plan.check import CheckResult, Rehearsal
-from stratbench.plan.footprint import cache
+from stratbench.plan.footprint import cache, processes
 
 #: Two pools; of a process of each: its parent, whether a fresh one has what takes long to import, its GPUs.
 PROGRAM = """
@@ -42,7 +44,7 @@ def test_two_pools_share_one_import_and_see_no_gpu(tmp_path) -> None:
         env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert printed.returncode == 0, printed.stderr
     (parent, imported, gpus), (other_parent, other_imported, _) = json.loads(printed.stdout)
@@ -59,3 +61,13 @@ def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind,
     assert made["mine"].fault == "its process was killed (out of memory?)"
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == "networks to check: 1\n  resnet: 1 of 1\n"
+
+
+def test_a_folder_in_which_no_semaphore_can_be_made_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", refuse)
+    with pytest.raises(OSError, match="/dev/shm") as told:
+        processes.pool_of(1)
+    assert reason_of(told.value) == "Read-only file system: /dev/shm"

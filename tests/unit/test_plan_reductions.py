@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -132,7 +134,7 @@ def test_a_peak_holds_the_buffer_for_the_batch_and_the_gpu():
     assert made.training_peak(1, GPUS[0]).phase == "forward"
     assert made.needed_bytes(8, GPUS[0]) == peak.n_bytes
     assert made.largest_batch(peak.n_bytes, GPUS[0]) < made.largest_batch(1 << 40)
-    assert footprint.Footprint.from_dict(made.as_dict()) == made
+    assert footprint.Footprint.from_dict(asdict(made)) == made
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
+import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import bytes_text, hours_text
 from stratbench.plan import __main__ as command
@@ -19,10 +23,11 @@ from stratbench.plan.check import Rehearsal
 from stratbench.plan.duration import Span
 from stratbench.plan.footprint import cache, traffic
 from stratbench.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
+from stratbench.plan.footprint.request import Request
 from stratbench.plan.needs import subject_of
 from stratbench.plan.pages import table
 from stratbench.plan.pages.answers import answered_questions
-from stratbench.plan.pages.text import plan_text
+from stratbench.plan.pages.text import plan_text, write_html
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.policies.preview import CHUNK
@@ -35,7 +40,12 @@ pytestmark = pytest.mark.timeout(300)
 GIB = 1 << 30
 
 
-def config_of(results: Path, cluster: dict[str, Any] | None = None, **experiment: Any):
+def config_of(
+    results: Path,
+    cluster: dict[str, Any] | None = None,
+    variants: dict[str, Any] | None = None,
+    **experiment: Any,
+):
     block = {
         "dataset": "cifar10",
         "strategies": ["single", "ddp", "fsdp", "ps-async-modified"],
@@ -51,7 +61,7 @@ def config_of(results: Path, cluster: dict[str, Any] | None = None, **experiment
         "study": "s",
         "results": str(results),
         "cluster": {"gpus_per_node": 4, "gpu": "A10G 24GB"} | (cluster or {}),
-        "studies": {"s": {"experiments": {"e": block | experiment}}},
+        "studies": {"s": {"variants": variants or {}, "experiments": {"e": block | experiment}}},
     }
 
 
@@ -74,19 +84,24 @@ def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
 
 @pytest.fixture
 def plan_of(tmp_path: Path, monkeypatch):
-    """A function that plans with a footprint for every request."""
+    """A function that plans with a footprint for every request, or what is made of each."""
 
     def make(
-        footprint: Footprint | str | None = None,
+        footprint: Footprint | str | Callable[[Request], Footprint] | None = None,
         records: schedule.Records | None = None,
         **kwargs: Any,
     ) -> schedule.Plan:
         config, study = configuration.load_config(config_of(tmp_path, **kwargs))
         given = footprint or made_up()
-        told = Rehearsal(given) if isinstance(given, Footprint) else Rehearsal(unpredicted=given)
+
+        def rehearsal(request: Request) -> Rehearsal:
+            if isinstance(given, str):
+                return Rehearsal(unpredicted=given)
+            return Rehearsal(given if isinstance(given, Footprint) else given(request))
+
         nets = defaultdict(check.CheckResult)
         monkeypatch.setattr(
-            check, "rehearsals_of", lambda wanted, _: (nets, dict.fromkeys(wanted, told))
+            check, "rehearsals_of", lambda wanted, _: (nets, {r: rehearsal(r) for r in wanted})
         )
         checked = check.check_study(config, study, resharding=True)
         return schedule.make_plan(config, checked, records or {})
@@ -172,6 +187,27 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     assert unknown["slurm_mem_mib"] > 0
 
 
+def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
+    states = {f"{s}_bytes": GIB for s in ("parameters", "gradients", "optimizer", "buffers")}
+    plan = plan_of(made_up(model_states_bytes=states), strategies=["ddp"], gpus=[8])
+    c = plan.cells[0]
+    write_html(plan, tmp_path / "plan.html")
+    page = html.unescape((tmp_path / "plan.html").read_text())
+    shown = re.findall("<td>(.*?)</td>", page)
+    fit, (amount, unit) = c.fit, bytes_text(c.fit.needed_bytes).split()
+    peak, sent = bytes_text(fit.peak.n_bytes), bytes_text(c.needs.wire_bytes)
+    span, batch = quantities.span_text(fit.train), str(fit.largest_batch)
+    at = shown.index(peak)
+    assert 'title="the weights: 1.00 GiB"' in shown[at + 1]
+    rest = [f"{amount} {unit}", "yes", batch, sent, span, fit.train.source]
+    assert shown[at + 2 : at + 8] == rest
+    told = plan_text(plan).splitlines()
+    over = next(i for i, line in enumerate(told) if line.endswith("(! does not fit)"))
+    assert told[over].startswith(f"   {unit} a worker that a cell needs, at 8 workers")
+    assert told[over + 2].split() == ["ddp", amount]
+    assert told[over + 5].split() == ["ddp", span.split()[0], span.split()[1]]
+
+
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
     asked = cell(plan_of(), "ps-async-modified", 8).asked
     assert (asked.nodes, asked.gres, asked.cpus, asked.runtime_min) == (2, "gpu:4", 4 * 8 + 4, 60)
@@ -190,10 +226,28 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     table.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     assert kept.host_mem_mib(planned.cell) == planned.asked.mem_mib
-    assert kept.longest_s(planned.cell) == round(planned.fit.total.high_s)
+    settings, longest_s = planned.subject.settings, round(planned.fit.total.high_s)
+    further = replace(settings, seed=7)  # of another repeat
+    for same in (settings, further):
+        assert kept.longest_s(planned.cell, same, plan.cluster) == longest_s
+    # What was planned for fewer epochs, or for another GPU, is no limit of what is trained now.
+    longer = replace(settings, epochs=200)
+    assert kept.longest_s(planned.cell, longer, plan.cluster) is None
+    assert kept.longest_s(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
     without = resources.job_request(planned.cell, planned.subject.settings, plan.cluster, None)
     assert without.mem_mib < planned.asked.mem_mib
     assert plan_file.PlanFile(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
+
+
+def test_the_servers_of_an_elastic_cell_ask_for_their_memory_in_a_job_of_their_own(plan_of):
+    flat = {"weights": 100 * GIB, "buffers": 0}
+    block = {"strategies": ["ps-async"], "gpus": [2], "precision": "fp32"}
+    gang, elastic = (
+        plan_of(made_up(flat_bytes=flat), **block, elastic=e).cells[0] for e in (False, True)
+    )
+    # Weights, momentum and snapshot, and what is received: no worker shares memory with it.
+    assert elastic.asked.mem_mib >= 3 * 100 * 1024
+    assert elastic.needs.server_bytes > gang.needs.server_bytes
 
 
 def test_the_workers_of_servers_hold_all_epochs_tables(plan_of):
@@ -241,10 +295,10 @@ def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_p
     planned = cell(plan, "ddp", 8)
     table.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
-    settings = planned.subject.settings.as_json()
+    settings = planned.subject.settings
     assert plan.gpu is not None
     assert kept.why_infeasible(planned.cell, settings, plan.cluster) == planned.why
-    other = replace(planned.subject.settings, lr=0.5).as_json()
+    other = replace(settings, lr=0.5)
     assert kept.why_infeasible(planned.cell, other, plan.cluster) is None
     for change in ({"gpu": "H100"}, {"memory_margin": 0.0}):
         assert kept.why_infeasible(planned.cell, settings, plan.cluster | change) is None
@@ -331,6 +385,64 @@ def test_the_questions_are_answered(plan_of):
     )
 
 
+def kept_weights(request: Request) -> Footprint:
+    """Without resharding a worker holds 1 GiB more, and 3 GiB more where its weights lie on the host."""
+    kept = request.options.get("reshard_after_forward") == "never"
+    return made_up(2.0 + kept * (3 if request.options.get("offload") == "cpu" else 1))
+
+
+def test_each_kind_of_fsdp_is_told_what_keeping_its_weights_costs(plan_of):
+    variants = {
+        "fsdp-zero2": {"strategy": "fsdp", "reshard_after_forward": "never"},
+        "fsdp-offload": {"strategy": "fsdp", "offload": "cpu"},
+    }
+    question = "May FSDP keep its gathered weights between forward and backward?"
+
+    def told(**block: Any) -> list[str]:
+        block = {"variants": variants, "gpus": [4], "precision": "fp32"} | block
+        plan = plan_of(kept_weights, **block)
+        return [said.partition("4 workers")[2] for said in dict(answered_questions(plan))[question]]
+
+    one, other = told(strategies=["ddp", "fsdp", "fsdp-zero2", "fsdp-offload"])
+    assert one.startswith(", fsdp: keeping them costs 1.00 GiB ")
+    assert other.startswith(", fsdp-offload: keeping them costs 3.00 GiB ")
+    (alone,) = told(strategies=["fsdp", "fsdp-zero2"])
+    assert alone.startswith(": keeping them costs 1.00 GiB ")
+
+
+def test_where_some_cells_are_on_cpus_each_is_judged_by_its_own_memory(plan_of):
+    plan = plan_of(kept_weights, strategies=["fsdp"], gpus=[4])
+    on_cpu = replace(plan.cells[0].fit, device="CPU", room_bytes=1.0 * GIB)
+    cells = [replace(plan.cells[0], fits_on={"CPU": on_cpu})]
+    answers = dict(answered_questions(replace(plan, cells=cells)))
+    (said,) = answers["May FSDP keep its gathered weights between forward and backward?"]
+    assert "it does not fit (at most 0 samples)" in said
+
+
+def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypatch):
+    plan = plan_of(strategies=["ddp"], gpus=[2], cluster={"cells_per_job": 2})
+    assert quantities.totals(plan, plan.device)["gpu_hours"][1] > 0
+    small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
+    monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: small)
+    record = record_of("ddp", 2, 5.0) | {"status": "refused", "reason": "it cannot"}
+    found = {plan.cells[0].cell: record | {"time": {"train_time_s": None}}}
+    plan = plan_of(records=found, strategies=["ddp"], gpus=[2], cluster={"cells_per_job": 2})
+    assert (plan.cells[0].state, plan.jobs, plan.unheld) == ("refused", 0, [])
+    assert quantities.totals(plan, plan.device)["gpu_hours"] == (0, 0)
+    assert "nothing left to do" in plan_text(plan)
+
+
+def test_no_node_is_missed_for_a_cell_that_is_skipped(plan_of, monkeypatch):
+    small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
+    monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: small)
+    for skips in (False, True):
+        plan = plan_of(
+            made_up(500), strategies=["ddp"], gpus=[2], cluster={"skip_infeasible": skips}
+        )
+        assert {c.state for c in plan.cells} == {"infeasible"}
+        assert bool(plan.unheld) != skips
+
+
 def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(plan_of):
     long = dict(answered_questions(plan_of(epochs=2000)))
     short = dict(answered_questions(plan_of(epochs=1)))
@@ -414,6 +526,24 @@ def test_a_records_time_replaces_the_devices(plan_of):
     assert fit.by_device.low_s != fit.train.low_s
 
 
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("NVIDIA A10G", True), ("NVIDIA L4", False), ("a new one", True), (None, True)],
+)
+def test_records_of_another_gpu_say_nothing_of_the_times_on_this_one(plan_of, name, counts: bool):
+    """The plan is of A10Gs. Nobody knows a GPU that is not in the table."""
+    of = {"workers": [{"provenance": {"gpu": name and {"name": name}}}]}
+    first = plan_of().cells[0].cell
+    fit = cell(plan_of(records={first: record_of("ddp", 2, 777.0) | of}), "ddp", 2).fit
+    assert (fit.train == fit.by_device) != counts
+
+
+def test_records_of_any_gpu_that_a_short_name_may_mean_count():
+    record = {"workers": [{"provenance": {"gpu": {"name": "NVIDIA A100 80GB PCIe"}}}]}
+    for gpu, counts in ((None, 1), ("A100 80GB", 1), ("A100 40GB", 0), ("A100 SXM 80 GB", 0)):
+        assert len(schedule.timed_records({TARGET: record}, gpu)) == counts, gpu
+
+
 # --- traffic and servers -------------------------------------------------------------------------
 
 
@@ -454,23 +584,28 @@ def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, moments:
     workers, n = 3, 2 * CHUNK
     weights = torch.zeros(n)
     kept = make_policy(policy, weights, hyper)
+    optimizer = adamw if moments == 2 else {"momentum": hyper.momentum}
     options = option_defaults(policy)
-    flat = {"weights": 4 * n, "buffers": 0}
-    needs = servers.server_needs(policy, options, workers, flat, moments, shared_memory=True)
+    s = settings(policy, gpus=workers, options=options, **optimizer)
+    needs = servers.server_needs(s, {"weights": 4 * n, "buffers": 0}, 1)
     chunk = CHUNK if policy == "ps-preview" else 0  # of a shard, a view is made in
-    assert needs.weights + needs.optimizer == 4 * (tensors_in(kept, set()) - chunk)
+    assert needs["weights"] + needs["optimizer"] == 4 * (tensors_in(kept, set()) - chunk)
 
 
 def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
     options = option_defaults("ps-sync") | {"servers": 2, "wire": "bfloat16"}
     flat = {"weights": 1000, "buffers": 10}
-    needs = servers.server_needs("ps-sync", options, 2, flat, 1, shared_memory=False)
-    assert needs.weights == 500
-    assert needs.lanes > 0
-    scaled = servers.server_needs("ps-sync", options, 2, flat, 1, False, scaled=True)
-    assert scaled.lanes - needs.lanes == 2 * 500 // 2  # held as they came, until the verdict
-    assert servers.worker_traffic_bytes("ps-sync", options, flat, over_tcp=True) == (510, 1000)
-    assert servers.worker_traffic_bytes("ps-sync", options, flat, over_tcp=False) == (1010, 1000)
+    shared = settings("ps-sync", options=options)
+    over_tcp = replace(shared, options=options | {"transport": "tcp"})
+    needs = servers.server_needs(over_tcp, flat, 1)
+    assert needs["weights"] == 500
+    assert needs["lanes"] > servers.server_needs(shared, flat, 1)["lanes"] == 0
+    assert servers.server_needs(shared, flat, 2)["lanes"] == needs["lanes"]
+    scaled = servers.server_needs(replace(over_tcp, precision="fp16"), flat, 1)
+    assert scaled["lanes"] - needs["lanes"] == 2 * 500 // 2  # held as they came, until the verdict
+    assert servers.worker_traffic_bytes(over_tcp, flat) == (510, 1000)
+    assert servers.worker_traffic_bytes(shared, flat) == (1010, 1000)
+    assert servers.worker_traffic_bytes(shared, flat, between_nodes=True) == (510, 1000)
 
 
 # --- the cache and the command -------------------------------------------------------------------
@@ -585,11 +720,14 @@ def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_i
             Affine((gib + 1) * GIB, 0),
             {"optimizer": Affine(gib * GIB, 0), "activations": Affine(GIB, 0)},
         )
-        fit = replace(c.fit, by_device=Span(*spans[c.cell.strategy], ""))
+        fit = replace(
+            c.fit,
+            by_device=Span(*spans[c.cell.strategy], ""),
+            room_bytes=9 * GIB + c.needs.data_bytes,
+        )
         footprint = made_up(moments=[moment], between_steps_bytes={})
         cells.append(replace(c, footprint=footprint, fits_on={plan.device: fit}))
-    room_bytes = 9 * GIB + cells[0].needs.data_bytes
-    (said,) = dict(answered_questions(replace(plan, cells=cells, room_bytes=room_bytes)))[
+    (said,) = dict(answered_questions(replace(plan, cells=cells)))[
         "How large a network fits, of this kind?"
     ]
     # All grows: 9 / 3 and 9 / 2. The states alone: (9 - 1) / 2 and (9 - 1) / 1.
@@ -639,19 +777,17 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
 def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     """At best, too: 3 s of computation beside 4 s of sending of which 1, 3 or 4 s are waited for."""
     plan = plan_of(strategies=["ddp"], gpus=[4])
-    work = cell(plan, "ddp", 4).needs.work
+    c = cell(plan, "ddp", 4)
     device = device_rates.gpu_device(device_rates.find_gpu("A10G"), "fp16", plan.cluster)
     rate = device.link(1) * duration.LINK_UTILISATION[0]
-    footprint = replace(work.footprint, training_flops_per_sample=0, operations_per_step=1)
-    alone = replace(work, footprint=footprint, wire_bytes=0)
-    computes_s = duration.step_on(device, alone, 0).seconds()
+    slowest = replace(c.needs.slowest, training_flops_per_sample=0, operations_per_step=1)
+    alone = replace(c.needs, slowest=slowest, wire_bytes=0)
+    computes_s = duration.step_on(device, c.subject, alone, 0).seconds()
     sent = {"wire_bytes": 4 * computes_s * rate}
     for share in (0, 1, 3, 4):
-        awaited = replace(
-            work, footprint=footprint, awaited_bytes=share * computes_s * rate, **sent
-        )
+        awaited = replace(alone, awaited_bytes=share * computes_s * rate, **sent)
         expected = max(1, 4 - share) + share
-        assert duration.step_on(device, awaited, 0).seconds() == pytest.approx(
+        assert duration.step_on(device, c.subject, awaited, 0).seconds() == pytest.approx(
             expected * computes_s
         )
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import heapq
 import math
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
+from stratbench.cell.text.words import short_time
 from stratbench.plan.projection import naive, population
+from stratbench.plan.projection.evidence import on_measured_links
 from stratbench.plan.projection.links import Links, Unmeasured
 from stratbench.plan.projection.naive import Measured
 from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import (
     BY_COUNTS,
     BY_LINKS,
+    computing_at,
     left_out_errors,
     on_links,
     project,
@@ -22,8 +26,10 @@ from stratbench.plan.projection.project import (
 )
 from stratbench.plan.projection.replay import Schedule, Started, TracedPhase, replay, schedule_of
 from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
-from stratbench.telemetry.collective_cost import Layout, Link
+from stratbench.strategies import option_defaults
+from stratbench.telemetry.collective_cost import Layout, Link, Time
 from stratbench.telemetry.collectives import CollectiveCall
+from stratbench.train.links.measure import write_links
 
 MS = 1e-3
 
@@ -118,6 +124,38 @@ def test_a_group_of_neighbours_stays_on_its_node():
     )
 
 
+def test_groups_that_lie_between_one_another_cross_nodes_and_share_their_connection():
+    """Eight tensor workers fill each of two nodes: what the replicas average goes between the nodes."""
+    between = {"between": Link(0.0, 1e9)}
+    links = Links("gloo", {"all_reduce": {"within": Link(0.0, 1e15)} | between})
+    seconds = {
+        stride: links.chosen(CollectiveCall("all_reduce", 1e9, 2, stride=stride), Layout(16, 2))[0]
+        for stride in (1, 8)
+    }
+    assert seconds[1] == pytest.approx(0, abs=1e-5)
+    # A ring of two takes 1 GB over 1 GB/s; eight of them share it.
+    assert seconds[8] == pytest.approx(8.0)
+
+
+def test_groups_that_do_not_divide_a_node_lie_on_two():
+    links = Links("gloo", {"all_reduce": {"within": Link(0.0, 1e15), "between": Link(0.0, 1e9)}})
+    assert links.chosen(CollectiveCall("all_reduce", 1e9, 3), Layout(24, 3))[0] > 1
+    assert links.chosen(CollectiveCall("all_reduce", 1e9, 4), Layout(24, 3))[0] < 1e-3
+    assert links.chosen(CollectiveCall("all_reduce", 1e9, 3), Layout(6))[0] < 1e-3
+
+
+@pytest.mark.parametrize(("largest", "known"), [(1 << 20, False), (64 << 20, True)])
+def test_what_is_much_larger_than_was_measured_is_not_known(largest, known):
+    links = Links("gloo", {"all_reduce": WITHIN}, largest={"all_reduce": largest})
+    assert links.chosen(CollectiveCall("all_reduce", 8 << 20), Layout(4))[0] > 0
+    call = CollectiveCall("all_reduce", 1 << 30)
+    if known:
+        assert links.chosen(call, Layout(4))[0] > 0
+        return
+    with pytest.raises(Unmeasured, match=r"up to 1 MiB with gloo, and a step sends 1\.00 GiB"):
+        links.chosen(call, Layout(4))
+
+
 # --- the replay ----------------------------------------------------------------------------------
 
 BUCKET = CollectiveCall("all_reduce", 1.0)
@@ -151,8 +189,23 @@ def test_computing_is_slower_beside_a_collective():
 def test_gathers_are_waited_for_unless_they_run_ahead():
     gathers = tuple(Started(GATHER, s, True) for s in (0.0, 0.5))
     assert replay(Schedule(gathers), 1.0, lambda _: 0.3).step_s == pytest.approx(1.6)
-    ahead = replay(Schedule(gathers, prefetches=True), 1.0, lambda _: 0.3)
-    assert ahead.step_s == pytest.approx(1.3)
+    ahead = tuple(Started(GATHER, s, True, ahead=True) for s in (0.0, 0.5))
+    assert replay(Schedule(ahead), 1.0, lambda _: 0.3).step_s == pytest.approx(1.3)
+
+
+def test_groups_have_a_channel_each_and_what_is_reduced_keeps_its_order():
+    """Activations within pairs are waited for; beside them gradients are averaged over the pairs."""
+    activation = CollectiveCall("all_reduce", 1.0, 2, stride=1)
+    gradient = CollectiveCall("all_reduce", 1.0, 2, stride=2)
+    took_s = {1: 0.1, 2: 0.3}
+    shares = ((activation, 0.3), (gradient, 0.5), (activation, 0.5), (gradient, 0.9))
+    schedule = Schedule(tuple(Started(c, s, c is activation) for c, s in shares), 0.9)
+    done = replay(schedule, 1.0, lambda call: took_s[call.stride])
+    # Two activations in the way, the first gradient hidden, of the second all; then the optimizer.
+    assert done.step_s == pytest.approx(0.9 + 2 * 0.1 + 0.3 + 0.1)
+    scatter = CollectiveCall("reduce_scatter", 1.0, 2)
+    both = Schedule((Started(scatter, 0.9, False), Started(gradient, 0.9, False)), 0.9)
+    assert replay(both, 1.0, lambda call: 0.2).step_s == pytest.approx(0.9 + 0.4 + 0.1)
 
 
 def test_without_collectives_a_step_is_its_computing():
@@ -161,14 +214,38 @@ def test_without_collectives_a_step_is_its_computing():
 
 def test_a_schedule_follows_the_traced_phases():
     phases = [
-        TracedPhase("forward", 1.0, (), ()),
-        TracedPhase("backward", 2.0, (BUCKET, BUCKET), (1.0, 2.0)),
-        TracedPhase("optimizer", 1.0, (CollectiveCall("broadcast", 8),), (0.5,)),
+        TracedPhase("forward", 1.0, (), (), 3),
+        TracedPhase("backward", 2.0, (BUCKET, BUCKET), (1.0, 2.0), 5),
+        TracedPhase("optimizer", 1.0, (CollectiveCall("broadcast", 8),), (0.5,), 1),
     ]
-    made = schedule_of(phases, prefetches=False)
+    made = schedule_of(phases, on_cuda=False)
     assert [s.share for s in made.collectives] == [0.5, 0.75, 0.875]
     assert [s.needed for s in made.collectives] == [False, False, True]
     assert made.backward_ends == 0.75
+    assert made.operations == 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "waiter", "phase", "on_cpu", "on_cuda"),
+    [
+        ("all_reduce", "none", "backward", "beside", "beside"),  # DDP's buckets
+        ("all_reduce", "user", "backward", "waited for", "waited for"),  # DTensor's activations
+        ("all_gather", "user", "forward", "waited for", "waited for"),
+        ("all_gather", "stream", "backward", "waited for", "ahead"),  # FSDP2's parameters
+        ("reduce_scatter", "stream", "backward", "waited for", "beside"),  # and gradients
+        ("all_gather", "stream", "optimizer", "waited for", "waited for"),  # of updated parameters
+        ("all_reduce", "stream", "optimizer", "waited for", "waited for"),  # the gradients' norm
+        ("all_reduce", "none", "optimizer", "waited for", "waited for"),
+        ("send", "none", "forward", "waited for", "waited for"),
+    ],
+)
+def test_who_waits_for_a_collective_follows_from_its_call(kind, waiter, phase, on_cpu, on_cuda):
+    call = CollectiveCall(kind, 1.0, 2, waiter=waiter)
+    for device, said in ((False, on_cpu), (True, on_cuda)):
+        phases = [TracedPhase(phase, 1.0, (call,), (0.5,)), TracedPhase("optimizer", 1.0, (), ())]
+        (started,) = schedule_of(phases, on_cuda=device).collectives
+        word = "ahead" if started.ahead else "waited for" if started.needed else "beside"
+        assert word == said
 
 
 # --- servers -------------------------------------------------------------------------------------
@@ -249,12 +326,85 @@ def test_a_replay_without_skill_gives_way_to_the_counts():
     assert found == project(measured, Stated("weak"), [(8, None)])[0]
 
 
+def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
+    """At four counts the same replay, as little off, has been worse twice."""
+    off = {1: 1.0, 2: 1.02, 4: 1.0, 8: 1.04}
+    measured = [Measured(n, 0.1 * f, 1) for n, f in off.items()]
+    rules = {}
+    for counts in (3, 4):
+        (found,) = project(measured[:counts], Stated("weak"), [(16, 1)], lambda n, c: c * n**0.06)
+        assert not naive.skill_of(
+            on_links(lambda n, c: c * n**0.06), measured[:counts], "weak"
+        ).has_any
+        rules[counts] = found.rule
+    assert rules == {3: BY_LINKS, 4: BY_COUNTS}
+
+
 def test_a_replay_whose_interval_says_nothing_gives_way_although_it_has_skill():
     off = {1: 1.0, 2: 2.0, 4: 1.0}  # a disturbed count throws the naive rules off further
     measured = [Measured(n, replayed_ddp(n, 0.1) * f, 1) for n, f in off.items()]
     (found,) = project(measured, Stated("weak"), [(16, 1)], replayed_ddp)
     assert naive.skill_of(on_links(replayed_ddp), measured, "weak").has_any
     assert found.rule == BY_COUNTS
+
+
+def test_counts_alone_do_not_cross_a_boundary_that_only_links_have_crossed():
+    measured = [Measured(n, s, 1) for n, s in ((1, 1.0), (2, 1.05), (4, 1.1))]
+    levels = ("within", "between")
+    (by_links,) = project(
+        [Measured(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)], Stated("weak"), [(16, 2)], replayed_ddp,
+        measured_levels=levels,
+    )  # fmt: skip
+    assert by_links.interval is not None
+    (by_counts,) = project(
+        measured, Stated("weak"), [(16, 2)], lambda n, c: c * n, measured_levels=levels
+    )
+    assert by_counts.rule == BY_COUNTS
+    assert "measure steps on two nodes" in by_counts.refused
+
+
+def test_servers_fill_sooner_where_a_workers_share_shrinks():
+    """A push takes 0.1 s; computing takes 1.2 s alone, and in strong scaling a fourth of it on four."""
+
+    def replayed(workers: int, compute_s: float) -> float:
+        return asynchronous(Queue(compute_s, (0.1,)), workers).step_s
+
+    refused = {}
+    for scaling in ("weak", "strong"):
+        computing = {n: 1.2 / n if scaling == "strong" else 1.2 for n in (1, 2, 6)}
+        measured = [Measured(n, replayed(n, computing[n]), 1) for n in (1, 2)]
+        compute_s = computing_at(replayed, measured, scaling)
+        assert compute_s(6) == pytest.approx(computing[6], rel=1e-3)
+        (found,) = project(
+            measured, Stated(scaling, servers=True), [(6, 1)], replayed,
+            queue=lambda n, compute_s=compute_s: Queue(compute_s(n), (0.1,)),
+        )  # fmt: skip
+        refused[scaling] = found.refused
+    assert refused["weak"] is None  # full at 13
+    assert (
+        "full from about 5 workers on" in refused["strong"]
+    )  # 1.2 / 5 + 0.1 is 3.4 pushes, 1.2 / 4 four
+
+
+def test_servers_beside_each_worker_grow_in_number_with_them(tmp_path):
+    """A push at one of eight servers takes an eighth of what it takes at one."""
+    times = [Time("servers-shm", "push_pull", n, 1, 1 << 24, 0, n * 0.1) for n in (1, 2, 4)]
+    write_links(tmp_path, times, math.nan)
+    found = {}
+    for placement in ("central", "colocated"):
+
+        def at(workers: int, placement: str = placement) -> SimpleNamespace:
+            options = option_defaults("ps-async") | {"placement": placement, "transport": "shm"}
+            options["servers"] = workers if placement == "colocated" else 1
+            settings = SimpleNamespace(strategy="ps-async", options=options)
+            return SimpleNamespace(served=True, settings=settings, steps_per_batch=1)
+
+        stated = Stated("weak", parameters=(1 << 24) / 4, servers=True)
+        evidence = SimpleNamespace(stated=stated, points=points(n4=1.0), stragglers=None)
+        on = on_measured_links(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
+        found[placement] = [on.queue(n, 1.0).demands_s[0] for n in (1, 8)]
+    assert found["central"] == pytest.approx([0.1, 0.1], rel=0.01)
+    assert found["colocated"] == pytest.approx([0.1, 0.1 / 8], rel=0.2)
 
 
 def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
@@ -279,7 +429,7 @@ def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
     assert found.interval.low_s == naive_s
     told = sentence(found)
     assert "has no skill" in told
-    assert f"{found.skill.best} did better there, which says {naive_s * 1e3:.3g} ms" in told
+    assert f"{found.skill.best} did better there, which says {short_time(naive_s)}" in told
 
 
 def test_a_study_of_two_counts_says_that_its_skill_is_not_known():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,41 @@ def test_the_page_says_who_leads_what_it_costs_and_what_is_refused(table, capsys
     assert "mine<script>" not in page
     assert "Not projected: ddp, mine&lt;script&gt;, 8: no &lt;b&gt;link&lt;/b&gt; was" in page
     assert page.count("<path d=") > 4  # fans and lines
+
+
+def test_a_count_that_is_refused_between_others_is_told_by_itself(tmp_path):
+    path = tmp_path / "projection.csv"
+    by = {"rule": "replay on measured links", "evidence": "steps, by links"}
+    write_csv(
+        path,
+        [
+            row("ddp", 2, "measured", 4), row("ddp", 6, "refused", 0, why="6 does not divide it"),
+            row("ddp", 8, "projected", 2, **by), row("ddp", 16, "projected", 1, **by | {"evidence": "steps"}),
+            row("ddp", 32, "refused", 0, why="too far"), row("ddp", 64, "refused", 0, why="farther"),
+        ],
+    )  # fmt: skip
+    [found] = report.projection_section(path)
+    assert found["refused"] == [
+        "Not projected: ddp, 6: 6 does not divide it.",
+        "Not projected: ddp, from 32 on: too far.",
+    ]
+    assert found["evidence"] == ["ddp on 8: steps, by links.", "ddp on 16: steps."]
+
+
+@pytest.mark.parametrize(("steps", "told"), [((8, 8, 8), False), ((8, 4, 2), True)])
+def test_trainings_that_see_more_samples_on_more_workers_are_not_compared(tmp_path, steps, told):
+    path = tmp_path / "projection.csv"
+    counts = zip((1, 2, 4), steps, ("measured", "measured", "projected"), strict=True)
+    write_csv(
+        path,
+        [
+            replace(row("ddp", n, kind, 1.0), scaling="weak", train_s=float(s))
+            for n, s, kind in counts
+        ],
+    )
+    [found] = report.projection_section(path)
+    assert any("least time for the whole training" in line for line in found["cheapest"]) == told
+    assert any("see more samples" in line for line in found["cheapest"]) != told
 
 
 def test_a_table_that_lacks_a_record_says_so(table):

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import fixture_records
+import numpy as np
 import pandas as pd
 import pytest
 
+from stratbench.analysis.report.projection import projection_section
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.projection import __main__ as command
 from stratbench.plan.projection.evidence import evidence_of
 from stratbench.plan.projection.study import projected_trainings
 from stratbench.plan.schedule import records_by_cell
 from stratbench.study.config import config as configuration
+from stratbench.study.config.config import Study
 from stratbench.telemetry.collective_cost import Layout, Link, Time, ring, tree
 from stratbench.train.links import measure as links
 
@@ -49,13 +52,22 @@ def footprints(tmp_path_factory: Any) -> Path:
     return tmp_path_factory.mktemp("plan-cache")
 
 
+def write_records(study: Study, results: Path) -> None:
+    """Made-up records of all cells, with the study's settings."""
+    fixture_records.write_study(results, study.cells, device="cpu")
+    for cell in study.cells:
+        path = cell.record_path(results)
+        settings = json.loads(study.settings(cell).as_json())
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": settings}))
+
+
 @pytest.fixture
 def study(tmp_path: Path, footprints: Path) -> dict[str, Any]:
     """The config of a study whose records are made up."""
     (tmp_path / "plan-cache").symlink_to(footprints)
     config = config_of(tmp_path)
     _, read = configuration.load_config(config)
-    fixture_records.write_study(tmp_path, read.cells, device="cpu")
+    write_records(read, tmp_path)
     return config
 
 
@@ -104,6 +116,80 @@ def test_measured_links_are_used_where_there_are_some(study, capsys):
     assert "has no links of servers-" in told
 
 
+def write_free_links(study: dict[str, Any]) -> None:
+    """Links within a node that cost nothing."""
+    true = {"within": Link(1e-9, 1e15)}
+    times = [
+        Time("gloo", kind, n, 1, size, 0, algorithm(kind, size, Layout(n)).seconds(true))
+        for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
+        for n in (2, 4)
+        for size in (1 << 10, 1 << 16, 1 << 22)
+    ]
+    links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
+
+
+def test_a_step_is_no_shorter_than_the_host_takes_to_issue_it(tmp_path, footprints, capsys):
+    """1.2 s of computing, divided by the workers, and 200 ms to issue a step: the limit from 8 workers on."""
+    (tmp_path / "plan-cache").symlink_to(footprints)
+    study = config_of(tmp_path, strategies=["ddp"])
+    write_records(configuration.load_config(study)[1], tmp_path)
+    write_free_links(study)
+    found = {}
+    for issue_ms in (None, 200.0):
+        for path in Path(study["results"]).glob("small/cells/one/ddp/*/*/*/record.json"):
+            record = json.loads(path.read_text())
+            step_s = 1.2 / record["cell"]["gpus"]
+            record["time"]["throughput_samples_per_s"] = record["batch"]["global_batch"] / step_s
+            for worker in record["workers"]:
+                worker["issue_ms"] = issue_ms
+            path.write_text(json.dumps(record))
+        table, told = projected(study, capsys)
+        row = table[(table.strategy == "ddp") & (table.workers == 8)].iloc[0]
+        assert row.rule == "replay on measured links"
+        found[issue_ms] = row
+        limited = ", limited by the host, which takes 200 ms to issue a step"
+        assert (limited in told) == (limited in row.evidence) == (issue_ms is not None)
+    assert found[None].step_s == pytest.approx(0.15, rel=0.02)
+    assert pd.isna(found[None].host_s)
+    assert found[200.0].step_s == pytest.approx(0.2, rel=0.01)
+    assert found[200.0].host_s == 0.2
+    (section,) = projection_section(Path(study["results"]) / "small" / "projection.csv")
+    by = {(r["strategy"], r["workers"]): r["by"] for r in section["rows"]}
+    assert by["ddp", 8] == "links, host"
+    assert by["ddp", 4] == "measured"
+
+
+def test_the_wait_for_the_slowest_follows_from_the_workers_own_times(study, capsys):
+    """Steps as they are where links cost nothing, and the time of a worker's computing varies by half."""
+    write_free_links(study)
+    draw = np.random.default_rng(5)
+
+    def step_s(workers: int) -> float:
+        return draw.lognormal(0, 0.45, size=(4000, workers)).max(axis=1).mean() / workers
+
+    truth_s, errors = step_s(8), {}
+    paths = list(Path(study["results"]).glob("small/cells/one/ddp/*/*/*/record.json"))
+    assert len(paths) == 3
+    for path in paths:
+        record = json.loads(path.read_text())
+        seconds = step_s(record["cell"]["gpus"])
+        record["time"]["throughput_samples_per_s"] = record["batch"]["global_batch"] / seconds
+        path.write_text(json.dumps(record))
+    for with_series in (False, True):
+        for path in paths if with_series else ():
+            record = json.loads(path.read_text())
+            for worker in record["workers"]:
+                worker["own_ms"] = draw.lognormal(3, 0.45, size=128).tolist()
+            path.write_text(json.dumps(record))
+        table, _ = projected(study, capsys)
+        row = table[(table.strategy == "ddp") & (table.workers == 8)].iloc[0]
+        errors[with_series] = math.log(row.step_s / truth_s), row.rule
+        if with_series:
+            assert row.rule == "replay on measured links"
+            assert row.step_low_s < truth_s < row.step_high_s
+    assert abs(errors[True][0]) < 0.05 < abs(errors[False][0]), errors
+
+
 def test_servers_are_projected_by_a_queue_and_not_past_its_knee(study, capsys):
     """At 0.01 of a measured step a push leaves servers room for eight workers, at 0.15 not."""
     _, read = configuration.load_config(study)
@@ -133,6 +219,11 @@ def test_servers_of_several_nodes_are_projected_by_the_counts_alone(study, capsy
     times = [Time("servers-shm", "push_pull", n, 1, 1 << 20, 0, n * 1e-6) for n in (1, 2)]
     links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
     study["cluster"]["gpus_per_node"] = 2
+    for path in Path(study["results"]).glob("small/cells/one/ps-async/*/*/*/record.json"):
+        record = json.loads(path.read_text())
+        for rank, worker in enumerate(record["workers"]):
+            worker["provenance"]["slurm"] = {"SLURMD_NODENAME": f"node{rank // 2}"}
+        path.write_text(json.dumps(record))
     _, told = projected(study, capsys)
     assert "ps-async: push and pull between nodes is not measured; the counts alone" in told
 
@@ -150,7 +241,7 @@ def test_what_is_sharded_is_traced_on_each_count(tmp_path, footprints, capsys):
     (tmp_path / "plan-cache").symlink_to(footprints)
     config = config_of(tmp_path, strategies=["fsdp"])
     _, read = configuration.load_config(config)
-    fixture_records.write_study(tmp_path, read.cells, device="cpu")
+    write_records(read, tmp_path)
     for link, fits in ((Link(1e-2, 1e9), False), (Link(1e-7, 1e13), True)):
         times = [
             Time("gloo", kind, n, 1, size, 0, cost.seconds({"within": link}))
@@ -208,6 +299,19 @@ def test_the_plan_is_told_of_trainings_on_counts_that_exist_nowhere(study):
     table = pd.DataFrame(command.projected(config, read, evidence_of_ddp(config, read))[0])
     row = table[table.workers == 8].iloc[0]
     assert (ddp[8].span.low_s, ddp[8].span.high_s) == (row.train_low_s, row.train_high_s)
+
+
+def test_records_of_other_settings_than_the_configs_are_left_out_by_name(study, capsys):
+    config, read = configuration.load_config(study)
+    known = records_by_cell(read, config["results"])
+    assert len(known) > 3
+    assert capsys.readouterr().out == ""
+    study["studies"]["small"]["experiments"]["one"]["lr"] = 0.375
+    config, read = configuration.load_config(study)
+    assert records_by_cell(read, config["results"]) == {}
+    (told,) = capsys.readouterr().out.splitlines()
+    assert "was trained with lr 0.1 (config: 0.375)" in told
+    assert told.endswith(f" (and {len(known) - 1} more records of other settings)")
 
 
 def evidence_of_ddp(config: dict[str, Any], read: Any) -> Any:

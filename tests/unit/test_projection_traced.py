@@ -26,6 +26,12 @@ def scheduled(strategy: str, workers: int = 4, on_cuda: bool = False, **options)
     return traced_schedule(request, 8, DEVICE)
 
 
+def scheduled_gpt(strategy: str, on_cuda: bool = False, **options) -> Schedule:
+    device = "cuda" if on_cuda else "cpu"
+    request = request_for(strategy, "gpt-compact", workers=4, device=device, options=options)
+    return traced_schedule(request, 8, DEVICE)
+
+
 def step_s(schedule: Schedule, link: Link, workers: int = 4) -> float:
     links = Links("gloo", {kind: {"within": link} for kind in KINDS})
     layout = Layout(workers)
@@ -53,16 +59,57 @@ def test_what_links_cost_is_what_the_replay_adds(ddp):
 
 
 def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
+    """So do its scatters: with gloo the host waits for them."""
     on_cpu, on_gpu = (scheduled("fsdp", on_cuda=on_cuda) for on_cuda in (False, True))
     for schedule in (on_cpu, on_gpu):
         gathers = [s for s in schedule.collectives if s.call.kind == "all_gather"]
         scatters = [s for s in schedule.collectives if s.call.kind == "reduce_scatter"]
         assert gathers
         assert all(s.needed for s in gathers)
+        assert all(s.ahead for s in gathers) == (schedule is on_gpu)
         assert scatters
-        assert not any(s.needed for s in scatters)
+        assert all(s.needed for s in scatters) == (schedule is on_cpu)
     middle = Link(1e-5, 1e9)
     assert step_s(on_gpu, middle) < step_s(on_cpu, middle)
+
+
+@pytest.mark.parametrize(("data", "on_cuda"), [("ddp", False), ("fsdp", True)])
+def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, on_cuda):
+    """Activations are waited for. Ranks count through the tensor workers first, so replicas lie apart."""
+    schedule = scheduled_gpt("tensor", on_cuda, tensor_workers=2, data=data)
+    activations = [s for s in schedule.collectives if s.call.stride == 1]
+    replicas = [s for s in schedule.collectives if s.call.stride == 2]
+    assert {s.call.ranks for s in schedule.collectives} == {2}
+    assert all(s.needed and not s.ahead for s in activations)
+    gradients = [s for s in replicas if s.call.kind != "all_gather"]
+    assert not any(s.needed for s in gradients)
+    assert 1 / 4 < gradients[0].share < gradients[-1].share <= schedule.backward_ends
+    assert all(s.ahead for s in replicas if s not in gradients)
+
+    def step_s(within_s: float, between_s: float) -> float:
+        took_s = {1: within_s, 2: between_s}
+        return replay(schedule, 1.0, lambda call: took_s[call.stride]).step_s
+
+    assert step_s(1e-3, 0) == pytest.approx(1 + len(activations) * 1e-3)
+    assert 1 <= step_s(0, 1e-3) < 1 + 0.3 * len(replicas) * 1e-3
+    assert (
+        1.01 < step_s(0, 1 / len(replicas)) < 1.9
+    )  # of the whole second a part is beside computing
+
+
+def test_layers_divided_among_all_wait_for_activations():
+    schedule = scheduled_gpt("tensor", on_cuda=True)
+    assert {s.call.ranks for s in schedule.collectives} == {None}
+    assert all(s.needed and not s.ahead for s in schedule.collectives)
+
+
+def test_every_micro_batch_of_a_pipeline_is_in_its_schedule():
+    schedule = scheduled_gpt("pipeline", pipeline_workers=2, microbatches=4)
+    sends = [s for s in schedule.collectives if s.call.kind == "send"]
+    assert len(sends) == 4
+    gradients = [s for s in schedule.collectives if s.call.stride == 1]
+    assert gradients
+    assert any(not s.needed for s in gradients)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from stratbench.ps.tickets import Once, common
 from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
 from stratbench.ps.wire.handshake import JoinLater, JoinRefused
 from stratbench.ps.wire.link import Left
-from stratbench.ps.wire.transport import Closed, Connection, Silent
+from stratbench.ps.wire.transport import Closed, Connection, Silent, rendezvous_file
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -78,16 +78,32 @@ def slowly(worker, ticket, channel):
     time.sleep(0.003 * (1 + worker % 3))
 
 
+class Held:
+    """What workers do before each push: `slowly`, but from ticket `first` on only once `go` is set.
+
+    So a run cannot be over before a test has done what it has to do in the middle of one.
+    """
+
+    def __init__(self, first):
+        self.go, self._first = threading.Event(), first
+
+    def __call__(self, worker, ticket, channel):
+        if ticket.number >= self._first:
+            assert self.go.wait(PATIENCE_S)
+        slowly(worker, ticket, channel)
+
+
 def history(folder, policy, n_servers, seed, numbers=12):
     """A run whose workers join, leave and are lost at random moments; returns its servers' reports."""
     rng = random.Random(seed)
     plan = elastic(folder, policy=policy, n_servers=n_servers)
-    servers, here, come = serve_all(plan), [], 0
+    servers, here, came, come = serve_all(plan), [], [], 0
     deadline = time.monotonic() + PATIENCE_S
     while not all(s.done for s in servers):
-        assert time.monotonic() < deadline, "the run hangs"
+        assert time.monotonic() < deadline, f"the run of seed {seed} hangs"
         if come < numbers and rng.random() < 0.6:
             here.append(Worked(plan, SECRET, come, before_push=slowly, life=1))
+            came.append(here[-1])
             come += 1
         elif here and come < numbers and rng.random() < 0.5:
             worker = here.pop(rng.randrange(len(here)))
@@ -98,7 +114,12 @@ def history(folder, policy, n_servers, seed, numbers=12):
             here.append(
                 Worked(plan, SECRET, come, before_push=slowly, life=1)
             )  # or nobody finished it
+            came.append(here[-1])
             come, numbers = come + 1, numbers + 1
+    # Who came too late dials on, and would meet another test's server on the same port.
+    for server in range(n_servers):
+        rendezvous_file(plan.rendezvous, server).write_text("[]")
+    until(lambda: all(hasattr(w, "channel") or not w.running for w in came))
     found = [s.result() for s in servers]
     check_run(plan, found)
     return plan, found
@@ -161,7 +182,9 @@ class Returning(Worked):
 
 
 class ServerProcesses:
-    """The servers of a run as processes; a life begins with `start` and ends with `kill`."""
+    """The servers of a run as processes; a life begins with `start` and ends with `end`."""
+
+    target = staticmethod(serve)
 
     def __init__(self, plan):
         self.plan, self.processes = replace(plan, stats_path=str(plan.rendezvous) + ".stats"), []
@@ -170,7 +193,7 @@ class ServerProcesses:
         own = replace(self.plan.elastic, life=life, resumes=resumes)
         plans = [replace(self.plan, server=k, elastic=own) for k in range(self.plan.n_servers)]
         plans = [replace(p, stats_path=f"{p.stats_path}{p.server}") for p in plans]
-        self.processes = [forking().Process(target=serve, args=(p, SECRET)) for p in plans]
+        self.processes = [forking().Process(target=self.target, args=(p, SECRET)) for p in plans]
         for process in self.processes:
             process.start()
 
@@ -214,10 +237,12 @@ def test_another_life_of_the_servers_goes_on(tmp_path, processes, policy, n_serv
     )
     servers = processes(plan)
     servers.start()
-    workers = [Returning(plan, number, before_push=slowly) for number in range(2)]
+    held = Held(first=200)
+    workers = [Returning(plan, number, before_push=held) for number in range(2)]
     until(lambda: has_state(Path(plan.elastic.folder), n_servers), PATIENCE_S)
     until(lambda: sum(len(w.tickets) for w in workers) > 100, PATIENCE_S)
     servers.end(signum)
+    held.go.set()
     assert read_end(plan.elastic.folder) is None
     servers.start(life=2, resumes=True)
     workers.append(Returning(plan, 2, before_push=slowly))
@@ -309,17 +334,20 @@ def test_with_all_workers_from_the_start_it_is_the_run_of_a_gang_bit_for_bit(
 def test_a_place_comes_back_and_a_number_does_not(tmp_path):
     plan = replace(elastic(tmp_path), workers=2)
     servers = serve_all(plan)
-    here = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in (5, 3)]
+    held = Held(first=10)
+    here = [Worked(plan, SECRET, n, before_push=held, life=1) for n in (5, 3)]
     until(lambda: all(w.tickets for w in here), PATIENCE_S)
     with pytest.raises(JoinLater, match="all 2 places are taken; come again later"):
         Worked(plan, SECRET, 8, life=1).join()
     first = here[0]
     first.channel.leave()
-    with pytest.raises(Left):
-        first.join()
     with pytest.raises(JoinRefused, match="worker 5 was here and cannot come back"):
         Worked(plan, SECRET, 5, life=1).join()
     here[0] = Worked(plan, SECRET, 8, before_push=slowly, life=1)
+    until(lambda: here[0].tickets, PATIENCE_S)
+    held.go.set()
+    with pytest.raises(Left):
+        first.join()
     for worker in here:
         worker.join()
     (found,) = [server.result() for server in servers]
@@ -348,10 +376,12 @@ def test_a_worker_of_another_life_of_the_servers_is_sent_away(tmp_path):
 def test_training_outlives_its_last_worker(tmp_path):
     plan = elastic(tmp_path)
     servers = serve_all(plan)
-    only = Worked(plan, SECRET, 0, before_push=slowly, life=1)
+    held = Held(first=10)
+    only = Worked(plan, SECRET, 0, before_push=held, life=1)
     until(lambda: len(only.tickets) > 4, PATIENCE_S)
     only.channel._close_connections()
     until(lambda: events(plan, "loss"), PATIENCE_S)
+    held.go.set()
     time.sleep(0.1)
     assert not servers[0].done
     Worked(plan, SECRET, 1, life=1).join()
@@ -378,9 +408,11 @@ def cut_the_network(folder: Path, out: Any) -> None:
     elastic_run._VANISHED_S = 2.0
     plan = elastic(folder)  # whose heartbeat is waited for longer than any test takes
     servers = serve_all(plan)
-    first = Worked(plan, SECRET, 0, "tcp", before_push=slowly, life=1)
+    held = Held(first=10)
+    first = Worked(plan, SECRET, 0, "tcp", before_push=held, life=1)
     until(lambda: len(first.tickets) > 4, PATIENCE_S)
     set_loopback(False)
+    held.go.set()
     (lost,) = until(lambda: events(plan, "loss"), PATIENCE_S)
     set_loopback(True)
     Worked(plan, SECRET, 1, "tcp", life=1).join()
@@ -474,8 +506,8 @@ def test_others_train_while_one_evaluates(tmp_path, monkeypatch):
     servers = serve_all(plan)
     workers = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in range(3)]
     assert begun.wait(PATIENCE_S)
-    before = sum(len(w.tickets) for w in workers)
-    until(lambda: sum(len(w.tickets) for w in workers) > before + 10, PATIENCE_S)
+    of_first_epoch = plan.steps_per_epoch * plan.slices
+    until(lambda: sum(len(w.tickets) for w in workers) > of_first_epoch + 10, PATIENCE_S)
     hold.set()
     for worker in workers:
         worker.join()

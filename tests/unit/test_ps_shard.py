@@ -8,6 +8,7 @@ import pytest
 import torch
 from policy_reference import hyper_of
 
+from launching import LIMIT_S
 from stratbench.ps.buffers import BufferMean
 from stratbench.ps.policies.policies import make_policy
 from stratbench.ps.policies.policy import Hyper
@@ -161,7 +162,7 @@ def test_nothing_lent_is_ever_torn():
     for thread in [*threads, pusher := threading.Thread(target=push)]:
         thread.start()
     for thread in [*threads, pusher]:
-        thread.join(300)
+        thread.join(LIMIT_S)
     assert done.is_set()
     assert not torn
     assert bool((shard.policy.weights == -300).all())
@@ -187,6 +188,18 @@ def test_a_worker_that_leaves_frees_the_others_and_may_come_back():
     assert released == [(0, 5), (1, 5)]
     shard.push(1, 1, torch.ones(4), ALIVE)
     assert released[2:] == [(1, 5)] or shard.policy.ready(0)
+
+
+def test_who_waits_when_all_tickets_have_come_may_read_though_one_is_done_again():
+    """Its holder was lost before every server had all of it."""
+    shard, _, released = make_shard("ps-ssp", workers=3, staleness_bound=0)
+    shard.push(0, 0, torch.ones(4), ALIVE)
+    shard.push(1, 1, torch.ones(4), ALIVE)
+    assert released == []
+    shard.finish()
+    assert sorted(released) == [(0, 5), (1, 5)]
+    shard.push(2, 1, torch.ones(4), ALIVE)
+    assert released[2:] == [(2, 5)]
 
 
 def test_a_snapshot_keeps_what_was_there_when_it_was_taken():

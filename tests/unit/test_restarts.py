@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -161,10 +162,16 @@ def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: P
     keep(job, 1, 3, 6)
     attempts.forget_older(job.folder, 0, 2)
     assert checkpoints.steps_in(attempts.folder_of(job.folder, 0)) == {6, 9}
+    left = attempts.folder_of(job.folder, 1) / ".0123456789abcdef.checkpoint-9.bin"
+    left.write_bytes(b"half of it")
     job.folder.log("rank0").write_text("alive")
     ended_s = attempts.last_sign(job.folder)
     again = attempts.begin(job_in(tmp_path), ended_s)
     assert again.from_step == 6
+    # Two attempts of a GPU's may differ in the last bits: all go on with one's.
+    folders = [attempts.folder_of(job.folder, rank) for rank in (0, 1)]
+    assert list(map(checkpoints.steps_in, folders)) == [{6}, {3, 6}]
+    assert not left.exists()
     assert again.attempts[0]["ran_s"] >= again.attempts[0]["repeated_s"] >= 0
     third = attempts.begin(job_in(tmp_path), ended_s)
     assert len(third.attempts) == 2
@@ -208,7 +215,7 @@ def is_past(launched: LaunchedCell, step: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_cell_killed_at_random_trains_what_it_would_have(
-    strategy: str, start_cell: Callable[..., LaunchedCell]
+    strategy: str, start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
 ) -> None:
     s, chance, at = settings(strategy, **EXACT), random.Random(3), 0
     for _ in range(2):
@@ -217,7 +224,7 @@ def test_a_cell_killed_at_random_trains_what_it_would_have(
         until(lambda: is_past(launched, at))  # noqa: B023 - asked at once
         assert launched.process.poll() is None, launched.process.communicate()[0]
         kill_all(launched.process)
-    launched = start_cell(s)
+    launched = start_cell(s, env=warm)
     code, output = launched.finish()
     assert code == 0, output
     record, found = launched.read_record(), losses(launched)
@@ -226,14 +233,24 @@ def test_a_cell_killed_at_random_trains_what_it_would_have(
     assert record["batch"]["updates_applied"] == 30 * 4
     assert not (launched.logs / attempts.FOLDER).exists()
     assert found_in(record) == {"keeps-checkpoints"}
-    undisturbed = start_cell(replace(s, checkpoint_every=None))
+    undisturbed = start_cell(replace(s, checkpoint_every=None), env=warm)
     assert undisturbed.finish()[0] == 0
     assert "restarts" not in undisturbed.read_record()
     assert found == pytest.approx(losses(undisturbed), rel=1e-12)
 
 
-def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_before(
+def test_a_checkpoint_that_cannot_be_written_is_an_error_whatever_the_reason(
     tmp_path: Path,
+) -> None:
+    writer = checkpoints.Writer(tmp_path)
+    writer.take(3, [torch.zeros(1)], facts={"counts": {1, 2}})
+    with pytest.raises(TypeError, match="set is not JSON serializable"):
+        writer.settle()
+
+
+@pytest.mark.parametrize("part", ["tensors", "facts"])
+def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_before(
+    tmp_path: Path, part: str
 ) -> None:
     strategy = made("single", "fp64")
     strategy.worker = replace(strategy.worker, settings=settings("single", checkpoint_every=2))
@@ -250,9 +267,49 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
     assert keeper.close()["count"] == 2
     assert checkpoints.steps_in(folder) == {4}
     path = checkpoints.path_of(folder, 4)
-    held = bytearray(path.read_bytes())
-    held[-1] ^= 1
+    held = path.read_bytes()
+    if part == "tensors":
+        held = held[:-1] + bytes([held[-1] ^ 1])
+    else:
+        held = held.replace(b'"count": 2', b'"count": 3', 1)
+    assert held != path.read_bytes()
     path.write_bytes(held)
     with pytest.raises(checkpoints.Damaged, match="changed since"):
         keeper.go_on(4)
     assert checkpoints.steps_in(folder) == set()
+
+
+def test_a_device_that_went_on_after_its_group_broke_leaves_no_checkpoint(tmp_path: Path) -> None:
+    counts = [True, False]
+    writer = checkpoints.Writer(tmp_path, counts=lambda: counts.pop(0))
+    for step in (2, 4):
+        event = mock.Mock()
+        writer._write(step, event, [torch.zeros(1)], None)
+        event.synchronize.assert_called_once()
+    assert checkpoints.steps_in(tmp_path) == {2}
+
+
+def test_what_a_killed_writer_left_goes_with_the_last_checkpoint(tmp_path: Path) -> None:
+    half, other = tmp_path / ".0123456789abcdef.checkpoint-4.bin", tmp_path / "other.bin"
+    for path in (half, other, tmp_path / "checkpoint-2.bin"):
+        path.write_bytes(b"0")
+    checkpoints.forget(tmp_path, below=9)
+    assert {p.name for p in tmp_path.iterdir()} == {half.name, other.name}  # it may be under way
+    checkpoints.forget(tmp_path)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_checkpoint_that_the_disk_does_not_keep_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.write(tmp_path, 3, [torch.zeros(1)])
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoints.os, "fsync", fail)
+    writer = checkpoints.Writer(tmp_path, lambda folder, step: checkpoints.forget(folder, step))
+    writer.take(6, [torch.zeros(1)])
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.settle()
+    assert checkpoints.steps_in(tmp_path) == {3}

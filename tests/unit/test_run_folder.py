@@ -40,6 +40,13 @@ def test_what_was_written_is_read(folder):
     assert folder.write_job("{}").read_text() == "{}"
 
 
+def test_who_waits_for_the_place_where_all_meet_says_what_is_wrong(folder):
+    with pytest.raises(TimeoutError, match=r"endpoint\.json.* 0\.1 s.*do not see the same files"):
+        folder.wait_for_endpoint(0.1)
+    folder.write_endpoint("n0", 4711)
+    assert folder.wait_for_endpoint(0.0) == ("n0", 4711)
+
+
 def test_an_epoch_that_is_half_written_is_left_out(folder):
     folder.add_epoch({"epoch": 1})
     folder.add_epoch({"epoch": 2})

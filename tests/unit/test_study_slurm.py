@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from stratbench.study import resume
-from stratbench.study.slurm import live_jobs
+from stratbench.study.slurm import commands, live_jobs
 
 
 @pytest.fixture
@@ -18,13 +18,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Install a shell script as a SLURM command; the folder of scripts is all of PATH."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
-    monkeypatch.setenv("PATH", f"{bin_dir}:/usr/bin:/bin")
-    monkeypatch.setattr(live_jobs.shutil, "which", lambda name: (bin_dir / name).exists() or None)
+    monkeypatch.setenv("PATH", str(bin_dir))
     monkeypatch.setattr(live_jobs.time, "sleep", lambda seconds: None)
     monkeypatch.chdir(tmp_path)
 
     def install(name: str, script: str) -> None:
-        (bin_dir / name).write_text(f"#!/bin/sh\n{script}\n")
+        (bin_dir / name).write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
         (bin_dir / name).chmod(0o755)
 
     return install
@@ -132,3 +131,15 @@ def test_the_comment_is_the_one_that_the_plugin_gives():
     assert 'f"rule_{job.name}_wildcards_{wildcard_str}"' in source
     assert live_jobs.comment_of("train_cell", wildcards) == f"rule_train_cell_wildcards_{theirs}"
     assert os.sep not in theirs
+
+
+def test_slurm_is_asked_as_the_user_has_set_it_and_in_a_job_by_nothing_of_the_jobs(
+    fake, monkeypatch
+):
+    fake("squeue", 'echo "$SLURM_CLUSTERS"')
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURM_CLUSTERS", "here")
+    assert commands.ask_slurm(["squeue"]).stdout == "here\n"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert commands.ask_slurm(["squeue"]).stdout == "\n"
+    assert commands.ask_slurm(["sinfo"]).returncode == commands.NOT_THERE

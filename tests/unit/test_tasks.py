@@ -465,7 +465,7 @@ def test_the_decision_goes_by_the_direction_and_the_tolerance_of_the_score(
     ]
     found = decided(rows, score_tolerance=tolerance)
     assert standings(found)["ps-async", 4] == verdict
-    words = " ".join((found.headline, found.reason, *found.changes, found.confidence_why))
+    words = " ".join((found.headline, found.reason, *found.changes, " ".join(found.sure)))
     words += str(found.excluded)
     assert "accuracy" not in words
     assert "%, " not in found.reason
@@ -486,7 +486,7 @@ def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():
         "not measured",
         "equal scores are assumed",
     )
-    assert "No score was measured (steps): equal scores are assumed." in found.confidence_why
+    assert "No score was measured (steps): equal scores are assumed." in " ".join(found.sure)
     assert found.confidence != "high"
 
 

@@ -39,6 +39,26 @@ def test_epochs_and_steps_add_up_and_time_between_epochs_is_not_counted(now):
     assert clock.phase_means_ms == {}
 
 
+def test_a_workers_own_time_of_a_step_is_of_the_phases_in_which_it_waits_for_no_other(now):
+    clock = StepClock("cpu", own=("data", "forward"))
+    for epoch in range(3):
+        clock.begin()
+        for step in range(60):
+            for phase, ms in (("data", 1), ("forward", 2 + epoch + step), ("backward", 50)):
+                now.ms += ms
+                clock.mark(phase)
+            now.ms += 9
+            clock.tick()
+        clock.end()
+    own = [3 + epoch + step for epoch in range(3) for step in range(60)]
+    assert clock.own_ms == own[-128:]
+    other = StepClock("cpu")
+    other.begin()
+    other.tick()
+    other.end()
+    assert other.own_ms == []
+
+
 def test_an_epoch_without_steps_counts_its_wall_clock(now):
     clock = StepClock("cpu")
     clock.begin()
@@ -227,6 +247,30 @@ def test_cuda_steps_come_from_events_and_only_the_ends_synchronise(gpu):
     assert clock.phase_means_ms == {"forward": 3.5, "other": 1}
     assert len(clock.epoch_times_s) == 2
     assert gpu.events_made == 5  # the second epoch uses the first one's again
+
+
+def test_the_hosts_time_is_the_shortest_in_which_it_issued_one_of_an_epochs_first_two_steps(
+    gpu, now
+):
+    clock, on_cpu = StepClock("cuda:1"), StepClock("cpu")
+    assert clock.issue_ms is None
+    # The third waits for room in the device's queue; what lies between two epochs is of no step.
+    for steps_ms, shortest_ms in (((9, 6, 3), 6), ((7, 8), 6), ((5,), 5)):
+        for each in (clock, on_cpu):
+            each.begin()
+        synchronised = gpu.synchronised
+        for ms in steps_ms:
+            now.ms += ms
+            gpu.ms += 10
+            for each in (clock, on_cpu):
+                each.mark("forward")
+                each.tick()
+        assert gpu.synchronised == synchronised
+        for each in (clock, on_cpu):
+            each.end()
+        now.ms += 1
+        assert clock.issue_ms == shortest_ms
+    assert on_cpu.issue_ms is None
 
 
 @pytest.mark.parametrize(("behind_ms", "most"), [(0, 16), (30, 50), (math.inf, 601)])

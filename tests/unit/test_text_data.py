@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stratbench.workload.data import prepared, sources
+from stratbench.workload.data import generated, prepared, sources
 from stratbench.workload.data.datasets import DATASETS, describe
 from stratbench.workload.data.device_data import DeviceData, eval_batch, example_batch
 from stratbench.workload.data.prepare import prepare
@@ -54,7 +54,7 @@ def test_the_least_loss_is_that_of_who_knows_the_chain(chain: Path) -> None:
     meta, arrays = prepared.read(chain)
     counts = np.zeros((12, 12))
     np.add.at(counts, (arrays["train_inputs"], arrays["train_targets"]), 1)
-    assert ((counts > 0).sum(axis=1) <= sources.MARKOV_SUCCESSORS).all()
+    assert ((counts > 0).sum(axis=1) <= generated.MARKOV_SUCCESSORS).all()
     odds = counts / counts.sum(axis=1, keepdims=True)
     told = -np.log(odds[arrays["train_inputs"], arrays["train_targets"]])
     # Of 64,000 tokens the mean's standard error is 0.003; the table has 84 free values: 84 / 128,000.

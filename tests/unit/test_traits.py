@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pandas as pd
@@ -193,7 +193,7 @@ def test_a_policy_goes_by_its_own_name_and_not_by_the_strategys(monkeypatch):
     assert config.policy_options == {"staleness_bound": 5, "lr_scale": "1/N"}
     sizes = {"weights": 100, "buffers": 8}
     needs = [
-        servers.server_needs(name, given, 2, sizes, moments=1, shared_memory=False)
+        servers.server_needs(replace(s, strategy=name), sizes, 2)
         for name in ("my-servers", "ps-ssp")
     ]
     assert needs[0] == needs[1]

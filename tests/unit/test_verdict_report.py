@@ -81,7 +81,7 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
         raced[group] = replace(found, claim=claim)
     (found,) = decide.decisions(cells, findings, decide.Constraints(), raced)
     assert found.confidence == "medium"
-    assert ("does not claim it" in found.confidence_why) == (confidence is None)
+    assert ("does not claim it" in " ".join(found.sure)) == (confidence is None)
 
 
 def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):

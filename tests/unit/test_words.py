@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratbench.cell.text.words import counted, worker_noun
+from stratbench.cell.text.words import counted, joined_with_and, names_text, worker_noun
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,17 @@ def test_a_count_and_its_noun_agree(count, noun, words):
 )
 def test_workers_are_called_by_what_they_run_on(kinds, noun):
     assert worker_noun(kinds) == noun
+
+
+@pytest.mark.parametrize(
+    ("names", "listed", "joined"),
+    [
+        ("a", "a", "a"),
+        ("ab", "a, b", "a and b"),
+        ("abc", "a, b, c", "a, b and c"),
+        ("abcde", "a, b, c and 2 more", "a, b, c, d and e"),
+    ],
+)
+def test_of_many_names_the_first_are_told_and_the_others_counted(names, listed, joined):
+    assert names_text(list(names), 3) == listed
+    assert joined_with_and(names) == joined

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launching import WORKFLOW, settings
+from launching import LIMIT_S, WORKFLOW, settings
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
-from stratbench.strategies.base import Worker, effective_dtypes
 from stratbench.train import forkserver, worker
 from stratbench.train.worker import is_out_of_memory
+from stratbench.workload.network.precision import effective_dtypes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -123,10 +123,10 @@ def test_a_broken_gpu_is_not_a_full_one(monkeypatch):
 def test_tf32_is_said_only_where_it_is_used(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 0) if capability else torch.device("cpu")
-    found = effective_dtypes(
-        Worker(settings(precision="tf32"), 0, 1, 1, device, RunFolder(Path()), [])
-    )
-    assert found == {"weights_dtype": "float32", "compute_dtype": expected}
+    assert effective_dtypes("tf32", device) == {
+        "weights_dtype": "float32",
+        "compute_dtype": expected,
+    }
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
@@ -169,7 +169,7 @@ os._exit(0)  # sooner
 def test_what_is_forked_has_not_touched_cuda():
     command = [sys.executable, "-c", UNTOUCHED]
     env = os.environ | {"PYTHONPATH": str(WORKFLOW)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout == "would be noticed\n", done.stderr
 
 

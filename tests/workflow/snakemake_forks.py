@@ -23,6 +23,8 @@ from typing import IO
 
 #: What each run would import: Snakemake by itself, or for what this workflow has.
 IMPORTED = ("snakemake.cli", "snakemake.report.html_reporter", "pandas", "jsonschema", "smart_open")
+#: Seconds between two looks at a cluster's jobs, where they are not to become ever more.
+LOOK_VARIABLE = "STRATBENCH_TESTS_LOOK_S"
 #: As many bytes have a pid and an exit code on their way.
 NUMBER_BYTES = 12
 
@@ -152,12 +154,23 @@ def _become(args: list[str], cwd: str, env: dict[str, str], output: str, ends: s
     os.close(file)
     os.environ.clear()
     os.environ.update(env)
+    if LOOK_VARIABLE in env:
+        _look_every(float(env[LOOK_VARIABLE]))
     os.chdir(cwd)
     sys.path[0] = cwd
     sys.argv = ["snakemake", *args]
     if told is not None:
         _tell(told, os.getpid())
         os.close(told)
+
+
+def _look_every(seconds: float) -> None:
+    """Have Snakemake look at a cluster's jobs so often, whatever its plugin wants."""
+    from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
+
+    RemoteExecutor.next_seconds_between_status_checks = property(
+        lambda _: seconds, lambda _, wanted: None
+    )
 
 
 def _fork_again(ends: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import psutil
 import pytest
 from tiny_study import tiny_config
 
-from launching import assert_gone, phase_logs, until
+from launching import LIMIT_S, assert_gone, phase_logs, until
 from stratbench.cell.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,7 +27,6 @@ def one_long_cell() -> dict:
     second["strategies"] = ["ddp"]
     second["gpus"] = [2]
     second["epochs"] = 2000
-    second["time_limit_s"] = 1200  # it may be held for long
     config["studies"]["tiny"]["experiments"]["first"]["gpus"] = [1]
     return config
 
@@ -56,8 +56,11 @@ def fork_servers(folder: Path) -> list[psutil.Process]:
         if "stratbench.train.forkserver" in (p.info["cmdline"] or [])
         and p.info["cwd"] == str(folder)
     ]
-    parents = {other.pid for other in alike}
-    return [p for p in alike if p.is_running() and p.ppid() not in parents]
+    parents, found = {other.pid for other in alike}, []
+    for process in alike:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            found += [process] * (process.ppid() not in parents)
+    return found
 
 
 def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
@@ -66,7 +69,7 @@ def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
     run = workflow.start()
     workers = until(lambda: training_workers(workflow.folder))
     workers[0].send_signal(signal.SIGKILL)
-    output, _ = run.communicate(timeout=400)
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode != 0
     # The others finished, and the message names the cell and shows the end of its log.
     for strategy in ("single", "ddp"):
@@ -90,7 +93,7 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     servers = fork_servers(workflow.folder)
     assert servers
     os.killpg(run.pid, signal.SIGINT)  # what a terminal sends
-    run.communicate(timeout=400)
+    run.communicate(timeout=LIMIT_S)
     assert_gone([*workers, *servers])
     assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
     assert workflow.jobs()["train_cell"] >= 1
@@ -150,12 +153,21 @@ def test_outcomes_are_results_and_are_printed_as_such(workflow):
     experiments["second"] |= {"epochs": 100000, "time_limit_s": 60}
     workflow.write_config(config)
     workflow.hold()
+    # No limit is reached before the second has an epoch behind it.
+    reached = workflow.folder / "limits-are-reached"
+    workflow.change_code(
+        "workflow/stratbench/train/job.py",
+        "self.origin_s + self.time_limit_s\n",
+        f"self.origin_s + (self.time_limit_s if Path({str(reached)!r}).exists() else 1e6)\n",
+    )
+    workflow.change_code("workflow/stratbench/train/agent.py", "LOOK_S = 60.0", "LOOK_S = 1.0")
     tables = "results/tiny/tables"
     run = workflow.start(tables)
     logs = workflow.folder / "results/tiny/logs/second/single/vgg-compact/1gpu/rep0"
     until(lambda: text_of(RunFolder.of_logs(logs).progress))
-    workflow.hold("second")  # it waits for its limit with an epoch behind it, without computing
-    output, _ = run.communicate(timeout=400)
+    workflow.hold("second")  # it waits for its limit without computing
+    reached.touch()
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, output
     diverged = json.loads(workflow.record("first", "single", "vgg-compact", "1gpu").read_text())
     assert diverged["status"] == "diverged"

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from tiny_study import Workflow, tiny_config
 
+from launching import OF_THE_MACHINE
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
-#: What the audit may find in an honest cell: what else ran on the machine.
-OF_THE_MACHINE = {"busy-machine", "loaded-machine", "steps-uneven"}
 #: A network for both: as our strategies call it, and as nanoGPT's loop does.
 MODEL = """
 import torch

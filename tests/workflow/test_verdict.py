@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tiny_study import Workflow, tiny_config
 
-from launching import assert_gone, until
+from launching import LIMIT_S, assert_gone, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BOUT = Path("results/tiny/blocks/first/vgg-compact/2gpu")
@@ -67,10 +67,10 @@ def test_ctrl_c_ends_a_block_and_leaves_nothing_of_it(raced):
     third = ("02-ddp", "02-same")
     raced.hold(*third)
     run = raced.start("verdict", "--config", "verdict={rounds: all}")
-    until(lambda: list((raced.folder / BOUT).glob("block2/segments/01-*/record.json")), 200)
+    until(lambda: list((raced.folder / BOUT).glob("block2/segments/01-*/record.json")))
     family = psutil.Process(run.pid).children(recursive=True)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
-    output, _ = run.communicate(timeout=200)
+    output, _ = run.communicate(timeout=LIMIT_S)
     raced.release(*third)
     assert run.returncode != 0, output
     assert_gone(family)

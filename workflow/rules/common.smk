@@ -25,6 +25,7 @@ from stratbench.study.job_environment import image_of_jobs, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.result_sets import existing_sets
+from stratbench.study.slurm import live_jobs
 from stratbench.study.slurm.nodes import cluster_nodes
 from stratbench.study.verdict_round import Round
 from stratbench.workload.data.prepared import meta_name
@@ -57,6 +58,8 @@ if workflow.modifier.path_modifier.replace_prefix(RESULTS) != RESULTS:
         "stratbench cannot be used as a module with `prefix:`; set `results` in its config instead"
     )
 CLUSTER = CONFIG["cluster"]
+# With these, jobs have another Python than this one.
+OWN_PYTHON = {DeploymentMethod.CONDA, DeploymentMethod.APPTAINER}
 ENV = "../../envs/stratbench.yaml"
 CELL = f"{{study}}/cells/{CELL_PATTERN}"
 LOGS = f"{{study}}/logs/{CELL_PATTERN}"
@@ -161,9 +164,43 @@ def worker_job_of(cell, resources):
     """
     if not JOBS.settings_of(cell).elastic or workflow.is_main_process:
         return ""
-    r = JOBS.request_of(cell).worker
-    asked = (r.gpus, r.cpus, r.mem_mib, r.runtime_min)
-    return WorkerJob.of(*asked, resources, CLUSTER["worker_partition"]).as_json()
+    return asked_of_worker(cell, resources).as_json()
+
+
+def asked_of_worker(cell, resources):
+    """The same as a `WorkerJob`, wherever this process runs."""
+    asked = JOBS.request_of(cell).worker
+    at_login = CLUSTER["submit_workers"] == "login"
+    return WorkerJob.of(asked, resources, CLUSTER["worker_partition"], at_login)
+
+
+def submit_for(training):
+    """Begin to submit worker jobs for those of the `training` jobs whose cells are elastic, on this login node."""
+    elastic = [
+        job for job in training if JOBS.settings_of(cell_of(job.wildcards)).elastic
+    ]
+    if CLUSTER["submit_workers"] != "login" or workflow.local_exec or not elastic:
+        return
+    if OWN_PYTHON & set(workflow.deployment_settings.deployment_method):
+        raise WorkflowError(
+            "config: cluster.submit_workers = login: not with --sdm conda or apptainer, whose Python the login node "
+            "does not know; install stratbench in an environment of its own, or use `job`"
+        )
+    from stratbench.train.elastic.login_jobs import ServedCell, start_desk
+
+    cells = [(cell_of(job.wildcards), job) for job in elastic]
+    served = [
+        ServedCell(
+            cell.path,
+            live_jobs.comment_of(job.rule.name, list(job.wildcards)),
+            str(cell.log_dir(RESULTS)),
+            cell.gpus,
+            asked_of_worker(cell, job.resources),
+        )
+        for cell, job in cells
+    ]
+    first = workflow.remote_execution_settings.precommand or ""
+    start_desk(served, first, Path(RESULTS, STUDY.name, "logs/worker_jobs.log"))
 
 
 def nodes_of(resources):
@@ -294,10 +331,9 @@ def env_of(cells):
 
 def missing_needs(cells):
     """Why some cells cannot be trained by this Python; nothing where their jobs have another."""
-    others = {DeploymentMethod.CONDA, DeploymentMethod.APPTAINER}
-    if others & set(workflow.deployment_settings.deployment_method):
+    if OWN_PYTHON & set(workflow.deployment_settings.deployment_method):
         return []
-    return list(faults(strategies_of(cells)))
+    return [*faults(strategies_of(cells)), *STUDY.faults_of_code(cells)]
 
 
 def block_request(wildcards):

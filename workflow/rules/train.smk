@@ -2,7 +2,7 @@ import signal
 from threading import Thread
 
 from stratbench.study import order, resume
-from stratbench.study.slurm import stuck_jobs, sharing, live_jobs
+from stratbench.study.slurm import stuck_jobs, sharing
 from stratbench.train import forkserver
 
 # Which cells share a SLURM job.
@@ -40,6 +40,7 @@ onstart:
         raise WorkflowError("\n".join(lacking))
     if unheld := stuck_jobs.before_submission(workflow, requests, SHARED_LISTS):
         raise WorkflowError("\n".join(unheld))
+    submit_for([job for job in training if workflow.dag.needrun(job)])
     if not workflow.local_exec:
         # Snakemake does not know its SLURM jobs again after it was killed.
         live_jobs.hold_until_ended(workflow, planned, SHARED_LISTS)

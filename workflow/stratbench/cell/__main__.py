@@ -29,9 +29,9 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
     )
     for path in sorted(results.glob(f"{pattern}/record.json")):
         try:
-            found = read_json(path)
-            status = found["status"]
-            status = "unusable" if software_gpu.trained(found) else status
+            record = read_json(path)
+            status = record["status"]
+            status = "unusable" if software_gpu.trained(record) else status
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{path} is not a record; delete it to train its cell again") from e
         if status in statuses:

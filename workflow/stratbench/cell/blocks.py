@@ -189,18 +189,20 @@ class Block:
     trained: Mapping[str, str] = field(default_factory=dict)
     #: Names of its GPUs; empty for CPU processes, and where no worker lived to tell them.
     gpu_names: tuple[str, ...] = ()
+    #: Of scattered workers, how many lay on each node, the most first; empty for those on equal nodes.
+    scattered_as: tuple[int, ...] = ()
 
     def of(self, strategy: str) -> list[Segment]:
         """A strategy's segments that count, in the order first, mirror, third."""
-        found = [s for s in self.segments if s.strategy == strategy and s.in_pass != BURN_IN]
-        return sorted(found, key=lambda s: PASSES.index(s.in_pass))
+        counting = [s for s in self.segments if s.strategy == strategy and s.in_pass != BURN_IN]
+        return sorted(counting, key=lambda s: PASSES.index(s.in_pass))
 
     def logs(self, strategy: str) -> list[float]:
         """Logarithms of a strategy's step times, by segment; empty unless all of them ended well."""
-        found = self.of(strategy)
-        if len(found) < 2 or any(s.status != "ok" for s in found):
+        segments = self.of(strategy)
+        if len(segments) < 2 or any(s.status != "ok" for s in segments):
             return []
-        return [math.log(s.mean_step_s) for s in found]
+        return [math.log(s.mean_step_s) for s in segments]
 
     def value(self, strategy: str) -> float:
         """The logarithm of a strategy's seconds a step; NaN where it did not end well."""
@@ -221,47 +223,52 @@ def block_files(results: str | Path, study: str) -> list[Path]:
 def read_block(path: str | Path) -> Block:
     """The result of a complete block. Raises BlockError where `path` holds none."""
     try:
-        found = read_json(path)
+        result = read_json(path)
     except (OSError, ValueError) as e:
         raise BlockError(f"{path} cannot be read as a block's result: {e}") from e
-    if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
+    if not isinstance(result, dict) or result.get("schema_version") != SCHEMA_VERSION:
         raise BlockError(f"{path} is no block's result of version {SCHEMA_VERSION}")
-    if found.get("software_gpu"):
+    if result.get("software_gpu"):
         raise BlockError(f"{path} was {software_gpu.WHY}")
-    if faults := list(_faults(found)):
+    if faults := list(_faults(result)):
         raise BlockError(f"{path} is not a block's result: {'; '.join(faults[:3])}")
     return Block(
-        place=Place.of(found),
-        number=found["block"],
-        steps=found["settings"]["steps"],
-        segments=tuple(map(Segment.from_dict, found["segments"])),
-        hosts=tuple(sorted(found["hosts"])),
-        device=found["device"],
-        gpu_seconds=found["gpu_seconds"],
-        trained={name: trained_digest(s) for name, s in found["trained"].items()},
-        gpu_names=tuple(sorted(found["gpu_names"])),
+        place=Place.of(result),
+        number=result["block"],
+        steps=result["settings"]["steps"],
+        segments=tuple(map(Segment.from_dict, result["segments"])),
+        hosts=tuple(sorted(result["hosts"])),
+        device=result["device"],
+        gpu_seconds=result["gpu_seconds"],
+        trained={name: trained_digest(s) for name, s in result["trained"].items()},
+        gpu_names=tuple(sorted(result["gpu_names"])),
+        scattered_as=tuple(sorted(result.get("scattered_as", ()), reverse=True)),
     )
 
 
-def _faults(found: Mapping[str, Any]) -> Iterator[str]:
+def _faults(result: Mapping[str, Any]) -> Iterator[str]:
     """What is missing or impossible in a block's result."""
     for key, kind in _FIELDS.items():
-        if not isinstance(found.get(key), kind):
-            yield f"{key} is {str(found.get(key))[:40]!r}"
+        if not isinstance(result.get(key), kind):
+            yield f"{key} is {str(result.get(key))[:40]!r}"
             return
-    if not isinstance(steps := found["settings"].get("steps"), int):
+    lay = result.get("scattered_as", [])  # blocks of earlier versions do not say it
+    if not isinstance(lay, list) or not all(type(n) is int and n > 0 for n in lay):
+        yield f"scattered_as is {str(lay)[:40]!r}"
+        return
+    if not isinstance(steps := result["settings"].get("steps"), int):
         yield f"settings.steps is {str(steps)[:40]!r}"
         return
-    for name in found["order"]:
-        if not isinstance(found["trained"].get(name), dict):
+    for name in result["order"]:
+        if not isinstance(result["trained"].get(name), dict):
             yield f"trained does not say with what {str(name)[:40]!r} was"
-    for n, values in enumerate(found["segments"]):
+    for n, values in enumerate(result["segments"]):
         try:
             segment = Segment.from_dict(values)
         except (AttributeError, TypeError) as e:
             yield f"segments[{n}] is no segment ({e})"
             continue
-        if segment.strategy not in found["order"] or segment.in_pass not in PASSES:
+        if segment.strategy not in result["order"] or segment.in_pass not in PASSES:
             yield f"segments[{n}] is of no strategy or pass of the block"
         mean_s, ok = segment.mean_step_s, segment.status == "ok"
         if not (isinstance(mean_s, float) and 0 < mean_s < math.inf if ok else mean_s is None):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import math
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,23 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if isinstance(e, OSError) and e.errno and e.filename in (None, str(temporary)):
             raise OSError(e.errno, e.strerror, str(path)) from e
         raise
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, each as texts by column."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a CSV file of these columns, complete or not at all; what a row lacks stays empty."""
+    with (
+        replacing(path) as unfinished,
+        open(unfinished, "x", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def claim_folder(folder: Path, about: str = "") -> str:
@@ -114,11 +132,23 @@ def read_json(path: str | Path) -> Any:
     return parse_json(read_regular(path, MOST_JSON_BYTES).decode("utf-8"))
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """The values in a file of ours that grows by one a line; none where there is no file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.split("\n")[:-1]]  # the last may be half written
+
+
 def parse_json(text: str) -> Any:
     """The value of a JSON text; ValueError for what `read_json` refuses."""
     try:
         value = json.loads(
-            text, parse_constant=_refused, parse_int=_whole, object_pairs_hook=_without_repeats
+            text,
+            parse_constant=_refuse_constant,
+            parse_int=_whole,
+            object_pairs_hook=_without_repeats,
         )
         _check_ordinary([value])
     except RecursionError:
@@ -126,7 +156,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _refused(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
 
 
@@ -137,12 +167,12 @@ def _whole(digits: str) -> int:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {repeated[:80]!a} is there twice")
-    return found
+    return values
 
 
 def _check_ordinary(values: Iterable[Any]) -> None:

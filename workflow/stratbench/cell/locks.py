@@ -63,9 +63,9 @@ def open_lock(path: Path) -> int:
             "(chmod -R g+rwX, chgrp -R) and set umask 002, or choose other `results`",
             str(path),
         ) from e
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != mode:
-        if mode & 0o060 and found.st_gid != folder.st_gid:
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
+        if mode & 0o060 and status.st_gid != folder.st_gid:
             try:
                 os.fchown(descriptor, -1, folder.st_gid)
             except OSError:

@@ -6,8 +6,8 @@ At the end: what one that is made from another does not inherit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -92,6 +92,26 @@ def json_rule(hint: Any) -> dict[str, Any]:
         return {"enum": list(get_args(hint))}
     types = json_types(hint)
     return {"type": types if len(types) > 1 else types[0]}
+
+
+def rules_of(cls: type) -> dict[str, dict[str, Any]]:
+    """What JSON Schema says of each field of a dataclass: its type, and the `rule` of its metadata."""
+    hints = get_type_hints(cls)
+    return {spec.name: json_rule(hints[spec.name]) | spec.metadata["rule"] for spec in fields(cls)}
+
+
+def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """What JSON Schema says of an object with these fields of a dataclass (None: all), and their defaults.
+
+    Those without a default are required.
+    """
+    rules = rules_of(cls)
+    known = {f.name: {"default": f.default} for f in fields(cls) if f.default is not MISSING}
+    names = list(rules if names is None else names)
+    return {
+        "required": [name for name in names if name not in known],
+        "properties": {name: rules[name] | known.get(name, {}) for name in names},
+    }
 
 
 def _within(value: Any, spec: Field) -> bool:

@@ -12,7 +12,7 @@ from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import SCHEMAS
-from stratbench.cell.settings import schema_of_settings
+from stratbench.cell.settings import Settings, schema_of_settings
 
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"
@@ -113,10 +113,21 @@ def failure_reason(log_dir: Path) -> str | None:
 def is_of(path: str | Path, cell: str, settings: str) -> bool:
     """Whether `path` is a valid record of this cell with these settings, both as JSON."""
     try:
-        found = read(path)
+        record = read(path)
     except (OSError, RecordError):
         return False
-    return found["cell"] == json.loads(cell) and found["settings"] == json.loads(settings)
+    return record["cell"] == json.loads(cell) and record["settings"] == json.loads(settings)
+
+
+def describe_other_settings(record: Record, settings: Settings) -> str | None:
+    """A sentence on how a record's settings differ from the config's for its cell; None if they do not."""
+    wanted = json.loads(settings.as_json())
+    stated = record["settings"]
+    differing = [key for key in wanted if stated.get(key) != wanted[key]]
+    if not differing:
+        return None
+    each = (f"{key} {stated.get(key)} (config: {wanted[key]})" for key in differing)
+    return f"was trained with {', '.join(each)}; delete it to train its cell again"
 
 
 def cell_of(record: Record) -> Cell:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import read_json_lines, write_atomic
+
+#: How often a file of another node is looked for, in seconds.
+_POLL_S = 0.05
 
 
 def worker_name(rank: int) -> str:
@@ -30,8 +34,8 @@ def command_name(node: int) -> str:
 
 def rank_of(name: str) -> int | None:
     """The rank of the worker with this name; None if it is not a worker's name."""
-    found = re.fullmatch(r"rank(\d+)", name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"rank(\d+)", name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,11 @@ class RunFolder:
         return self.path / "worker_jobs.jsonl"
 
     @property
+    def requests(self) -> Path:
+        """Where an elastic cell asks the login node for worker jobs (`train.elastic.login_jobs`)."""
+        return self.path / "requests"
+
+    @property
     def ended(self) -> Path:
         """A file that is there once an elastic cell's training is over: a late worker has nothing to do."""
         return self.path / "ended"
@@ -160,9 +169,9 @@ class RunFolder:
         """The folder that the lives of an elastic cell's parameter servers share (`ps.elastic`)."""
         return self.path / "servers"
 
-    def write_unheard(self, number: int, told: dict[str, Any]) -> None:
+    def write_unheard(self, number: int, last: dict[str, Any]) -> None:
         """Keep what an elastic cell's worker would have told a launcher that was gone."""
-        write_atomic(self.path / f"unheard{number}.json", json.dumps(told))
+        write_atomic(self.path / f"unheard{number}.json", json.dumps(last))
 
     def read_unheard(self, number: int) -> dict[str, Any] | None:
         """What `write_unheard` kept; None: it was heard."""
@@ -177,13 +186,26 @@ class RunFolder:
         write_atomic(self.path / f"life{number}.json", json.dumps(facts))
 
     def write_endpoint(self, host: str, port: int) -> None:
-        """Tell the other workers where rank 0's store listens."""
+        """Tell the other nodes where all meet: where rank 0's store listens, or a command's node 0."""
         write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))
 
     def read_endpoint(self) -> tuple[str, int] | None:
-        """Host and port of rank 0's store; None while it has told none."""
-        found = _read(self._endpoint)
-        return found and (found["host"], found["port"])
+        """Host and port where all meet; None while node 0 has told none."""
+        endpoint = _read(self._endpoint)
+        return endpoint and (endpoint["host"], endpoint["port"])
+
+    def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
+        """The same, once node 0 has told it; TimeoutError where that takes longer than `limit_s`."""
+        deadline_s = time.monotonic() + limit_s
+        while (endpoint := self.read_endpoint()) is None:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(
+                    f"node 0 did not tell in {self._endpoint}, within {limit_s:g} s, where all meet: its log "
+                    "there says why; without one, the nodes do not see the same files, and `results` must "
+                    "lie where they do"
+                )
+            time.sleep(_POLL_S)
+        return endpoint
 
     @property
     def _endpoint(self) -> Path:
@@ -201,8 +223,8 @@ class RunFolder:
 
     def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
         """What each worker wrote, by rank; workers that wrote nothing are absent."""
-        found = {rank: self.read_worker(rank) for rank in range(world_size)}
-        return {rank: result for rank, result in found.items() if result is not None}
+        results = {rank: self.read_worker(rank) for rank in range(world_size)}
+        return {rank: result for rank, result in results.items() if result is not None}
 
     def _worker(self, rank: int) -> Path:
         return self.path / f"{worker_name(rank)}.json"
@@ -217,8 +239,8 @@ class RunFolder:
 
     def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
         """The statistics of the parameter servers that reached their end, by number."""
-        found = (self.read_server(k) for k in range(n_servers))
-        return [statistics for statistics in found if statistics is not None]
+        each = (self.read_server(k) for k in range(n_servers))
+        return [statistics for statistics in each if statistics is not None]
 
     @property
     def report(self) -> Path:
@@ -231,8 +253,8 @@ class RunFolder:
 
     def command_ends(self, n_nodes: int) -> list[dict[str, Any]]:
         """The same of the nodes on which it ended by itself, with their numbers."""
-        found = {node: _read(self.command_end(node)) for node in range(n_nodes)}
-        return [end | {"node": node} for node, end in found.items() if end is not None]
+        ends = {node: _read(self.command_end(node)) for node in range(n_nodes)}
+        return [end | {"node": node} for node, end in ends.items() if end is not None]
 
     @property
     def command_out(self) -> Path:
@@ -251,14 +273,10 @@ class RunFolder:
 
     def read_epochs(self) -> list[dict[str, Any]]:
         """The epochs that were finished before the cell ended, however it ended."""
-        try:
-            text = self.progress.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in text.split("\n")[:-1]]  # the last may be half written
+        return read_json_lines(self.progress)
 
     def write_busy(self, node: int, facts: dict[str, Any]) -> None:
-        """Keep what else used a node when the cell began (`telemetry.sampler.busy_check`)."""
+        """Keep what else used a node when the cell began (`telemetry.machine.busy`)."""
         write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
 
     def strangers(self, node: int) -> Path:
@@ -267,13 +285,15 @@ class RunFolder:
 
     def read_strangers(self) -> dict[str, list[dict[str, Any]]]:
         """The same of all nodes that had any, by the node's number as a text."""
-        paths = sorted(self.path.glob("strangers*.json"))
-        return {path.stem.removeprefix("strangers"): _read(path) for path in paths}
+        return self._by_node("strangers")
 
     def read_busy(self) -> dict[str, dict[str, Any]]:
         """What else used each node when the cell began, by the node's number as a text."""
-        paths = sorted(self.path.glob("busy*.json"))
-        return {path.stem.removeprefix("busy"): _read(path) for path in paths}
+        return self._by_node("busy")
+
+    def _by_node(self, name: str) -> dict[str, Any]:
+        paths = sorted(self.path.glob(f"{name}*.json"))
+        return {path.stem.removeprefix(name): _read(path) for path in paths}
 
     def write_standing(self, node: int, standing: dict[str, Any]) -> None:
         """Keep where each worker of a node was when the cell was ended, by name (`train.standing`)."""
@@ -281,7 +301,7 @@ class RunFolder:
 
     def read_standing(self) -> dict[str, dict[str, Any]]:
         """The same of all nodes."""
-        return _joined(self.path.glob("standing*.json"))
+        return _read_all(self.path.glob("standing*.json"))
 
     def write_places(self, node: int, places: dict[str, Any]) -> None:
         """Keep where each process of a node runs, by name: its host, and a worker's GPU."""
@@ -289,10 +309,10 @@ class RunFolder:
 
     def read_places(self) -> dict[str, dict[str, Any]]:
         """The same of all nodes."""
-        return _joined(self.path.glob("places*.json"))
+        return _read_all(self.path.glob("places*.json"))
 
 
-def _joined(paths: Iterable[Path]) -> dict[str, Any]:
+def _read_all(paths: Iterable[Path]) -> dict[str, Any]:
     """The entries of several JSON files of ours, by the files' names."""
     return {name: entry for path in sorted(paths) for name, entry in _read(path).items()}
 

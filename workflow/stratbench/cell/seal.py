@@ -15,7 +15,7 @@ from typing import Any
 from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN, BlockError, read_block
 
 
-def sealed(verdict: Mapping[str, Any]) -> dict[str, Any]:
+def with_seal(verdict: Mapping[str, Any]) -> dict[str, Any]:
     """The content of verdict.json with the digest of all else in it."""
     return {**verdict, "digest": digest_of(verdict)}
 
@@ -40,11 +40,11 @@ def why_broken(verdict: Mapping[str, Any], path: str | Path) -> str | None:
         for number in range(1, bout["blocks"] + 1):
             block = folder / BLOCK_PATTERN.format(**{**bout, "block": number}) / BLOCK_FILE
             try:
-                found = read_block(block)
+                result = read_block(block)
             except BlockError as e:
                 return f"it rests on a block that is not there as it was: {e}"
             for arm, times in bout["step_s"].items():
-                log = found.value(arm)
+                log = result.value(arm)
                 now, then = math.exp(log) if math.isfinite(log) else None, times[number - 1]
                 if (now is None) != (then is None) or (now and abs(now / then - 1) > 1e-9):
                     return f"{block} says something else of {arm}"

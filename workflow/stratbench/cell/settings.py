@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from stratbench.cell.learning_rate import Schedule, share_of_lr
-from stratbench.cell.options import json_rule
+from stratbench.cell.options import rules_of, schema_of
 
 #: `planned` of a setting whose every value has a footprint of its own.
 EACH = "each value"
@@ -169,9 +169,8 @@ class Settings:
         help="Slows chosen workers, to study stragglers.")
     # fmt: on
 
-    def __hash__(
-        self,
-    ) -> int:  # of what tells most of them apart: the dicts among the rest have none
+    def __hash__(self) -> int:
+        # Of what tells most of them apart: the dicts among the rest have none.
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
     def share_of_lr(self, step: int, steps: int) -> float:
@@ -213,22 +212,10 @@ GIVEN = tuple(f.name for f in fields(Settings) if f.metadata["given"])
 
 def schema_of_settings() -> dict[str, Any]:
     """The JSON Schema of a record's settings: all are stated."""
-    hints = get_type_hints(Settings)
-    rules = {
-        field.name: json_rule(hints[field.name]) | field.metadata["rule"]
-        for field in fields(Settings)
-    }
+    rules = rules_of(Settings)
     return {"required": list(rules), "properties": rules}
 
 
 def schema_of_given() -> dict[str, Any]:
     """The JSON Schema of the settings that an experiment gives, with their defaults."""
-    rules = schema_of_settings()["properties"]
-    defaults = {f.name: f.default for f in fields(Settings) if f.name in GIVEN}
-    return {
-        "required": [name for name, default in defaults.items() if default is MISSING],
-        "properties": {
-            name: rules[name] | ({} if default is MISSING else {"default": default})
-            for name, default in defaults.items()
-        },
-    }
+    return schema_of(Settings, GIVEN)

@@ -9,8 +9,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from stratbench import __version__
 from stratbench.cell.files import reason_of
@@ -36,42 +38,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return given.run(given, others)
     except (CommandError, OSError) as error:
-        said = reason_of(error) if isinstance(error, OSError) else error
-        print(f"stratbench {given.command}: {said}", file=sys.stderr)
+        reason = reason_of(error) if isinstance(error, OSError) else error
+        print(f"stratbench {given.command}: {reason}", file=sys.stderr)
         return 2
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    made = argparse.ArgumentParser(
+    whole = argparse.ArgumentParser(
         prog="stratbench",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--version", action="version", version=f"stratbench {__version__}")
-    subcommands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add(name: str, run, text: str, study: bool = True) -> argparse.ArgumentParser:
-        added = subcommands.add_parser(
-            name,
-            help=text,
-            description=text,
-            epilog=FOR_SNAKEMAKE if study else None,
-            allow_abbrev=False,
-        )
-        added.set_defaults(run=run)
-        if study:
-            added.add_argument("--study", help="the study, where it is not the config's")
-            added.add_argument(
-                "--config",
-                nargs="+",
-                default=[],
-                metavar="KEY=VALUE",
-                help="values for the config's",
-            )
-        return added
-
+    whole.add_argument("--version", action="version", version=f"stratbench {__version__}")
+    subcommands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add = partial(add_command, subcommands)
     text = "lay down a study of your own: config.yaml, Snakefile, profiles"
     init = add("init", run_init, text, study=False)
     init.add_argument("folder", type=Path, help="a folder that does not exist yet, or is empty")
@@ -83,33 +65,84 @@ def parser() -> argparse.ArgumentParser:
         trains.add_argument(
             "--profile", default="local", help="local (default), slurm, or a folder"
         )
-    for name, function, text, sets, written in (
-        ("plan", run_plan, "what fits, how long it takes, what it costs", "a bundle", "plan"),
-        ("decide", run_decide, "which strategy to choose, and why", SET, "decision"),
-    ):
-        added = add(name, function, text)
-        added.add_argument("set", nargs="?", help=f"{sets}; default: the study of this folder")
+    add_plan(add)
+    decide = add("decide", run_decide, "which strategy to choose, and why")
+    of_a_set(decide, SET, "decision")
+    add_check(add)
+    add_compare(add)
+    export = add("export", run_export, "the records for other tools")
+    of_a_set(export, SET, "export")
+    export.add_argument(
+        "--to", nargs="+", default=["parquet"], metavar="FORMAT", help="default: parquet"
+    )
+    bundle = add("bundle", run_bundle, "the results of a study as one file")
+    bundle.add_argument(
+        "--replace-hosts", action="store_true", help="no host or user is named in it"
+    )
+    return whole
+
+
+#: Adds a subcommand of a name, which calls a function and says what it does; returns its parser.
+Add = Callable[[str, Callable[[argparse.Namespace, list[str]], int], str], argparse.ArgumentParser]
+
+
+def add_command(
+    subcommands: Any, name: str, run: Any, text: str, study: bool = True
+) -> argparse.ArgumentParser:
+    """Adds a subcommand; with `study` one that runs a rule, and hands options to Snakemake."""
+    added = subcommands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=FOR_SNAKEMAKE if study else None,
+        allow_abbrev=False,
+    )
+    added.set_defaults(run=run)
+    if study:
+        added.add_argument("--study", help="the study, where it is not the config's")
         added.add_argument(
-            "--out", type=Path, help=f"of a set: the folder to write; default: STUDY.{written}"
+            "--config", nargs="+", default=[], metavar="KEY=VALUE", help="values for the config's"
         )
-        if name == "plan":
-            added.add_argument(
-                "--model",
-                metavar="NAME",
-                help="what fits for a network alone, without a study: one of ours or of torchvision's, or "
-                "one of the `models` of this folder's config.yaml",
-            )
-            added.add_argument(
-                "--dataset",
-                metavar="NAME",
-                help="with --model: what it is trained on; default: data of ImageNet's or GPT-2's shape",
-            )
+    return added
+
+
+def of_a_set(command: argparse.ArgumentParser, sets: str, written: str) -> None:
+    """Adds the set that a subcommand may be given, and the folder that it then writes."""
+    command.add_argument("set", nargs="?", help=f"{sets}; default: the study of this folder")
+    command.add_argument(
+        "--out", type=Path, help=f"of a set: the folder to write; default: STUDY.{written}"
+    )
+
+
+def add_plan(add: Add) -> None:
+    """`plan`: of a study, of a bundle, or of a network alone."""
+    plan = add("plan", run_plan, "what fits, how long it takes, what it costs")
+    of_a_set(plan, "a bundle", "plan")
+    plan.add_argument(
+        "--model",
+        metavar="NAME",
+        help="what fits for a network alone, without a study: one of ours or of torchvision's, or "
+        "one of the `models` of this folder's config.yaml",
+    )
+    plan.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="with --model: what it is trained on; default: data of ImageNet's or GPT-2's shape",
+    )
+
+
+def add_check(add: Add) -> None:
+    """`check`: of a study's networks, or of a set."""
     text = "of a study, whether each strategy can train each network; of a set, whether it is sound"
     check = add("check", run_check, text)
     check.add_argument(
         "set", nargs="?", help=f"{SET}; default: the networks of this folder's study"
     )
     check.add_argument("--to-share", action="store_true", help="whether a bundle can be shared")
+
+
+def add_compare(add: Add) -> None:
+    """`compare`: of the config's sets, or of those that are named."""
     compare = add("compare", run_compare, "two result sets or more, side by side")
     compare.add_argument(
         "set",
@@ -125,19 +158,6 @@ def parser() -> argparse.ArgumentParser:
         help="exit code 1 where a strategy is slower by more, beyond noise, or can no longer be judged: "
         "0.05 is 5 %%",
     )
-    export = add("export", run_export, "the records for other tools")
-    export.add_argument("set", nargs="?", help=f"{SET}; default: the study of this folder")
-    export.add_argument(
-        "--to", nargs="+", default=["parquet"], metavar="FORMAT", help="default: parquet"
-    )
-    export.add_argument(
-        "--out", type=Path, help="of a set: the folder to write; default: STUDY.export"
-    )
-    bundle = add("bundle", run_bundle, "the results of a study as one file")
-    bundle.add_argument(
-        "--replace-hosts", action="store_true", help="no host or user is named in it"
-    )
-    return made
 
 
 def run_init(given: argparse.Namespace, others: list[str]) -> int:

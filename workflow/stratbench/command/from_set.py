@@ -44,45 +44,45 @@ def check(text: str, to_share: bool = False) -> int:
     the set is not valid.
     """
     try:
-        found = read_set(text)
+        result_set = read_set(text)
     except SetError as error:
         print(f"stratbench check: {error}")
         return INVALID
-    print(printable(folded(describe_set(found))))
+    print(printable(folded(describe_set(result_set))))
     if not to_share:
-        return exit_code(found)
-    faults = list(faults_of_bundle(Path(text).expanduser(), found))
+        return exit_code(result_set)
+    faults = list(faults_of_bundle(Path(text).expanduser(), result_set))
     print(printable("\n  ".join(["to share it:", *(faults or ["nothing is missing"])])))
     return 1 if faults else 0
 
 
 def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """Prints the decisions on a set's records, and writes them to a folder."""
-    found = read(text)
-    folder = out or Path(f"{found.study}.decision")
-    config = changed(found.config or {}, pairs)
+    result_set = read(text)
+    folder = out or Path(f"{result_set.study}.decision")
+    config = changed(result_set.config or {}, pairs)
     try:
         given = checked_block("decide", config.get("decide", {}))
-        given["memory_margin"] = checked_block("cluster", config.get("cluster", {}))[
-            "memory_margin"
-        ]
+        cluster = checked_block("cluster", config.get("cluster", {}))
     except ConfigError as error:
         raise CommandError(str(error)) from None
-    given["optimizers"] = other_optimizers(config, found.study)
+    given["memory_margin"] = cluster["memory_margin"]
+    given["optimizers"] = other_optimizers(config, result_set.study)
     claim_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
     queue = None
     try:
         if given.get("queue"):
-            cluster = checked_block("cluster", config.get("cluster", {}))
             check_queue({"decide": given, "cluster": cluster})
             queue = write_answer(given, cluster["gpus_per_node"], folder / "queue.json")
             written.append(folder / "queue.json")
         constraints = Constraints(**given)
-        said = write_decisions(found.cells, found.findings, constraints, *written[:2], queue=queue)
+        answers = write_decisions(
+            result_set.cells, result_set.findings, constraints, *written[:2], queue=queue
+        )
     except ValueError as error:  # ConfigError is one
         raise CommandError(str(error)) from None
-    print(printable(said))
+    print(printable(answers))
     print(f"Written: {', '.join(map(str, written))}")
     return 0
 
@@ -114,9 +114,9 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
 
 def export(text: str, formats: Sequence[str], out: Path | None) -> int:
     """Writes a set in the formats of other tools."""
-    found = read(text)
+    result_set = read(text)
     try:
-        folders = export_set(found, formats, out or Path(f"{found.study}.export"))
+        folders = export_set(result_set, formats, out or Path(f"{result_set.study}.export"))
     except SetError as error:
         raise CommandError(str(error)) from None
     print("Written:", *folders, sep="\n  ")
@@ -127,17 +127,17 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """Plans the study of a bundle anew, from its config and its records."""
     from stratbench.plan.__main__ import main as make_plan
 
-    found = read(text)
-    if found.config is None:
+    result_set = read(text)
+    if result_set.config is None:
         raise CommandError(
             f"{text} holds no config to plan; name a bundle, or run it in the study's folder"
         )
-    config = changed(found.config, pairs)
+    config = changed(result_set.config, pairs)
     refuse_foreign_code(text, config)
-    folder = out or Path(f"{found.study}.plan")
+    folder = out or Path(f"{result_set.study}.plan")
     claim_folder(folder)
     with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
-        extract(Path(text).expanduser(), Path(results, found.study))
+        extract(Path(text).expanduser(), Path(results, result_set.study))
         config |= {"results": results, "code": [], "data": {}}
         return make_plan(["--config", json.dumps(config), "--out", str(folder)])
 
@@ -169,8 +169,8 @@ def merge(config: dict[str, Any], values: Mapping[str, Any]) -> None:
 def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
     """The experiments in a set's unchecked config; empty if it has none."""
     try:
-        found = config["studies"][study]["experiments"]
-        return {name: dict(block) for name, block in found.items()}
+        experiments = config["studies"][study]["experiments"]
+        return {name: dict(block) for name, block in experiments.items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
 
@@ -185,7 +185,7 @@ def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:
     """Raises CommandError if planning would call code that a bundle names: no code of a bundle is run."""
     # A value that is no mapping is refused later, like any other mistake in a config.
     models, datasets, studies = (
-        found if isinstance(found := config.get(key), dict) else {}
+        value if isinstance(value := config.get(key), dict) else {}
         for key in ("models", "datasets", "studies")
     )
     own = [f"models.{name}" for name in models]

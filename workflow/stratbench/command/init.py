@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from stratbench.cell.installation import INSTALLED, ROOT, SNAKEFILE
@@ -14,15 +15,19 @@ FROM_WHEEL = ("from stratbench.cell.installation import SNAKEFILE", "str(SNAKEFI
 
 
 def lay_down(folder: Path) -> list[Path]:
-    """Writes the study's files and returns their paths. CommandError if `folder` is not empty."""
+    """Writes the study's files and returns their paths.
+
+    CommandError if `folder` is not empty, or cannot be written to: then it is as before.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CommandError(f"{folder} is not an empty folder; name one that does not exist yet")
+    sources = {folder / p.relative_to(TEMPLATES): p for p in TEMPLATES.rglob("*") if p.is_file()}
+    for profile in (ROOT / "profiles").glob("*/config.yaml"):
+        sources[folder / profile.relative_to(ROOT)] = profile
     try:
-        shutil.copytree(TEMPLATES, folder, dirs_exist_ok=True)
-        for profile in sorted((ROOT / "profiles").glob("*/config.yaml")):
-            target = folder / profile.relative_to(ROOT)
-            target.parent.mkdir(parents=True)
-            shutil.copyfile(profile, target)
+        for path, source in sources.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
         snakefile = folder / "Snakefile"
         line, place = FROM_WHEEL if INSTALLED else ("", repr(str(SNAKEFILE)))
         text = snakefile.read_text(encoding="utf-8").replace(
@@ -30,5 +35,8 @@ def lay_down(folder: Path) -> list[Path]:
         )
         snakefile.write_text(text.replace("@SNAKEFILE@", place), encoding="utf-8")
     except OSError as error:
+        with suppress(OSError):
+            for child in folder.iterdir():
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
         raise CommandError(f"cannot write to {folder}: {error.strerror}") from error
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sorted(sources)

@@ -25,7 +25,7 @@ from stratbench.plan.pages import table
 from stratbench.plan.pages.check_text import check_text
 from stratbench.plan.pages.text import network_text, plan_text, write_html
 from stratbench.plan.projection.study import projected_trainings
-from stratbench.plan.schedule import Records, make_plan, records_by_cell
+from stratbench.plan.schedule import Records, make_plan, records_by_cell, timed_records
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.yaml_traps import check_duplicate_keys
@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
             told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"
             print(f"{told}: see below, and `snakemake check`", flush=True)
         records = records_by_cell(study, config["results"])
-        projected = by_records(config, study, records)
+        timed = timed_records(records, args.gpu or cluster["gpu"])
+        projected = by_records(config, study, timed)
         plan = make_plan(config, checked, records, args.gpu, args.partition, projected)
     except ConfigError as error:
         print(folded([f"error: {error}"]), file=sys.stderr)

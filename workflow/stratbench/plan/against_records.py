@@ -141,11 +141,6 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
 _FLAG_BYTES = 4
 
 
-def write_prediction_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the rows of finished cells as prediction.csv; without rows, only a header."""
-    write_rows(rows, path, [f.name for f in fields(Cell)])
-
-
 def _mib(n_bytes: float | None) -> float | None:
     return None if n_bytes is None else round(n_bytes / MIB, 2)
 
@@ -175,7 +170,7 @@ def main() -> None:
     records = records_by_cell(study, config["results"])
     plan = make_plan(config, check_study(config, study), records)
     rows = prediction_rows(plan, records)
-    write_prediction_csv(rows, args.out)
+    write_rows(rows, args.out, [f.name for f in fields(Cell)])
     usable = {cell: r for cell, r in records.items() if not software_gpu.trained(r)}
     write_rows(list(turn_rows(plan, usable)), args.turns_out, HEADER)
     print(f"{len(rows)} of {len(records)} records compared with their prediction")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.footprint.cache import Job, results_of
 from stratbench.plan.footprint.footprint import Footprint, make_footprint
-from stratbench.plan.footprint.request import Request
+from stratbench.plan.footprint.request import RESHARDING, Request
 from stratbench.plan.needs import Subject, subject_of
 from stratbench.strategies import acceptance, strategy_class
 from stratbench.study.config.config import Study
@@ -62,13 +62,13 @@ class Network:
 class CheckResult:
     """What the check found of a network, as JSON-able values.
 
-    `error`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
+    `fault`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
     `skipped`: what may get no gradient in a step. `parameters`, `frozen`, `root`: numbers in all, of
     those that are not trained, and of what is in no group. `groups`: (label, parameters). `trial`: what
     a step of it showed (`Trial`).
     """
 
-    error: str | None = None
+    fault: str | None = None
     unseen: str | None = None
     parameters: int = 0
     frozen: int = 0
@@ -83,20 +83,13 @@ class CheckResult:
     trial: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
-    @property
-    def fault(self) -> str | None:
-        return self.error
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> CheckResult:
         return cls(**fields)
 
     @classmethod
     def failed(cls, why: str) -> CheckResult:
-        return cls(error=why)
+        return cls(fault=why)
 
 
 @dataclass(frozen=True)
@@ -114,9 +107,6 @@ class Rehearsal:
     def fault(self) -> str | None:
         return self.refusal or (self.unpredicted if self.unpredicted != NO_PREDICTION else None)
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Rehearsal:
         made = fields["footprint"]
@@ -129,13 +119,18 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Checked:
-    """The check of a study. `refused`: why cells cannot be trained."""
+    """The check of a study. `refused`: why cells cannot be trained.
+
+    `resharding`: of each kind of cell that may free gathered weights after forward and was followed both
+    ways, its footprint by the option.
+    """
 
     study: Study
     subjects: list[Subject]
     networks: dict[Network, CheckResult]
     rehearsals: dict[Request, Rehearsal]
     refused: dict[Cell, str]
+    resharding: dict[Request, dict[str, Footprint]]
 
 
 def check_study(config: Mapping[str, Any], study: Study, resharding: bool = False) -> Checked:
@@ -146,36 +141,40 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
     """
     subjects = [subject_of(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
+    most = {name: max(e.matrix["gpus"]) for name, e in study.experiments.items()}
+    others = {
+        s.cell: other_resharding(s.request)
+        for s in subjects
+        if s.request.may_reshard and s.cell.gpus == most[s.cell.experiment]
+    }
     if resharding:
-        requests += [other_resharding(s.request) for s in resharded(study, subjects)]
+        requests += others.values()
     networks, rehearsals = rehearsals_of(requests, Path(config["results"]) / "plan-cache")
     refused = {
         s.cell: why
         for s in subjects
         if (why := _refusal_of_cell(s, networks[Network.of(s.request)], rehearsals[s.request]))
     }
-    return Checked(study, subjects, networks, rehearsals, refused)
-
-
-def resharded(study: Study, subjects: Iterable[Subject]) -> list[Subject]:
-    """Those that may free gathered weights after forward, on the most workers of their experiment."""
-    return [
-        s
+    both = {
+        s.request: {
+            r.options[RESHARDING]: rehearsals[r].footprint for r in (s.request, others[s.cell])
+        }
         for s in subjects
-        if s.request.may_reshard
-        and s.cell.gpus == max(study.experiments[s.cell.experiment].matrix["gpus"])
-    ]
+        if s.cell not in refused and others.get(s.cell) in rehearsals
+    }
+    known = {request: choices for request, choices in both.items() if all(choices.values())}
+    return Checked(study, subjects, networks, rehearsals, refused, known)
 
 
 def other_resharding(request: Request) -> Request:
     """The same with the other choice of `reshard_after_forward`."""
-    other = {"always": "never", "never": "always"}[request.options["reshard_after_forward"]]
-    return request.with_options(reshard_after_forward=other)
+    other = {"always": "never", "never": "always"}[request.options[RESHARDING]]
+    return request.with_options(**{RESHARDING: other})
 
 
 def _refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
-    if network.error is not None:
-        return network.error
+    if network.fault is not None:
+        return network.fault
     try:
         acceptance.check_batch(
             s.request.network, network.batchnorm, s.samples_per_step, s.settings.accumulate
@@ -213,7 +212,7 @@ def rehearsals_of(
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
         for network, each in sharing.items()
-        if networks[network].error is None
+        if networks[network].fault is None
         for request in each
         if not request.by_command
     }
@@ -246,9 +245,9 @@ def check_network(request: Request) -> CheckResult:
             warnings.simplefilter("ignore")
             found = _found_of(request)
     except ModelError as error:
-        found = CheckResult(error=str(error))
+        found = CheckResult(fault=str(error))
     except Exception as error:  # whatever a model raises
-        found = CheckResult(error=f"{models.in_words(request.network)}: {error_text(error)}")
+        found = CheckResult(fault=f"{models.in_words(request.network)}: {error_text(error)}")
     return replace(found, seconds=time.perf_counter() - started)
 
 

@@ -50,24 +50,26 @@ class Device:
         return min(self.link_bytes_per_s, self.network_bytes_per_s)
 
 
-def find_gpu(text: str) -> Datasheet:
-    """The GPU that `text` names, such as `A10G 24GB` or what nvidia-smi prints.
-
-    Where several match, the first in the table. Raises ConfigError if none matches.
-    """
+def gpus_called(text: str) -> list[Datasheet]:
+    """The GPUs that `text` may mean, such as `A10G 24GB` or what nvidia-smi prints, in the table's order."""
     if (exact := datasheet_of(text)) is not None:
-        return exact
+        return [exact]
     size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
-    words = re.sub(r"\d+\s*gi?b\b", " ", text, flags=re.IGNORECASE).lower().split()
-    words = [w for w in words if w not in ("nvidia", "tesla", "geforce")]
-    for peak in all_datasheets():
-        known = peak.name.lower().split()
-        if (
-            all(w in known for w in words)
-            and words
-            and (size is None or int(size[1]) == round(peak.memory_gib))
-        ):
-            return peak
+    words = set(re.sub(r"\d+\s*gi?b\b", " ", text, flags=re.IGNORECASE).lower().split())
+    words -= {"nvidia", "tesla", "geforce"}
+    return [
+        peak
+        for peak in all_datasheets()
+        if words
+        and words <= set(peak.name.lower().split())
+        and (size is None or int(size[1]) == round(peak.memory_gib))
+    ]
+
+
+def find_gpu(text: str) -> Datasheet:
+    """The GPU that `text` names; where several match, the first. Raises ConfigError if none does."""
+    for peak in gpus_called(text):
+        return peak
     names = ", ".join(peak.name for peak in all_datasheets())
     raise ConfigError(f"config: cluster.gpu = {text!r}: is not in the table of GPUs: {names}")
 
@@ -76,15 +78,6 @@ def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
     """The GPUs that the config names, the nodes' own first; ConfigError for an unknown one."""
     own = [cluster["gpu"]] if cluster["gpu"] else []
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
-
-
-def devices_of(
-    gpus: list[Datasheet], precision: str, on_cuda: bool, workers: int, cluster: Mapping[str, Any]
-) -> list[Device]:
-    """What a cell of so many workers is judged on: these GPUs of the cluster, or this host's CPU."""
-    if not on_cuda:
-        return [cpu_device(cluster, workers)]
-    return [gpu_device(gpu, precision, cluster) for gpu in gpus]
 
 
 def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import counted
 from stratbench.plan.device_rates import Device
-from stratbench.plan.footprint.footprint import Footprint
+from stratbench.plan.needs import Needs, Subject
 
 # A step's fastest and slowest time on a device follow from its datasheet and these. Training of
 # convolutional networks reaches 10 to 50 % of the peak with images of 224 pixels; small images are bound
@@ -41,6 +41,10 @@ class Span:
     high_s: float
     source: str
 
+    def __iter__(self) -> Iterator[float]:
+        """Its two ends."""
+        return iter((self.low_s, self.high_s))
+
     def __add__(self, other: Span) -> Span:
         return Span(self.low_s + other.low_s, self.high_s + other.high_s, self.source)
 
@@ -57,132 +61,78 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a cell computes and sends: in one step of a worker, and in the whole training."""
-
-    footprint: Footprint
-    batch: int  # samples of one push or step on one worker
-    pushes: int  # pushes in a step: 1 but for strategies that split their batch
-    wire_bytes: float  # sent by a rank in a step, and as many received
-    awaited_bytes: float  # of them, what the next layer waits for, so that no computation hides it
-    server_bytes: (
-        float  # taken in and handed out by a server process in a step, all workers; else 0
-    )
-    steps: int  # of the whole training
-    test_samples: int
-    evaluations: int
-    replicas: int
-    nodes: int
-    least_nodes: int  # fewer than `nodes` where a scattered cell may lie closer together
-    bubble_share: float = 0.0  # of a step, in which a worker waits for others' layers
-    slowdown: float = 1.0  # how many times slower the slowest worker is made on purpose
-    recomputes: bool = False  # whether nearly all of forward is computed once more in backward
-
-
-@dataclass(frozen=True)
 class Step:
     """What a step takes on a device at one end of its range, in seconds.
 
-    `link_s`: of what is sent at the link's rate; `awaited_s`: of that, what the next layer waits for;
-    `server_s`: of a server that takes longer than the link. `hides`: whether computing goes on beside it.
+    `compute_s`: None where the device's rate is not known; `link_s`: of what is sent at the link's rate;
+    `awaited_s`: of that, what the next layer waits for; `server_s`: of a server that takes longer than the
+    link. `hides`: whether computing goes on beside it.
     """
 
-    compute_s: float
+    compute_s: float | None
     link_s: float
     awaited_s: float
     server_s: float
     hides: bool
 
+    def sending_s(self, slower: float = 1.0) -> float:
+        """What is sent, with links so many times slower than the device's."""
+        return max(self.link_s * slower, self.server_s)
+
     def seconds(self, slower: float = 1.0) -> float:
-        """The whole of it, with links so many times slower than the device's."""
-        sent_s = max(self.link_s * slower, self.server_s)
+        """The whole of it, with such links; only where the device's rate is known."""
+        sent_s = self.sending_s(slower)
         if not self.hides:
             return self.compute_s + sent_s
         awaited_s = self.awaited_s * slower
         return max(self.compute_s, sent_s - awaited_s) + awaited_s
 
 
-@dataclass(frozen=True)
-class Times:
-    """A cell's times on a device, where they are known. `train`: by records, if there are any.
-
-    `link_s`: of a step's communication, at best and at worst. `steps`: a step at best and at worst.
-    """
-
-    by_device: Span | None
-    train: Span | None
-    total: Span | None
-    link_s: tuple[float, float]
-    steps: tuple[Step, Step] | None
-
-
-def times_on(device: Device, work: Work, measured: Span | None) -> Times:
-    """The times of a cell on `device`; `measured`: of its training, by records."""
-    steps = (
-        None if device.flops_per_s is None else (step_on(device, work, 0), step_on(device, work, 1))
-    )
-    by_device = steps and span_by_device(work, device, steps)
-    train = measured or by_device
-    return Times(
-        by_device=by_device,
-        train=train,
-        total=None if train is None else train + overhead_span(work, device),
-        link_s=(communication_s(work, device, 0), communication_s(work, device, 1)),
-        steps=steps,
-    )
-
-
-def span_by_device(work: Work, device: Device, steps: tuple[Step, Step]) -> Span:
-    """The time of training, from what a step takes at best and at worst by the rates of the device."""
-    low_s, high_s = (step.seconds() for step in steps)
-    source = f"{device.name}'s peak rates" if device.is_gpu else "this host's CPU, all cells alike"
-    return Span(low_s * work.steps, high_s * work.steps, source)
-
-
-def step_on(device: Device, work: Work, slow: int) -> Step:
+def step_on(device: Device, s: Subject, needs: Needs, slow: int) -> Step:
     """A step by the best rates of a device (0) or by the worst (1)."""
-    f = work.footprint
-    utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
-    launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    flops = (f.training_flops_per_sample + work.recomputes * f.flops_per_sample) * work.batch
-    parts_s = [flops / (device.flops_per_s * utilisation[slow])]
-    if device.memory_bytes_per_s:
-        rate = device.memory_bytes_per_s * MEMORY_UTILISATION[slow]
-        parts_s.append(f.touched_bytes.at(work.batch) / rate)
-    parts_s.append(f.operations_per_step * launch_s[slow])
-    # All may wait for the slowed worker, or none.
-    compute_s = (sum(parts_s) * work.slowdown if slow else max(parts_s)) * work.pushes
-    compute_s /= 1 - work.bubble_share
-    link_bytes_per_s = link_rate(work, device, slow)
+    # Scattered workers may lie closer together than on a node each.
+    nodes = 1 if s.settings.scattered and not slow else needs.nodes
+    link_bytes_per_s = device.link(nodes) * LINK_UTILISATION[slow]
     return Step(
-        compute_s,
-        work.wire_bytes / link_bytes_per_s,
-        work.awaited_bytes / link_bytes_per_s,
-        work.server_bytes / SERVER_BYTES_PER_S[slow],
+        compute_s=None if device.flops_per_s is None else _compute_s(device, s, needs, slow),
+        # The nodes' link carries what all workers and servers on it send.
+        link_s=max(needs.wire_bytes, needs.link_bytes or 0.0) / link_bytes_per_s,
+        awaited_s=needs.awaited_bytes / link_bytes_per_s,
+        server_s=needs.served_bytes / SERVER_BYTES_PER_S[slow],
         hides=not slow,
     )
 
 
-def link_rate(work: Work, device: Device, slow: int) -> float:
-    """Bytes a second of the cell's links at the best (0) or the worst (1) rate."""
-    return device.link(work.nodes if slow else work.least_nodes) * LINK_UTILISATION[slow]
+def _compute_s(device: Device, s: Subject, needs: Needs, slow: int) -> float:
+    """Seconds of a step's computing at the best (0) or the worst (1) rates."""
+    f, batch = needs.slowest, s.samples_per_step
+    launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
+    # Nearly all of forward is computed once more in backward, where activations are checkpointed.
+    again = s.settings.activation_checkpointing * f.flops_per_sample
+    flops = (f.training_flops_per_sample + again) * batch
+    parts_s = [flops / flops_rate(device, slow)]
+    if device.memory_bytes_per_s:
+        rate = device.memory_bytes_per_s * MEMORY_UTILISATION[slow]
+        parts_s.append(f.touched_bytes.at(batch) / rate)
+    parts_s.append(f.operations_per_step * launch_s[slow])
+    # All may wait for the slowed worker, or none.
+    compute_s = (sum(parts_s) * s.slowdown if slow else max(parts_s)) * s.steps_per_batch
+    return compute_s / (1 - s.bubble_share)
 
 
-def communication_s(work: Work, device: Device, slow: int) -> float:
-    """Seconds of a step's communication at the best (0) or the worst (1) rate."""
-    link_s = work.wire_bytes / link_rate(work, device, slow)
-    return max(link_s, work.server_bytes / SERVER_BYTES_PER_S[slow])
+def flops_rate(device: Device, slow: int) -> float:
+    """Floating-point operations that training gets of the device in a second at the best (0) or worst (1)."""
+    utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
+    return device.flops_per_s * utilisation[slow]
 
 
-def overhead_span(work: Work, device: Device) -> Span:
+def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
     """Seconds that a cell takes beside its training: start-up and evaluations."""
-    flops = work.footprint.flops_per_sample * work.test_samples * work.evaluations
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
-    utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
-    fast_s = flops / work.replicas / (device.flops_per_s * utilisation[0])
-    slow_s = flops / (device.flops_per_s * utilisation[1])
-    return Span(STARTUP_S[0] + fast_s, STARTUP_S[1] + slow_s, "")
+    flops = needs.slowest.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
+    fast_s = flops / s.mesh.replicas / flops_rate(device, 0)
+    return Span(STARTUP_S[0] + fast_s, STARTUP_S[1] + flops / flops_rate(device, 1), "")
 
 
 def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:

@@ -9,20 +9,20 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
+from stratbench.cell.text.words import MIB
 from stratbench.plan import servers
 from stratbench.plan.device_rates import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
-from stratbench.plan.duration import Work
 from stratbench.plan.footprint.footprint import Footprint
 from stratbench.plan.footprint.request import Request, buffer_bytes, data_bytes
 from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
+from stratbench.strategies.mesh import Mesh
 from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.device_data import packed_bytes
-from stratbench.workload.network import models
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,21 @@ class Subject:
         cls = strategy_class(self.settings.strategy)
         return cls(cls.Options(**self.settings.options))
 
+    @property
+    def mesh(self) -> Mesh:
+        """How the cell's workers divide its work."""
+        return self.strategy.mesh(self.cell.gpus)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of a step in which a worker waits for others' layers."""
+        return self.strategy.bubble_share(self.cell.gpus) or 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times slower the slowest worker is made on purpose."""
+        return float((self.settings.slowdown or {}).get("factor", 1.0))
+
 
 def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
     settings = study.settings(cell)
@@ -81,7 +96,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
             settings,
             data,
             on_cuda=settings.device != "cpu",
-            local_world=-(-cell.gpus // resources.node_count(cell, settings, config["cluster"])),
+            local_world=resources.workers_of_node(cell, settings, config["cluster"]),
         ),
     )
 
@@ -89,7 +104,8 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
     """Bytes that a rank sends for each global batch, as a mean over the training."""
     if s.served:
-        return servers.server_side(s.settings, footprint.flat_bytes, 1).sent_bytes
+        sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_bytes)
+        return sent
     on_gloo = not s.request.on_cuda
     return fmean(mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each)
 
@@ -131,88 +147,87 @@ def data_bytes_of(s: Subject, samples: int | None = None) -> int:
     if s.settings.placement == "host" and s.request.on_cuda:
         each = s.samples_per_step if samples is None else samples
         return buffer_bytes(s.data, each, s.settings.augment)
-    return data_bytes(s.data, models.model_of(s.settings), s.settings.augment)
+    return data_bytes(s.data, s.request.input_shape, s.settings.augment)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a cell takes wherever it runs. What only cells with servers have is None for others."""
+    """What a cell takes wherever it runs. What only cells with servers have is None or 0 for others."""
 
+    nodes: int
     data_bytes: int  # of a worker's device
-    wire_bytes: float  # sent by a rank in a step
+    wire_bytes: float  # sent by a rank in a step, and as many received
+    awaited_bytes: float  # of them, what the next layer waits for, so that no computation hides it
     collectives: int  # in a step
-    link_bytes: float | None  # a global batch, over the busiest link between nodes
-    server_bytes: int | None  # memory of a server process
-    snapshot_bytes: (
-        int | None
-    )  # disk: the servers' snapshots, one an epoch, until they are evaluated
     host_bytes: int  # memory of a node's processes, as far as known
-    work: Work
+    slowest: Footprint  # of the rank that computes most
+    link_bytes: float | None = None  # a global batch, over the busiest link between nodes
+    #: Taken in from all workers and handed out by a server process in a step.
+    served_bytes: float = 0.0
+    server_bytes: int | None = None  # memory of the largest server process
+    servers_host_bytes: int = 0  # memory of all server processes together
+    #: Disk: the servers' snapshots, one an epoch, until they are evaluated.
+    snapshot_bytes: int | None = None
+
+    @property
+    def host_mib(self) -> int:
+        return -(-self.host_bytes // MIB)
+
+    @property
+    def servers_host_mib(self) -> int:
+        return -(-self.servers_host_bytes // MIB)
 
 
 def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
     """The needs of a cell on so many nodes, by its footprint."""
-    data_bytes, wire = data_bytes_of(s), sent_bytes(s, footprint)
-    side = servers.server_side(s.settings, footprint.flat_bytes, n_nodes) if s.served else None
-    through_server = 0.0
-    if side is not None:
-        moved_bytes = s.cell.gpus * (side.sent_bytes + side.received_bytes)
-        through_server = moved_bytes / s.settings.options["servers"]
+    data_bytes = data_bytes_of(s)
+    host_bytes = -(-s.cell.gpus // n_nodes) * _worker_host_bytes(s, footprint, data_bytes)
+    served: dict[str, Any] = {}
+    if s.served:
+        flat, n_servers = footprint.flat_bytes, s.settings.options["servers"]
+        server_bytes = sum(servers.server_needs(s.settings, flat, n_nodes).values())
+        process_bytes = CPU_PROCESS_BYTES + server_bytes
+        host_bytes += -(-n_servers // n_nodes) * process_bytes
+        moved = servers.worker_traffic_bytes(s.settings, flat)
+        served = {
+            "link_bytes": servers.busiest_link_bytes(s.settings, flat, n_nodes),
+            "served_bytes": s.cell.gpus * sum(moved) / n_servers,
+            "server_bytes": server_bytes,
+            "servers_host_bytes": n_servers * process_bytes,
+            "snapshot_bytes": (s.settings.epochs or 0) * sum(flat.values()),
+        }
     return Needs(
+        nodes=n_nodes,
         data_bytes=data_bytes,
-        wire_bytes=wire,
+        wire_bytes=sent_bytes(s, footprint),
+        awaited_bytes=awaited_bytes(s, footprint),
         collectives=len(footprint.collectives),
-        link_bytes=side and side.link_bytes,
-        server_bytes=side and side.process_bytes,
-        snapshot_bytes=side and (s.settings.epochs or 0) * sum(footprint.flat_bytes.values()),
-        host_bytes=_host_bytes(s, footprint, data_bytes, side, n_nodes),
-        work=Work(
-            footprint=footprint.slowest,
-            batch=s.samples_per_step,
-            pushes=s.steps_per_batch,
-            # The nodes' link carries what all workers and servers on it send.
-            wire_bytes=max(wire, side.link_bytes if side else 0.0),
-            awaited_bytes=awaited_bytes(s, footprint),
-            server_bytes=through_server,
-            steps=s.steps,
-            test_samples=s.data.test_samples,
-            evaluations=s.settings.epochs or 0,
-            replicas=s.strategy.mesh(s.cell.gpus).replicas,
-            nodes=n_nodes,
-            least_nodes=1 if s.settings.scattered else n_nodes,
-            recomputes=s.settings.activation_checkpointing,
-            bubble_share=s.strategy.bubble_share(s.cell.gpus) or 0.0,
-            slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
-        ),
+        host_bytes=host_bytes,
+        slowest=footprint.slowest,
+        **served,
     )
 
 
-def _host_bytes(
-    s: Subject, footprint: Footprint, data_bytes: int, side: servers.ServerSide | None, n_nodes: int
-) -> int:
-    """Bytes of host memory that the cell's processes take on the fullest node."""
+def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
+    """Bytes of host memory that a worker's process takes."""
     # In the warm-up the optimizer's state waits there, to be restored.
-    saved_bytes = footprint.between_steps_bytes.get("optimizer", 0)
+    n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
     if s.settings.checkpoint_every:  # a copy of all that is kept, from the first one on
         states = footprint.model_states_bytes
-        saved_bytes += sum(states.values()) - states["gradients_bytes"]
-    if s.request.on_cuda:
-        flat = footprint.flat_bytes
-        mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
-        # With gradients as large as the parameters, and what the warm-up keeps, to put it back.
-        kept = footprint.host_bytes
-        kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
-        kept_bytes -= 2 * footprint.frozen_bytes if kept else 0
-        worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes + saved_bytes + kept_bytes
-        if s.settings.placement == "host":  # pinned; mapped files are the kernel's to keep or drop
-            worker_bytes += data_bytes
-    else:
-        needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes
-        worker_bytes = CPU_PROCESS_BYTES + needed_bytes + saved_bytes
-    servers_bytes = 0
-    if side is not None:
+        n_bytes += sum(states.values()) - states["gradients_bytes"]
+    if s.served:
         passes = s.settings.passes(s.data.train_samples)
-        worker_bytes += passes * packed_bytes(s.data, s.settings.augment)
-        on_this_node = -(-s.settings.options["servers"] // n_nodes)
-        servers_bytes = on_this_node * (CPU_PROCESS_BYTES + side.process_bytes)
-    return -(-s.cell.gpus // n_nodes) * worker_bytes + servers_bytes
+        n_bytes += passes * packed_bytes(s.data, s.settings.augment)
+    if not s.request.on_cuda:
+        needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes
+        return n_bytes + CPU_PROCESS_BYTES + needed_bytes
+    flat = footprint.flat_bytes
+    mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
+    # With gradients as large as the parameters, and what the warm-up keeps, to put it back.
+    kept = footprint.host_bytes
+    kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
+    kept_bytes -= 2 * footprint.frozen_bytes if kept else 0
+    n_bytes += GPU_HOST_PROCESS_BYTES + mirror_bytes + kept_bytes
+    if s.settings.placement == "host":  # pinned; mapped files are the kernel's to keep or drop
+        n_bytes += data_bytes
+    return n_bytes

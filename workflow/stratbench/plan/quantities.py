@@ -2,59 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
 
 from stratbench.plan.duration import Span
-from stratbench.plan.schedule import Plan, Planned
+from stratbench.plan.schedule import Plan, Planned, cost_of
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the cells on one device. Time and cost: of the cells that are still to do."""
+def totals(plan: Plan, device: str) -> dict[str, Any]:
+    """The sums over the cells on `device`; time and cost of those that are still to do.
 
-    cells: int
-    unfit: int
-    gpu_hours: tuple[float, float] | None
-    cost: tuple[float, float] | None
-    longest: Planned | None
-    longest_high_s: float
-    cut_off: int
-    perhaps_cut_off: int
-    sources: str
-
-
-def totals(plan: Plan, cells: Iterable[Planned], device: str) -> Totals:
-    """The sums for `device`. No cell counts for longer than its time limit."""
-    fits = [(c, c.fits_on[device]) for c in cells if device in c.fits_on]
-    open_ = [(c, v) for c, v in fits if c.state not in ("done", "recorded") and v.fits]
-    timed = [(c, v) for c, v in open_ if v.total is not None]
+    No cell counts for longer than its time limit. `gpu_hours` and `cost` (at best, at worst) are None where
+    nothing is known; `longest`: the cell that takes longest, if any, and `longest_high_s`.
+    """
+    fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
+    open_ = [(c, v) for c, v in fits if not c.recorded and v.fits]
+    timed = [(c, _within_limit(c, v.total)) for c, v in open_ if v.total is not None]
     gpu_hours = cost = None
     if timed or not open_:
-        low = sum(c.cell.gpus * _ended(c, v.total.low_s) for c, v in timed) / 3600
-        high = sum(c.cell.gpus * _ended(c, v.total.high_s) for c, v in timed) / 3600
-        gpu_hours = (low, high)
-        price = plan.cluster["price_per_gpu_hour"]
-        if price is not None and device != "CPU":
-            cost = (low * price, high * price)
-    longest = max(timed, key=lambda cv: _ended(cv[0], cv[1].total.high_s), default=None)
-    return Totals(
-        cells=len(fits),
-        unfit=sum(not v.fits for _, v in fits),
-        gpu_hours=gpu_hours,
-        cost=cost,
-        longest=longest[0] if longest else None,
-        longest_high_s=_ended(longest[0], longest[1].total.high_s) if longest else 0.0,
-        cut_off=sum(v.cut_off == "certain" for _, v in open_),
-        perhaps_cut_off=sum(v.cut_off == "possible" for _, v in open_),
-        sources=_sources(v.train.source for _, v in timed),
-    )
+        low = sum(c.cell.gpus * span.low_s for c, span in timed) / 3600
+        high = sum(c.cell.gpus * span.high_s for c, span in timed) / 3600
+        gpu_hours, cost = (low, high), cost_of(low, high, plan.cluster, device != "CPU")
+    longest, its_span = max(timed, key=lambda t: t[1].high_s, default=(None, Span(0.0, 0.0, "")))
+    return {
+        "cells": len(fits),
+        "unfit": sum(not v.fits for _, v in fits),
+        "gpu_hours": gpu_hours,
+        "cost": cost,
+        "longest": longest,
+        "longest_high_s": its_span.high_s,
+        "cut_off": sum(v.cut_off == "certain" for _, v in open_),
+        "perhaps_cut_off": sum(v.cut_off == "possible" for _, v in open_),
+        "sources": _sources(span.source for _, span in timed),
+    }
 
 
-def _ended(c: Planned, seconds: float) -> float:
-    limit_s = c.subject.time_limit_s
-    return seconds if limit_s is None else min(seconds, limit_s)
+def _within_limit(c: Planned, span: Span) -> Span:
+    limit_s = c.subject.time_limit_s or math.inf
+    return Span(*(min(end_s, limit_s) for end_s in span), span.source)
 
 
 def _sources(sources: Iterable[str]) -> str:
@@ -64,10 +52,13 @@ def _sources(sources: Iterable[str]) -> str:
     return ", ".join(source for source, _ in counted.most_common())
 
 
-def cells_by_experiment(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
-    """The plan's cells by experiment, in the study's order."""
-    for name in dict.fromkeys(c.cell.experiment for c in plan.cells):
-        yield name, [c for c in plan.cells if c.cell.experiment == name]
+def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
+    """The cells that share these coordinates, by their values, in the order of the first of each."""
+    value_of = attrgetter(*coordinates)
+    found: dict[Any, list[Planned]] = {}
+    for c in cells:
+        found.setdefault(value_of(c.cell), []).append(c)
+    return found
 
 
 def in_unit(n_bytes: float, unit: int) -> str:

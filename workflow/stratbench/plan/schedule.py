@@ -10,27 +10,29 @@ from typing import Any
 
 from stratbench.cell import record, software_gpu
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import GIB, MIB, seconds_text
-from stratbench.plan.check import Checked, Network, other_resharding, resharded
-from stratbench.plan.device_rates import Device, devices_of, named_gpus
-from stratbench.plan.duration import Projected, Span, Step, span_by_records, times_on
+from stratbench.cell.text.words import GIB, counted, seconds_text
+from stratbench.plan.check import Checked, Network
+from stratbench.plan.device_rates import Device, cpu_device, gpu_device, gpus_called, named_gpus
+from stratbench.plan.duration import Projected, Span, Step, overhead_span, span_by_records, step_on
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.needs import Needs, Subject, data_bytes_of, needs_of
 from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.slurm import nodes, sharing
+from stratbench.telemetry.machine.hardware import datasheet_of
 
 Records = Mapping[Cell, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """How a cell would run on one device. `cut_off` by the time limit: `no`, `possible` or `certain`.
+    """How a cell would run on one device, and how long.
 
-    The times, and what follows from them, are None where the device's rates are not known; the cost also
-    where no price is.
+    Times are None where neither the device's rates are known nor records, and so is what follows from
+    them; the cost also where no price is. Pairs are at best and at worst.
     """
 
     device: str
@@ -38,27 +40,37 @@ class DeviceFit:
     needed_bytes: int  # with warm-up and evaluation
     fits: bool
     largest_batch: int
+    room_bytes: float  # that a worker may use of the device's memory, the margin taken off
+    #: That a GPU holds at once, on which the buffers of sums depend; footprints on CPUs have none.
+    resident_threads: int
+    link_bytes_per_s: float  # of the slowest link between its workers
+    steps: tuple[Step, Step]
     by_device: Span | None  # the training by what the device can do
     train: Span | None  # the same, or by records where there are any
     total: Span | None
+    cut_off: str  # by the time limit: no, possible or certain
     gpu_hours: tuple[float, float] | None
     cost: tuple[float, float] | None
-    cut_off: str
-    link_s: tuple[float, float]  # of a step's communication, at best and at worst
-    steps: tuple[Step, Step] | None  # at best and at worst
-    link_bytes_per_s: float  # of the slowest link between its workers
+
+    @property
+    def sending_s(self) -> tuple[float, float]:
+        """Of a step's communication."""
+        best, worst = self.steps
+        return best.sending_s(), worst.sending_s()
 
 
 @dataclass(frozen=True)
 class Planned:
     """One cell's part of the plan. Without a footprint nothing is known of it; `why` says why.
 
+    `recorded`: whether it has a record, whatever that says, and so is not trained again.
     `least_samples`: that a worker must compute on at once.
     """
 
     subject: Subject
     state: str  # done, recorded, failed, refused, infeasible, to do
     why: str
+    recorded: bool
     footprint: Footprint | None
     needs: Needs | None
     fits_on: dict[str, DeviceFit]  # by device, the plan's own first; of a cell on CPUs only the CPU
@@ -82,21 +94,17 @@ class Plan:
     study: str
     cluster: Mapping[str, Any]
     device: str
-    #: That a GPU holds at once, on which the buffers of sums depend; footprints on CPUs have none.
-    resident_threads: int
     gpu: str | None  # as the config or the command line names it; None: chosen for comparison
     others: list[str]
     cells: list[Planned]
-    #: What a worker may use of the device's memory, the margin taken off.
-    room_bytes: float
     #: On SLURM, for the cells without a record.
     jobs: int
     #: Why no node of the cluster can hold a cell, in words; empty without SLURM.
     unheld: list[str]
     #: Trainings that the records were projected to: of the study's cells (first repeats), and beyond them.
     projected: Mapping[Cell, Projected]
-    #: FSDP with and without resharding: (experiment, model, gpus) -> option -> footprint.
-    resharding: dict[tuple[str, str, int], dict[str, Footprint]]
+    #: Of each kind of cell that may free gathered weights after forward: option -> footprint.
+    resharding: dict[Request, dict[str, Footprint]]
 
     @property
     def named(self) -> bool:
@@ -123,58 +131,75 @@ def make_plan(
     if not named:
         gpus = gpus[-1:] + gpus[:-1]
     offered = nodes.cluster_nodes()
-    timed = [r for r in records.values() if not software_gpu.trained(r)]
+    timed = timed_records(records, named).values()
     cells = []
     for s in checked.subjects:
-        on_cuda, precision = s.request.on_cuda, s.settings.precision
-        devices = devices_of(gpus, precision, on_cuda, s.cell.gpus, cluster)
+        if s.request.on_cuda:
+            devices = [gpu_device(gpu, s.settings.precision, cluster) for gpu in gpus]
+        else:
+            devices = [cpu_device(cluster, s.cell.gpus)]
         known = projected.get(replace(s.cell, repeat=0))
         span = known.span if known else span_by_records(s.cell, timed)
-        record = records.get(s.cell)
-        cells.append(_planned(s, checked, record, devices, span, cluster, config["results"]))
+        cells.append(_planned(s, checked, records.get(s.cell), devices, span, config))
     on_gpu = any(s.request.on_cuda for s in checked.subjects)
     on_cpu = any(not s.request.on_cuda for s in checked.subjects)
-    device, *_ = devices_of(gpus, "fp32", on_gpu, 1, cluster)
     skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
-    asked = {c.cell: c.asked for c in cells if c.cell not in records and c.state not in skipped}
+    to_train = [c for c in cells if not c.recorded and c.state not in skipped]
+    there = nodes.nodes_of_partition(offered, partition)
+    refusals = {c.cell: nodes.refusal(c.cell, c.subject.settings, c.asked, there) for c in to_train}
     return Plan(
         study=checked.study.name,
         cluster=cluster,
-        device=device.name,
-        resident_threads=gpus[0].resident_threads,
+        device=gpus[0].name if on_gpu else "CPU",
         gpu=named,
         others=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
         cells=cells,
-        room_bytes=device.memory_bytes / (1 + cluster["memory_margin"]),
-        jobs=sharing.count_jobs(asked, cluster["cells_per_job"], offered, partition),
-        unheld=_unheld(cells, nodes.nodes_of_partition(offered, partition)),
+        jobs=sharing.count_jobs(
+            {c.cell: c.asked for c in to_train}, cluster["cells_per_job"], offered, partition
+        ),
+        unheld=nodes.lines_of_refusals({cell: why for cell, why in refusals.items() if why}),
         projected=projected,
-        resharding=_resharding(checked),
+        resharding=checked.resharding,
     )
 
 
-def _unheld(planned: list[Planned], offered: list[nodes.Node]) -> list[str]:
-    """Why no node can hold cells that are still to be trained."""
-    refusals = {
-        c.cell: refusal
-        for c in planned
-        if c.state not in ("done", "recorded")
-        and (refusal := nodes.refusal(c.cell, c.subject.settings, c.asked, offered))
-    }
-    return nodes.lines_of_refusals(refusals)
-
-
 def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
-    """The study's valid records by cell."""
-    found = {}
+    """The study's valid records by cell. Prints which are left out: also those of other settings."""
+    found, others = {}, []
     for cell in study.cells:
         path = cell.record_path(results)
         if os.path.lexists(path):
             try:
-                found[cell] = record.read(path)
+                of_cell = record.read(path)
             except record.RecordError as error:
                 print(f"left out: {error}")
+                continue
+            if why := record.describe_other_settings(of_cell, study.settings(cell)):
+                others.append(f"{path} {why}")
+            else:
+                found[cell] = of_cell
+    if others:
+        n = len(others) - 1
+        more = f" (and {counted(n, 'more record')} of other settings)" if n else ""
+        print(f"left out: {others[0]}{more}")
     return found
+
+
+def timed_records(records: Records, gpu: str | None) -> Records:
+    """Those whose times say something of cells on `gpu` (None: on the GPU that they are of)."""
+    named = gpus_called(gpu) if gpu else None
+
+    def is_of_another(record: Mapping[str, Any]) -> bool:
+        """Whether it says that it is; those on CPUs say nothing of a GPU."""
+        known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
+        sheets = [datasheet_of(gpu.get("name") or "") for gpu in known]
+        return named is not None and any(sheet and sheet not in named for sheet in sheets)
+
+    return {
+        cell: r
+        for cell, r in records.items()
+        if not software_gpu.trained(r) and not is_of_another(r)
+    }
 
 
 def _planned(
@@ -183,26 +208,27 @@ def _planned(
     record: Mapping[str, Any] | None,
     devices: list[Device],
     measured: Span | None,
-    cluster: Mapping[str, Any],
-    results: str,
+    config: Mapping[str, Any],
 ) -> Planned:
+    """A cell judged on `devices`, the plan's own first, to which the time by records applies."""
+    cluster = config["cluster"]
     footprint = None if s.cell in checked.refused else checked.rehearsals[s.request].footprint
     needs, fits_on = None, {}
     if footprint is not None:
         footprint = footprint.fullest(s.samples_per_step, devices[0].resident_threads)
         needs = needs_of(s, footprint, resources.node_count(s.cell, s.settings, cluster))
-        # Records are of the plan's own device.
         spans = [measured] + [None] * len(devices)
         fits_on = {
             device.name: _fit(s, footprint, needs, device, span, cluster)
             for device, span in zip(devices, spans, strict=False)
         }
     fit = next(iter(fits_on.values()), None)
-    state, why = _state(s, checked, record, needs, fit, measured, results)
+    state, why = _state(s, checked, record, fit, measured, config["results"])
     return Planned(
         subject=s,
         state=state,
         why=why,
+        recorded=record is not None,
         footprint=footprint,
         needs=needs,
         fits_on=fits_on,
@@ -211,8 +237,9 @@ def _planned(
             s.settings,
             cluster,
             s.time_limit_s,
-            -(-needs.host_bytes // MIB) if needs else 0,
+            needs.host_mib if needs else 0,
             longest_time_s(fit),
+            needs.servers_host_mib if needs else 0,
         ),
         least_samples=acceptance.least_samples(
             checked.networks[Network.of(s.request)].batchnorm, s.settings.accumulate
@@ -228,22 +255,23 @@ def _fit(
     measured: Span | None,
     cluster: Mapping[str, Any],
 ) -> DeviceFit:
-    threads, data_bytes = device.resident_threads, needs.data_bytes
-    fullest = footprint.fullest(s.samples_per_step, threads)
-    peak = fullest.training_peak(s.samples_per_step, threads)
-    needed_bytes = fullest.needed_bytes(s.samples_per_step, threads) + data_bytes
+    """`measured`: the time of its training, by records."""
+    batch, threads, data_bytes = s.samples_per_step, device.resident_threads, needs.data_bytes
+    fullest = footprint.fullest(batch, threads)
+    peak = fullest.training_peak(batch, threads)
+    needed_bytes = fullest.needed_bytes(batch, threads) + data_bytes
     # A margin is kept for what cannot be predicted.
-    available_bytes = device.memory_bytes / (1 + cluster["memory_margin"])
-    times = times_on(device, needs.work, measured)
-    cut_off, gpu_hours, cost = "no", None, None
-    if times.total is not None:
-        low_s, high_s = times.total.low_s, times.total.high_s
-        if s.time_limit_s is not None and high_s > s.time_limit_s:
-            cut_off = "certain" if low_s > s.time_limit_s else "possible"
-        gpu_hours = (low_s * s.cell.gpus / 3600, high_s * s.cell.gpus / 3600)
-        price = cluster["price_per_gpu_hour"]
-        if price is not None and device.is_gpu:
-            cost = (gpu_hours[0] * price, gpu_hours[1] * price)
+    room_bytes = device.memory_bytes / (1 + cluster["memory_margin"])
+    steps = step_on(device, s, needs, 0), step_on(device, s, needs, 1)
+    by_device = None
+    if device.flops_per_s is not None:
+        rates = (
+            f"{device.name}'s peak rates" if device.is_gpu else "this host's CPU, all cells alike"
+        )
+        by_device = Span(*(step.seconds() * s.steps for step in steps), rates)
+    train = measured or by_device
+    total = train and train + overhead_span(device, s, needs)
+    gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)
     return DeviceFit(
         device=device.name,
         peak=MemoryPeak(
@@ -252,26 +280,41 @@ def _fit(
             dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data_bytes},
         ),
         needed_bytes=needed_bytes,
-        fits=needed_bytes <= available_bytes,
+        fits=needed_bytes <= room_bytes,
         largest_batch=s.steps_per_batch
-        * footprint.largest_batch(available_bytes, threads, partial(data_bytes_of, s)),
-        by_device=times.by_device,
-        train=times.train,
-        total=times.total,
+        * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
+        room_bytes=room_bytes,
+        resident_threads=threads,
+        link_bytes_per_s=device.link(needs.nodes),
+        steps=steps,
+        by_device=by_device,
+        train=train,
+        total=total,
+        cut_off=_cut_off(total, s.time_limit_s),
         gpu_hours=gpu_hours,
-        cost=cost,
-        cut_off=cut_off,
-        link_s=times.link_s,
-        steps=times.steps,
-        link_bytes_per_s=device.link(needs.work.nodes),
+        cost=gpu_hours and cost_of(*gpu_hours, cluster, device.is_gpu),
     )
+
+
+def _cut_off(total: Span | None, limit_s: float | None) -> str:
+    """Whether the time limit ends a cell before its time."""
+    if total is None or limit_s is None or total.high_s <= limit_s:
+        return "no"
+    return "certain" if total.low_s > limit_s else "possible"
+
+
+def cost_of(
+    low_h: float, high_h: float, cluster: Mapping[str, Any], on_gpu: bool
+) -> tuple[float, float] | None:
+    """What GPU-hours cost; None where no price is known."""
+    price = cluster["price_per_gpu_hour"]
+    return None if price is None or not on_gpu else (low_h * price, high_h * price)
 
 
 def _state(
     s: Subject,
     checked: Checked,
     found: Mapping[str, Any] | None,
-    needs: Needs | None,
     fit: DeviceFit | None,
     measured: Span | None,
     results: str,
@@ -293,20 +336,19 @@ def _state(
     if fit is None:
         why = checked.rehearsals[s.request].unpredicted
         if s.request.by_command and measured is not None:
-            span = seconds_text(measured.low_s), seconds_text(measured.high_s)
-            why = f"{why}: {' to '.join(span)} by {measured.source}"
+            why = f"{why}: {' to '.join(map(seconds_text, measured))} by {measured.source}"
         return "to do", f"could not be predicted: {why}"
     if not fit.fits:
         return (
             "infeasible",
-            f"needs {fit.needed_bytes / GIB:.1f} GiB{_share_of_data(s, needs, fit)}",
+            f"needs {fit.needed_bytes / GIB:.1f} GiB{_share_of_data(s, fit)}",
         )
     return "to do", ""
 
 
-def _share_of_data(s: Subject, needs: Needs, fit: DeviceFit) -> str:
+def _share_of_data(s: Subject, fit: DeviceFit) -> str:
     """What keeps the data off the device, where they are a tenth or more of what a cell needs there."""
-    n_bytes = needs.data_bytes
+    n_bytes = fit.peak.parts_bytes["data"]
     if s.settings.placement == "host" or not s.request.on_cuda or n_bytes < fit.needed_bytes / 10:
         return ""
     return f", {n_bytes / GIB:.1f} of it for the data (placement: host keeps them in host memory)"
@@ -315,17 +357,3 @@ def _share_of_data(s: Subject, needs: Needs, fit: DeviceFit) -> str:
 def longest_time_s(fit: DeviceFit | None) -> int | None:
     """The longest time that a cell is expected to take, in whole seconds; None if not known."""
     return None if fit is None or fit.total is None else round(fit.total.high_s)
-
-
-def _resharding(checked: Checked) -> dict[tuple[str, str, int], dict[str, Footprint]]:
-    """Footprints by choice, of what was followed: records beside their prediction need one choice alone."""
-    found: dict[tuple[str, str, int], dict[str, Footprint]] = {}
-    for s in resharded(checked.study, checked.subjects):
-        for request in (s.request, other_resharding(s.request)):
-            rehearsal = checked.rehearsals.get(request)
-            footprint = rehearsal and rehearsal.footprint
-            if s.cell not in checked.refused and footprint is not None:
-                key = (s.cell.experiment, s.cell.model, s.cell.gpus)
-                choice = dict(request.options)["reshard_after_forward"]
-                found.setdefault(key, {})[choice] = footprint
-    return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from stratbench.cell.settings import Settings
 from stratbench.ps.server_config import ServerConfig
@@ -14,99 +13,50 @@ from stratbench.strategies.ps import node_of_server
 _STREAM_SHARDS = 3
 
 
-@dataclass(frozen=True)
-class ServerSide:
-    """What the servers of a cell take and move. `sent_bytes`, `received_bytes`: by a worker for each batch.
-
-    `process_bytes`: memory of the largest server process. `link_bytes`: `busiest_link_bytes`.
-    """
-
-    process_bytes: int
-    sent_bytes: int
-    received_bytes: int
-    link_bytes: float
-
-
-def server_side(s: Settings, flat_bytes: dict[str, int], n_nodes: int) -> ServerSide:
-    """The servers of a cell with settings `s`, whose workers have `flat_bytes`."""
-    over_tcp = s.options["transport"] == "tcp"
-    needs = server_needs(
-        s.strategy,
-        s.options,
-        s.gpus,
-        flat_bytes,
-        moments=2 if s.optimizer == "adamw" else int(s.momentum > 0),
-        shared_memory=not over_tcp and n_nodes == 1,
-        scaled=s.precision == "fp16",
-    )
-    sent, received = worker_traffic_bytes(s.strategy, s.options, flat_bytes, over_tcp)
-    return ServerSide(needs.total_bytes, sent, received, busiest_link_bytes(s, flat_bytes, n_nodes))
-
-
-@dataclass(frozen=True)
-class ServerNeeds:
-    """Bytes of host memory of the largest server process of a cell, by what they are for."""
-
-    weights: int
-    optimizer: int
-    snapshot: int
-    buffers: int
-    lanes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights + self.optimizer + self.snapshot + self.buffers + self.lanes
-
-
-def server_needs(
-    strategy: str,
-    options: dict[str, Any],
-    workers: int,
-    flat_bytes: dict[str, int],
-    moments: int,
-    shared_memory: bool,
-    scaled: bool = False,
-) -> ServerNeeds:
-    """The needs of server 0, which alone keeps BatchNorm's statistics.
+def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> dict[str, int]:
+    """Bytes of host memory by what they are for, of server 0, which alone keeps BatchNorm's statistics.
 
     `flat_bytes`: the flat weights and buffers of a worker. The policy says how many weight-sized
-    tensors it keeps, and how many of them only momentum needs; `moments`: what stands in the place of
-    each (SGD without momentum 0, with it 1, AdamW 2). An epoch's end is copied to be
-    written. A push that is `scaled` (fp16) may overflow: what came over TCP is held until the worker
-    says that it has not. Memory that workers share with the server counts as the workers'.
+    tensors it keeps, and how many of them only momentum needs; in the place of each stand as many as the
+    optimizer has moments (SGD without momentum 0, with it 1, AdamW 2). An epoch's end is copied to be
+    written. A push in fp16 may overflow: what came over TCP is held until the worker says that it has
+    not. Memory that workers share with the server counts as the workers'.
     """
-    own = strategy_class(strategy).Options(**options)
-    part_bytes = -(-flat_bytes["weights"] // options["servers"])
+    own, workers = strategy_class(s.strategy).Options(**s.options), s.gpus
+    moments = 2 if s.optimizer == "adamw" else int(s.momentum > 0)
+    part_bytes = -(-flat_bytes["weights"] // s.options["servers"])
     tensors = own.optimizer_buffers(workers) + (moments - 1) * own.momentum_buffers(workers)
     stream_bytes = _STREAM_SHARDS * ServerConfig.shard_bytes + flat_bytes["buffers"]
-    if scaled:
-        stream_bytes += part_bytes // 2 if options["wire"] == "bfloat16" else part_bytes
-    return ServerNeeds(
-        weights=part_bytes,
-        optimizer=tensors * part_bytes,
-        snapshot=part_bytes,
+    if s.precision == "fp16":
+        stream_bytes += part_bytes // 2 if s.options["wire"] == "bfloat16" else part_bytes
+    shares_memory = s.options["transport"] != "tcp" and n_nodes == 1 and not s.elastic
+    return {
+        "weights": part_bytes,
+        "optimizer": tensors * part_bytes,
+        "snapshot": part_bytes,
         # Each worker's latest, the initial ones, and their mean for the snapshot.
-        buffers=(workers + 2) * flat_bytes["buffers"],
-        lanes=0 if shared_memory else workers * stream_bytes,
-    )
+        "buffers": (workers + 2) * flat_bytes["buffers"],
+        "lanes": 0 if shares_memory else workers * stream_bytes,
+    }
 
 
 def worker_traffic_bytes(
-    strategy: str, options: dict[str, Any], flat_bytes: dict[str, int], over_tcp: bool
+    s: Settings, flat_bytes: Mapping[str, int], between_nodes: bool = False
 ) -> tuple[int, int]:
     """Bytes that a worker sends and receives for each of its batches.
 
-    It sends gradients and buffers (BatchNorm's statistics) and receives weights. On the wire the
-    gradients may have half the size; in shared memory they never do.
+    It sends gradients and buffers (BatchNorm's statistics) and receives weights. On the wire, which is
+    always taken `between_nodes`, the gradients may have half the size; in shared memory they never do.
     """
     gradients_bytes = flat_bytes["weights"]
-    if over_tcp and options["wire"] == "bfloat16":
+    over_tcp = between_nodes or s.options["transport"] == "tcp"
+    if over_tcp and s.options["wire"] == "bfloat16":
         gradients_bytes //= 2
-    pushes = strategy_class(strategy).Options(**options).pushes_per_ticket
+    pushes = strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
     return pushes * (gradients_bytes + flat_bytes["buffers"]), pushes * flat_bytes["weights"]
 
 
-def busiest_link_bytes(s: Settings, flat_bytes: dict[str, int], n_nodes: int) -> float:
+def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
     """Bytes a global batch, one way, over the busiest link of a node to the others; 0 on one node.
 
     With w of all W workers on a node, and a share p of the weights P (bytes) served there, the node's link
@@ -116,7 +66,7 @@ def busiest_link_bytes(s: Settings, flat_bytes: dict[str, int], n_nodes: int) ->
     """
     workers, servers = s.gpus, s.options["servers"]
     a_node = -(-workers // n_nodes)
-    sent, received = worker_traffic_bytes(s.strategy, s.options, flat_bytes, over_tcp=True)
+    sent, received = worker_traffic_bytes(s, flat_bytes, between_nodes=True)
     pushes = strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
     buffers = pushes * flat_bytes["buffers"]
     busiest = 0.0

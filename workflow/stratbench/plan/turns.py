@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import combinations, groupby, pairwise
+from itertools import combinations, pairwise
 from statistics import fmean
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.duration import Step
-from stratbench.plan.schedule import Plan, Planned
+from stratbench.plan.quantities import cells_by
+from stratbench.plan.schedule import Plan
 
 #: How much slower or faster links are looked at, and by which factors.
 MOST, STEP = 1000.0, 1.05
@@ -25,15 +26,10 @@ def turn_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> Iterator
     `faster` is quicker as measured. The speeds are those by the two ends of the plan's range; one way
     alone is looked at: slower links, or faster ones where slower ones would not turn the order.
     """
-    timed = [c for c in plan.cells if c.fit and c.fit.steps and _train_s(records.get(c.cell))]
-
-    def place(c: Planned) -> tuple[str, str, int]:
-        return c.cell.experiment, c.cell.model, c.cell.gpus
-
-    for (experiment, model, gpus), alike in groupby(sorted(timed, key=place), place):
-        by_strategy: dict[str, list[Planned]] = {}
-        for c in alike:
-            by_strategy.setdefault(c.cell.strategy, []).append(c)
+    timed = [c for c in plan.cells if c.fit and c.fit.by_device and _train_s(records.get(c.cell))]
+    places = cells_by(timed, "experiment", "model", "gpus")
+    for (experiment, model, gpus), alike in sorted(places.items(), key=lambda item: item[0]):
+        by_strategy = cells_by(alike, "strategy")
         if gpus == 1:
             continue
         means = {

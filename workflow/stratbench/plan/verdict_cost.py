@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 from stratbench.cell.block_rules import (
     MATRIX_REPEATS,
@@ -15,6 +14,7 @@ from stratbench.cell.block_rules import (
     segment_steps,
 )
 from stratbench.cell.text.words import hours_text
+from stratbench.plan.quantities import cells_by
 from stratbench.plan.schedule import Plan, Planned
 
 #: The share of the matrix that a verdict should cost at most.
@@ -49,10 +49,7 @@ def cost_of(bout: list[Planned], slow: bool) -> Cost:
     gpus = bout[0].cell.gpus
     segments, cells, starts = [], [], []
     for c in bout:
-        train, total = c.fit.train, c.fit.total
-        train_s, total_s = (
-            (train.high_s, total.high_s) if slow else (train.low_s, total.low_s)
-        )  # fmt: skip
+        train_s, total_s = ([*span][slow] for span in (c.fit.train, c.fit.total))
         device = "cpu" if c.fit.device == "CPU" else "cuda"
         step_s, start_s = train_s / c.subject.steps, SEGMENT_START_S[device]
         steps = segment_steps(start_s, step_s, *STEP_NOISE[device])
@@ -71,16 +68,12 @@ def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[Cost, Cost]]:
         if c.cell.repeat == 0 and c.fit is not None and c.fit.total and c.fit.train
         and c.state not in ("refused", "infeasible")
     ]  # fmt: skip
-
-    def place(c: Planned) -> tuple[str, str, int]:
-        return c.cell.experiment, c.cell.model, c.cell.gpus
-
-    found = {}
-    for key, cells in groupby(sorted(known, key=place), place):
-        bout = list(cells)
-        if len(bout) > 1:
-            found[key] = cost_of(bout, slow=False), cost_of(bout, slow=True)
-    return found
+    bouts = cells_by(known, "experiment", "model", "gpus")
+    return {
+        place: (cost_of(bout, slow=False), cost_of(bout, slow=True))
+        for place, bout in bouts.items()
+        if len(bout) > 1
+    }
 
 
 def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:

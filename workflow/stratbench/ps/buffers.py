@@ -46,12 +46,12 @@ class BufferMean:
         """All that it knows, copied, for `load`."""
         with self._lock:
             latest = {worker: tensor.clone() for worker, tensor in self._latest.items()}
-            return {"initial": self._initial.clone(), "latest": latest, "lost": set(self._lost)}
+            return {"initial": self._initial.clone(), "latest": latest}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Go on from a `state`; nobody is here."""
         self._initial.copy_(state["initial"])
-        self._latest, self._lost = state["latest"], state["lost"]
+        self._latest, self._lost = state["latest"], set(state["latest"])
 
     def mean(self) -> Tensor:
         """The server's buffers, shape [buffer_numel]; a new tensor."""

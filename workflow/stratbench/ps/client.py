@@ -34,7 +34,7 @@ from stratbench.ps.wire.transport import Closed, Connection, Silent, dial
 
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1
-#: How long a worker that leaves waits for the servers' hearing it.
+#: How long a worker that leaves waits for each server's hearing it.
 _FAREWELL_S = 2.0
 
 
@@ -123,6 +123,8 @@ class Channel:
                 channel.snapshot_dir = link.snapshot_dir
             channel._links.sort(key=lambda link: link.server)
         except BaseException:
+            if life is not None:  # it comes again, and was not lost where it was let in
+                channel._say(Kind.LEAVE)
             channel._close_connections()
             raise
         channel._begin()
@@ -159,7 +161,8 @@ class Channel:
         try:
             welcome = join_handshake(connection, secret, hello)
             if used == "shm":
-                connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
+                with contextlib.suppress(Closed):  # what is received next says why
+                    connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
         except Closed:
             connection.close()
             raise
@@ -205,16 +208,6 @@ class Channel:
     def moved_bytes(self) -> list[int]:
         """Of each server in turn, the bytes sent to it and received from it since `first`."""
         return [n for link in self._links for n in (link.bytes_out, link.bytes_in)]
-
-    @property
-    def bytes_out(self) -> int:
-        """Bytes sent to all servers since `first`."""
-        return sum(self.moved_bytes[::2])
-
-    @property
-    def bytes_in(self) -> int:
-        """Bytes received from all servers since `first`."""
-        return sum(self.moved_bytes[1::2])
 
     # --- what the worker calls -------------------------------------------------------------------
 
@@ -276,14 +269,11 @@ class Channel:
 
         Whatever is called then, or is being waited for, raises Left.
         """
-        report = self._report()
         with self._lock:
             if self._error is not None or self._done:
                 return
             self._error = Left("this worker has left")
-        for link in self._links:
-            with contextlib.suppress(Closed):
-                link.connection.send(Frame(Kind.LEAVE), report)
+        self._say(Kind.LEAVE)
         for link in self._links:
             link.receiver.join(_FAREWELL_S)  # the server closes the connection once it has heard
             link.replied.set()
@@ -297,8 +287,7 @@ class Channel:
         other worker is waited for.
         """
         self._push()
-        for link in self._links:
-            link.replied.wait()
+        self._await_weights()
         if self._error is not None:
             raise self._error
         if self._staging is not None:
@@ -307,14 +296,19 @@ class Channel:
     def close(self) -> None:
         """Leave: say goodbye (if the run is over) and stop the threads."""
         if self._done and self._error is None:
-            report = self._report()
-            for link in self._links:
-                with contextlib.suppress(Closed):  # its statistics will lack our wait then
-                    link.connection.send(Frame(Kind.BYE), report)
+            for link in self._links[1:] if self._life is not None else ():
+                sent = threading.Event()  # the word of the end: before it this would be no goodbye
+                link.to_send.put(sent.set)
+                sent.wait(_FAREWELL_S)
+            self._say(Kind.BYE)
         self._close_connections()
 
-    def _report(self) -> bytes:
-        return json.dumps({"wait_s": self.wait_s}).encode()
+    def _say(self, kind: Kind) -> None:
+        """Tell all servers that this worker goes, with what it has measured."""
+        report = json.dumps({"wait_s": self.wait_s}).encode()
+        for link in self._links:
+            with contextlib.suppress(Closed):  # its statistics will lack our wait then
+                link.connection.send(Frame(kind), report)
 
     def _close_connections(self) -> None:
         self._closing.set()
@@ -408,8 +402,9 @@ class Channel:
         while (job := link.to_send.get()) is not None:
             try:
                 job()
-            except (ServerLost, RunEnded):
-                return  # noted already; the worker's own thread raises it
+            except Exception as error:  # the worker's own thread raises it
+                self._fail(error)
+                return
 
     def _join_senders(self) -> None:
         """Wait until the other servers' shards have left."""
@@ -436,9 +431,8 @@ class Channel:
     def _await_reply(self, pushed_at: float) -> Ticket | Evaluation | None:
         if not self._done:
             self._told.wait()
-        if self._error is None and not self._done and isinstance(self._next, Ticket):
-            for link in self._links:
-                link.replied.wait()
+        if self._error is None and isinstance(self._next, Ticket):
+            self._await_weights()
         self.wait_s += time.perf_counter() - pushed_at
         if self._error is not None:
             raise self._error
@@ -449,6 +443,12 @@ class Channel:
         if isinstance(self._next, Ticket):
             self._ticket = self._next.number
         return self._next
+
+    def _await_weights(self) -> None:
+        """Wait until all that was released has come, or is not needed any more."""
+        for link in self._links:
+            if not self._done:  # set before `replied` is, and what was expected since never comes
+                link.replied.wait()
 
     def _receive(self, link: Link) -> None:
         """The receiving thread of one link."""
@@ -492,6 +492,8 @@ class Channel:
         self._done = True
         for link in self._links[1:] if self._life is not None else ():
             self._queue(link, Frame(Kind.DONE))
+        for link in self._links:  # who was to release what is still awaited may be gone
+            link.replied.set()
         self._told.set()
 
     def _take_weights(self, link: Link, frame: Frame) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout, allocate, dtype_name
+from stratbench.ps.wire.shm import FlatTensors, Layout, allocate, dtype_name
 
 #: Tensors start on the boundary torch's own allocations start on: vectorised kernels may round
 #: differently on other ones, and a run must equal one without a server bit for bit.
@@ -25,8 +25,8 @@ def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
 def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype:
     dtypes = {tensor.dtype for _, tensor in named}
     if len(dtypes) > 1:
-        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise ValueError(f"the model's {what} have several dtypes ({found}); one is needed")
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"the model's {what} have several dtypes ({names}); one is needed")
     return dtypes.pop() if dtypes else torch.float32
 
 
@@ -124,10 +124,6 @@ class FlatSpace:
         self.weights.copy_(weights)
         self.buffers.copy_(buffers)
 
-    def dtype(self) -> torch.dtype:
-        """The parameters' dtype."""
-        return DTYPES[self.layout.dtype]
-
 
 def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     """The view of `flat` at `start` with the shape and strides of `like`."""
@@ -163,12 +159,11 @@ def _pin(tensor: torch.Tensor) -> None:
     Whole pages are locked, and a page can be locked once: the memory must be mapped, not taken from
     the heap, where two tensors may share a page.
     """
-    n_bytes = tensor.numel() * tensor.element_size()
     cudart = torch.cuda.cudart()
-    status = cudart.cudaHostRegister(tensor.data_ptr(), n_bytes, 0)
+    status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(status) != 0:
         reason = cudart.cudaGetErrorString(status)  # "out of memory" where the host has none to pin
-        raise RuntimeError(f"cudaHostRegister refused to pin {n_bytes} bytes: {reason}")
+        raise RuntimeError(f"cudaHostRegister refused to pin {tensor.nbytes} bytes: {reason}")
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

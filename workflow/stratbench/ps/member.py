@@ -75,8 +75,7 @@ class StreamLane:
 
     def moved_bytes(self, shard: int) -> int:
         """Bytes that a push of the shard, or of the BUFFERS, moves."""
-        place = self._place(shard)
-        return place.numel() * place.element_size()
+        return self._place(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
         """Length of the payload of a frame that moves as many bytes."""
@@ -128,8 +127,7 @@ class SharedLane:
         self._connection, self._bounds, self._memory = connection, bounds, memory
 
     def moved_bytes(self, shard: int) -> int:
-        place = self.received(shard)
-        return place.numel() * place.element_size()
+        return self.received(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
         return 0

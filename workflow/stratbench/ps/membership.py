@@ -78,8 +78,15 @@ class OpenMembership(Membership):
         return 1 << 31
 
     def choose_place(self, number: int) -> int:
-        """The lowest free one. ComeAgain while there is none."""
-        super().choose_place(number)
+        """The lowest free one. ComeAgain while there is none.
+
+        A worker that was here and asked for no weights could not join all servers; it comes again.
+        """
+        known = self.members.get(number)
+        if known is None or known.pulled:
+            super().choose_place(number)
+        elif known.alive:
+            raise ComeAgain(f"worker {number} has not left yet; come again later")
         taken = {m.place for m in self.live}
         for place in range(self.places):
             if place not in taken:

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from stratbench.ps.member import Member, parse_hello
 from stratbench.ps.membership import Membership
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.server_config import ServerConfig
+from stratbench.ps.shard import Shard
 from stratbench.ps.snapshots import SnapshotWriter
 from stratbench.ps.store import EpochLog, MakePolicy, Store, check_length
 from stratbench.ps.tickets import TicketPlan, Tickets
@@ -82,7 +84,7 @@ class ServerRun:
         member = self._admit(connection, hello, transport)
         try:
             self._welcome(member, nonces)
-        except (ProtocolError, Closed, Silent) as error:
+        except Exception as error:
             self._lose(member, str(error))
             raise
         return lambda: self._listen(member)
@@ -165,6 +167,15 @@ class ServerRun:
         }
 
     def _listen(self, member: Member) -> None:
+        try:
+            self._attend(member)
+        except Exception as error:
+            self._break_down(error)
+        member.sender.join()  # it has the reason to send; who never reads it is closed with the run
+        member.let_go()
+
+    def _attend(self, member: Member) -> None:
+        """Answer a worker's frames until it has gone."""
         connection, handlers = member.connection, self._handlers()
         try:
             while True:
@@ -195,10 +206,6 @@ class ServerRun:
             self._lose(member, str(error))
         except (Closed, Silent) as error:
             self._lose(member, str(error))
-        except Exception as error:
-            self._break_down(error)
-        member.sender.join()  # it has the reason to send; who never reads it is closed with the run
-        member.let_go()
 
     def _break_down(self, error: Exception) -> None:
         """A defect of a policy or of the server: tell the workers rather than let them wait."""
@@ -216,6 +223,8 @@ class ServerRun:
     def _on_pull(self, member: Member, frame: Frame) -> None:
         """A worker is ready to start; or, on servers other than 0, has been called back to work."""
         with self._lock:
+            if not member.alive:  # given up meanwhile: its place may be another's
+                return
             if member.idle:
                 member.idle = False
                 self._store.join(member.place)
@@ -234,8 +243,7 @@ class ServerRun:
         asked = self._initialiser
         if self._initialised or (asked is not None and asked.alive):
             return
-        ready = [m for m in self._members.values() if m.alive and m.pulled]
-        if ready:
+        if ready := self._membership.ready:
             self._initialiser = ready[0]
             self._store.begin_filling()
             ready[0].tell(Frame(Kind.INIT))
@@ -249,7 +257,7 @@ class ServerRun:
                 raise ProtocolError("INIT of a worker that was given up")
             if not self._store.fill(frame.shard, initial):
                 return
-            self._store.make_shards(self._make, self._release, self.config.lr_share)
+            self._store.make_shards(self._make_shard)
             self._initialised = True
             for place in self._membership.absent([entry["worker"] for entry in self.lost]):
                 self._store.leave(place, lost=True)
@@ -257,13 +265,15 @@ class ServerRun:
                 self._store.join(other.place)
             self._start_if_ready()
 
+    def _make_shard(self, number: int, weights: Tensor) -> Shard:
+        return Shard(number, self._make(weights), self._release, self.config.lr_share)
+
     def _release(self, place: int, shard: int) -> None:
         self._membership.at(place).post(shard)
 
     def _start_if_ready(self) -> None:
-        if self._started or not self._initialised:
-            return
-        if not self._membership.may_start(len(self.lost)):
+        may_start = self._initialised and self._membership.may_start(len(self.lost))
+        if self._started or not may_start:
             return
         self._started = True
         self._begin_clock()
@@ -409,16 +419,20 @@ class ServerRun:
     def _on_wait(self, member: Member, frame: Frame) -> None:
         """A worker relays that server 0 has no ticket for it now."""
         with self._lock:
-            self._let_wait(member)
+            if member.alive:
+                self._let_wait(member)
 
     # --- leaving ---------------------------------------------------------------------------------
 
-    def _read_json(self, member: Member, frame: Frame) -> Any:
-        """The value in a frame's payload, of which little is known yet."""
+    def _read_small(self, member: Member, frame: Frame) -> bytes:
+        """A frame's payload, of which little is known yet."""
         if frame.length > SMALL_BYTES:
             raise ProtocolError(f"oversized frame: {frame.kind.name} of {frame.length} bytes")
+        return member.connection.read(frame.length)
+
+    def _read_json(self, member: Member, frame: Frame) -> Any:
         try:
-            return json.loads(member.connection.read(frame.length))
+            return json.loads(self._read_small(member, frame))
         except ValueError as error:
             raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
 
@@ -445,9 +459,7 @@ class ServerRun:
 
     def _on_error(self, member: Member, frame: Frame) -> None:
         """Another server has ended the run, or the worker's part in it: its reason is the cause."""
-        if frame.length > SMALL_BYTES:
-            raise ProtocolError(f"oversized frame: ERR of {frame.length} bytes")
-        reason = member.connection.read(frame.length).decode(errors="replace")
+        reason = self._read_small(member, frame).decode(errors="replace")
         raise Closed(f"another server: {reason}")
 
     def _end_if_empty(self) -> None:

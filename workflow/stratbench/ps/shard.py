@@ -191,6 +191,9 @@ class Shard:
                     self._left.add(worker)
                     self.policy.on_leave(worker)
             self.policy.finish()
+            for worker in self._waiting:  # a ticket that is done again needs weights
+                self._release(worker, self.index)
+            self._waiting.clear()
 
     def snapshot(self, out: Tensor) -> None:
         """Let `out`, shape [n], become the weights as they are now.

@@ -22,6 +22,7 @@ from stratbench.ps.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.ps.wire.shm import DTYPES, Layout
 
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
+MakeShard = Callable[[int, Tensor], Shard]  # of its number and its initial weights, shape [n]
 
 
 def check_length(frame: Frame, expected: int) -> None:
@@ -79,7 +80,7 @@ class Store:
             return lane.received(BUFFERS)
         start, stop = self.bounds[frame.shard]
         weights = torch.empty(stop - start, dtype=DTYPES[self.layout.dtype])
-        check_length(frame, lane.payload_bytes(weights.numel() * weights.element_size()))
+        check_length(frame, lane.payload_bytes(weights.nbytes))
         lane.take_weights(frame.shard, weights)
         return weights
 
@@ -92,16 +93,9 @@ class Store:
         self._to_fill.discard(shard)
         return not self._to_fill
 
-    def make_shards(
-        self,
-        make: Callable[[Tensor], Policy],
-        release: Callable[[int, int], None],
-        lr_share: Callable[[int], float] | None,
-    ) -> None:
-        """Make every shard from its initial weights, with its policy; see Shard."""
-        self.shards = {
-            k: Shard(k, make(self._initial.pop(k)), release, lr_share) for k in self.mine
-        }
+    def make_shards(self, make: MakeShard) -> None:
+        """Make every shard from its initial weights."""
+        self.shards = {k: make(k, self._initial.pop(k)) for k in self.mine}
 
     def shards_of(self, member: Member, frame: Frame) -> list[int]:
         """The shards that a PUSH brings, or BUFFERS. Raises ProtocolError if the frame is impossible."""
@@ -180,16 +174,14 @@ class Store:
 
     def resume(
         self,
-        make: Callable[[Tensor], Policy],
-        release: Callable[[int, int], None],
-        lr_share: Callable[[int], float] | None,
+        make: MakeShard,
         shards: Mapping[int, dict[str, Any]],
         buffers: dict[str, Any] | None,
     ) -> None:
         """Make every shard as it was when its state was saved (`Shard.state`, `BufferMean.state`)."""
         for k in self.mine:
             self._initial[k] = torch.empty_like(shards[k]["policy"]["weights"])
-        self.make_shards(make, release, lr_share)
+        self.make_shards(make)
         for k, shard in self.shards.items():
             shard.load(shards[k])
         if self.buffers is not None and buffers is not None:
@@ -235,8 +227,13 @@ class EpochLog:
         """Whether all tickets of the plan have been here."""
         return len(self._seen) == len(self._plan)
 
-    def resume(self, settled: Collection[int], ends: list[dict[str, float]]) -> None:
-        """Go on as if these tickets have been here; `ends`: the epochs' that had ended by then."""
+    def resume(
+        self, settled: Collection[int], ends: list[dict[str, float]], seconds: float, store: Store
+    ) -> None:
+        """Go on as if these tickets have been here; `ends`: the epochs' that were noted by then.
+
+        An epoch that is over and was not noted ends now, `seconds` after the first ticket.
+        """
         for number in sorted(settled):
             self._seen.add(number)
         for end in ends:
@@ -244,6 +241,7 @@ class EpochLog:
                 break
             self.ends.append(end)
             self._await_next()
+        self._end_what_is_over(seconds, store)
 
     def count(self, number: int, seconds: float, store: Store) -> None:
         """Ticket `number` is through, `seconds` after the first one was handed out."""
@@ -251,10 +249,13 @@ class EpochLog:
             return
         if self._plan.steps and not len(self._seen) % self._plan.slices:
             self.step_ends_s.append(seconds)
+        self._end_what_is_over(seconds, store)
+
+    def _end_what_is_over(self, seconds: float, store: Store) -> None:
         if self.complete:
             for shard in store.shards.values():
                 shard.finish()
-        if len(self._seen) >= self._next_end and len(self.ends) < self._plan.epochs:
+        while len(self._seen) >= self._next_end and len(self.ends) < self._plan.epochs:
             self._end(len(self.ends), seconds, store)
             self._await_next()
 

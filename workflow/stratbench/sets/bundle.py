@@ -21,14 +21,8 @@ from stratbench.sets.private import Replacements, replacements_for, without_secr
 NAMING = ("node", "id")
 #: Parts of a worker's provenance that describe its environment, not its rank.
 ENVIRONMENT = (
-    "host.os",
-    "host.cpu_model",
-    "gpu.name",
-    "driver",
-    "software",
-    "flags",
-    "environment",
-)
+    "host.os", "host.cpu_model", "gpu.name", "driver", "software", "flags", "environment",
+)  # fmt: skip
 
 
 def write_bundle(

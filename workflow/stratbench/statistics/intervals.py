@@ -29,6 +29,14 @@ class Estimate(NamedTuple):
     low: float | None = None
     high: float | None = None
 
+    def excludes(self, value: float) -> bool:
+        """Whether there is an interval and `value` lies outside of it."""
+        return self.low is not None and not self.low <= value <= self.high
+
+    def mapped(self, change: Callable[[float], float]) -> Estimate:
+        """The value and its ends, changed by a function that grows with them, such as exp."""
+        return Estimate(*(None if x is None else change(x) for x in self))
+
     def text(self, shown: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
         """`1.23 [1.10, 1.31]`, or `1.23` without an interval, with numbers as `shown` writes them.
 
@@ -58,50 +66,25 @@ def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> fl
     return float(np.exp(np.mean(np.log(ratios))))
 
 
-def ratio_intervals(
-    numerators: np.ndarray,
-    denominators: np.ndarray,
-    kinds: np.ndarray | bool = False,
-    together: int = 1,
-) -> np.ndarray | None:
-    """95 % intervals of geometric mean ratios by moderated t on logarithms.
-
-    Each interval holds by itself. With `together` > 1, as many as that hold at once (Bonferroni).
-
-    Both arguments have shape [ratios, repeats]; column k of both comes from repeat k, so that effects
-    of the repeat's seed on both cancel; NaN if a ratio lacks a repeat. `kinds`, shape [ratios], is as
-    in `moderated_variances`. Returns shape [ratios, 2] (low, high), from 0 to infinity for a ratio
-    with fewer than two repeats; None if all have fewer.
-    """
-    numerators, denominators = (np.asarray(a, dtype=float) for a in (numerators, denominators))
-    if numerators.shape != denominators.shape or numerators.ndim != 2:
-        raise ValueError(
-            f"ratio_intervals: shapes {numerators.shape} and {denominators.shape}; "
-            "expected two equal shapes [ratios, repeats]"
-        )
-    found = paired_differences(np.log(numerators), np.log(denominators))
-    if not len(found.repeats) or found.repeats.max() < 2:
-        return None
-    variance, dof = moderated_variances(found, np.asarray(kinds))
-    half = half_widths(variance, dof, found.repeats, ALPHA / 2 / together)
-    return np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))
-
-
 def paired_ratios(
     pairs: Sequence[np.ndarray], served: Sequence[bool], together: int = 1
 ) -> list[Estimate]:
-    """The geometric mean ratio of each pair, with its interval as in `ratio_intervals`.
+    """The geometric mean ratio of each pair, with its 95 % interval by moderated t on logarithms.
 
-    A pair has shape [2, repeats]: values and those that they are divided by. A single repeat has no
-    interval. The variances of all `pairs` are pooled; `served`: where parameter servers take part.
+    A pair has shape [2, repeats]: values and those that they are divided by. Column k of both comes from
+    repeat k, so that effects of the repeat's seed on both cancel. A single repeat has no interval. The
+    variances of all `pairs` are pooled as in `moderated_variances`; `served`: where parameter servers take
+    part. Each interval holds by itself. With `together` > 1, as many as that hold at once (Bonferroni).
     """
     if not pairs:
         return []
     values = np.full((2, len(pairs), max(pair.shape[1] for pair in pairs)), np.nan)
     for i, pair in enumerate(pairs):
         values[:, i, : pair.shape[1]] = pair
-    found = ratio_intervals(*values, np.array(served), together)
-    ends = np.full((len(pairs), 2), np.inf) if found is None else found
+    found = paired_differences(*np.log(values))
+    variance, dof = moderated_variances(found, np.array(served))
+    half = half_widths(variance, dof, found.repeats, ALPHA / 2 / together)
+    ends = np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))
     return [
         Estimate(mean_ratio(*pair), *map(float, interval) if np.isfinite(interval[1]) else ())
         for pair, interval in zip(pairs, ends, strict=True)

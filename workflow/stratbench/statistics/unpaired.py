@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
 
 from stratbench.statistics.intervals import Estimate
 from stratbench.statistics.moderated import ALPHA
@@ -27,8 +25,7 @@ def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> Estimate:
     There is no interval if either side has fewer than two repeats, or if neither scatters.
     """
     logs = np.log(np.asarray(new, dtype=float)), np.log(np.asarray(old, dtype=float))
-    found = _difference(*logs)
-    return Estimate(*(None if x is None else math.exp(x) for x in found))
+    return _difference(*logs).mapped(math.exp)
 
 
 def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> Estimate:
@@ -36,17 +33,49 @@ def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> Estimate
     return _difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
+def mean_of_logs(logs: Sequence[float]) -> Estimate:
+    """The geometric mean of what has these logarithms, with its 95 % t interval.
+
+    There is none of a single one, or where none differ. Of ratios by model it shows how far models differ.
+    """
+    values = np.asarray(logs, dtype=float)
+    return _estimate(float(values.mean()), [values]).mapped(math.exp)
+
+
+def slowdown_over_cells(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
+) -> Estimate:
+    """The mean slow-down over cells, each given as the (new, old) times of its repeats, all above 0.
+
+    It is the share by which they got slower. The true value lies beyond each end of its interval with
+    probability `alpha`. The cells are fixed, and noise comes from the repeats: the variance is the sum of
+    theirs, with Satterthwaite's (1946) degrees of freedom.
+    """
+    logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
+    mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
+    sides = [side for pair in logs for side in pair]
+    return _estimate(mean, sides, alpha, len(logs)).mapped(math.expm1)
+
+
 def _difference(new: np.ndarray, old: np.ndarray) -> Estimate:
-    mean = float(new.mean() - old.mean())
-    if min(len(new), len(old)) < 2 or new.var() + old.var() == 0:
-        return Estimate(mean)
-    half = _half_width([_variance_of_mean(new), _variance_of_mean(old)], ALPHA / 2)
-    return Estimate(mean, mean - half, mean + half)
+    return _estimate(float(new.mean() - old.mean()), [new, old])
 
 
-def _variance_of_mean(values: np.ndarray) -> tuple[float, int]:
-    """The variance of a mean of two values or more, with its degrees of freedom."""
-    return float(values.var(ddof=1)) / len(values), len(values) - 1
+def _estimate(
+    value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
+) -> Estimate:
+    """`value` with its interval, which leaves out `alpha` on each side, from the repeats of its sides.
+
+    It is a sum or a difference of their means, divided by `cells`. There is no interval if a side has
+    fewer than two repeats, or if none scatters.
+    """
+    if min(map(len, sides)) < 2:
+        return Estimate(value)
+    parts = [(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in sides]
+    if not any(variance for variance, _ in parts):
+        return Estimate(value)
+    half = _half_width(parts, alpha) / cells
+    return Estimate(value, value - half, value + half)
 
 
 def _half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
@@ -55,45 +84,9 @@ def _half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
     `parts`: the variance of each mean and its degrees of freedom; of the sum they are Satterthwaite's
     (1946). The variances are not all 0.
     """
+    from scipy.special import stdtrit  # takes 0.2 s: not for those who have no repeats
+
     total = sum(variance for variance, _ in parts)
     # Relative to the total, as squares of variances near 1e-160 would vanish.
     dof = 1 / sum((variance / total) ** 2 / n for variance, n in parts)
     return -float(stdtrit(dof, alpha)) * math.sqrt(total)
-
-
-def mean_over_models(logs: Sequence[float]) -> Estimate:
-    """The geometric mean of ratios, one logarithm for each model, with its t interval over models.
-
-    The interval shows how much the ratio differs from model to model, so one model has none.
-    """
-    values = np.asarray(logs, dtype=float)
-    mean = float(values.mean())
-    if len(values) < 2 or values.var() == 0:
-        return Estimate(math.exp(mean))
-    half = _half_width([_variance_of_mean(values)], ALPHA / 2)
-    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
-
-
-class LostSpeed(NamedTuple):
-    """The share by which something got slower, with one-sided bounds; None where nothing is known."""
-
-    share: float | None
-    at_least: float | None
-    at_most: float | None
-
-
-def slowdown_over_cells(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
-) -> LostSpeed:
-    """The mean slow-down over cells, each given as the (new, old) times of its repeats, all above 0.
-
-    The true value lies beyond each bound with probability `alpha`. The cells are fixed, and noise comes
-    from the repeats: the variance is the sum of theirs, with Satterthwaite's (1946) degrees of freedom.
-    """
-    logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
-    mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
-    parts = [_variance_of_mean(side) for pair in logs for side in pair if len(side) > 1]
-    if len(parts) < 2 * len(logs) or not any(variance for variance, _ in parts):
-        return LostSpeed(math.expm1(mean), None, None)
-    half = _half_width(parts, alpha) / len(logs)
-    return LostSpeed(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))

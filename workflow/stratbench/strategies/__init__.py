@@ -43,6 +43,12 @@ def strategy_class(name: str) -> type[Strategy]:
     return registered if isinstance(registered, type) else registered(name)
 
 
+def make_strategy(name: str, options: Mapping[str, Any]) -> Strategy:
+    """The strategy registered as `name`, with these options."""
+    cls = strategy_class(name)
+    return cls(cls.Options(**options))
+
+
 @cache
 def _option_defaults(name: str) -> dict[str, Any]:
     return asdict(strategy_class(name).Options())
@@ -71,8 +77,7 @@ def traits_of(
     (`acceptance.moves_by_zeros`), which one process and DDP leave as they are. `elastic`: workers that end
     are replaced.
     """
-    cls = strategy_class(name)
-    traits = cls(cls.Options(**options)).traits(gpus)
+    traits = make_strategy(name, options).traits(gpus)
     if elastic:
         traits = replace(traits, ends_with_a_worker=False)
     if not moves_by_zeros:
@@ -82,5 +87,4 @@ def traits_of(
 
 def mesh_of(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:
     """How the strategy registered as `name`, with these options, divides its work among `gpus` workers."""
-    cls = strategy_class(name)
-    return cls(cls.Options(**options)).mesh(gpus)
+    return make_strategy(name, options).mesh(gpus)

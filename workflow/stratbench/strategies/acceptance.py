@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from stratbench.cell.text.words import names_text
 from stratbench.workload.network import models
-from stratbench.workload.users_code import Refused, listed
+from stratbench.workload.users_code import Refused
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,9 +53,9 @@ def same_scores(
     model.train()
     yield
     with strategy.evaluating() as divided, torch.no_grad():
-        found = divided(x).float()
+        actual = divided(x).float()
     bound = SCORES if worker.settings.precision in ("fp32", "fp64") else ROUNDED_SCORES
-    error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+    error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
     if not worker.mesh.speaks(worker.rank):
         error.zero_()
     if worker.world_size > 1:
@@ -104,14 +105,14 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
         )
     norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, _BatchNorm))
     if written := [name for name in trial.written if not name.startswith(norms)]:
-        yield f"forward writes the buffers {listed(written)}"
+        yield f"forward writes the buffers {names_text(written)}"
     if trial.replaced:
         yield (
-            f"forward puts new tensors in place of the buffers {listed(trial.replaced)}: strategies "
+            f"forward puts new tensors in place of the buffers {names_text(trial.replaced)}: strategies "
             "that send or average buffers go on with the old ones; write them in place (copy_, add_)"
         )
     if trial.overwritten:
         yield (
-            f"forward changes the parameters {listed(trial.overwritten)}: strategies that gather or "
+            f"forward changes the parameters {names_text(trial.overwritten)}: strategies that gather or "
             "pull the weights anew lose the change"
         )

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import Options, disown
+from stratbench.cell.text.words import names_text
 from stratbench.strategies.mesh import Mesh
+from stratbench.workload.network.precision import autocast, effective_dtypes
 from stratbench.workload.tasks import Classification, Task
-from stratbench.workload.users_code import listed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,12 +130,19 @@ class Worker:
         return self.mesh.replicas
 
 
+#: The phases of a step before backward, without what the study slows there.
+BEFORE_BACKWARD = ("data", "forward")
+
+#: Why workers that hold parts of the model's states cannot join and leave (`Strategy.rigid`).
+STATE_IN_PARTS = "each worker holds a part of the state, which ends with the worker"
+
 #: What a strategy states itself: one that is made from another does not inherit it.
 CLAIMS = (
     "rule",
     "alike_on_any_count",
     "collectives",
     "first_choice",
+    "own_phases",
     "rigid",
     "begins_anew",
     "traits",
@@ -188,6 +196,9 @@ class Strategy:
     #: The kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of
     #: links; None: it does not say, and all are measured.
     collectives: ClassVar[tuple[str, ...] | None] = None
+    #: The phases of a step in which a worker waits for no other: how long they take says how the workers'
+    #: computing lies apart. Empty: in each it may wait.
+    own_phases: tuple[str, ...] = ()
     #: Why its workers cannot join and leave while it trains (`elastic: true`), in a clause; None: they can.
     rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
     #: Why a training that was ended begins anew (`checkpoint_every`), in a clause; None: it goes on from a
@@ -204,6 +215,8 @@ class Strategy:
     updates_by_zeros: ClassVar[bool] = False
     #: What becomes of buffers that forward writes, such as BatchNorm's statistics, in a few words.
     buffers_note: ClassVar[str] = "each worker keeps its own"
+    #: Whose weights and BatchNorm statistics are evaluated.
+    evaluated_on: ClassVar[str] = "the only worker's weights and BatchNorm statistics"
     #: What the breakdown of a step's time cannot separate, in a sentence; None: nothing is hidden.
     breakdown_note: ClassVar[str | None] = None
     Options: ClassVar[type[Options]] = Options
@@ -338,7 +351,7 @@ class Strategy:
         """
         return []
 
-    def kept(self) -> dict[str, list[Tensor]]:
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
         """What it keeps between steps beyond parameters, buffers and the optimizer's state.
 
         By what it is for (`gradients`, `buckets`, `communication`, `received`): the plan says so of their
@@ -435,6 +448,8 @@ class Collective(Strategy):
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
         self.worker, self.model = worker, model
+        if any(True for _ in model.buffers()):  # another worker's may be waited for before forward
+            self.own_phases = ()
         self.module = self.wrap(model, worker)
         self.compiled = compiled(self.module, worker.settings)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -495,9 +510,12 @@ class Collective(Strategy):
                 optimizer.state[t]["momentum_buffer"] = torch.zeros_like(t)
 
     def reset(self) -> None:
-        self.steps = 0
-        parts = self.traits(self.worker.world_size).optimizer_parts
-        self.scaler = make_scaler(self.worker, parts is None or parts > 1)
+        self.steps, self.scaler = 0, None
+        if self.worker.settings.precision == "fp16":
+            from stratbench.strategies.scaler import SharedScaler
+
+            parts = self.traits(self.worker.world_size).optimizer_parts
+            self.scaler = SharedScaler(self.worker.device, shared=parts is None or parts > 1)
 
     def local_tensors(self) -> list[Tensor]:
         """The tensors that this rank's optimizer updates; SGD is element-wise, so shards will do."""
@@ -528,10 +546,14 @@ class Collective(Strategy):
         """The Euclidean norm of the whole gradient, on the device, unsynchronised."""
         from torch.nn.utils import get_total_norm
 
-        return get_total_norm([t.grad for t in self.local if t.grad is not None])
+        return get_total_norm([t.grad for t in self.normed_tensors() if t.grad is not None])
+
+    def normed_tensors(self) -> list[Tensor]:
+        """The tensors whose gradients this worker counts in the norm: what several hold whole counts once."""
+        return self.local
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with autocast(self.worker):
+        with autocast(self.worker.settings.precision, self.worker.device):
             return self.worker.task.loss(self.compiled(x), y)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -622,15 +644,15 @@ class Collective(Strategy):
         from stratbench.telemetry.memory import optimizer_state
 
         kept = optimizer_state(self.optimizer).items()
-        dtypes = {str(v.dtype) for t, entry in kept for v in entry.values() if v.shape == t.shape}
-        return ", ".join(sorted(name.removeprefix("torch.") for name in dtypes)) or None
+        alike = (v for t, entry in kept for v in entry.values() if v.shape == t.shape)
+        return ", ".join(dtype_names(alike)) or None
 
     def report(self) -> dict[str, Any]:
-        skipped = self.scaler.skipped_steps() if self.scaler is not None else 0
+        s, skipped = self.worker.settings, 0 if self.scaler is None else self.scaler.skipped_steps()
         return {
             "details": {"skipped_steps": skipped, "optimizer_dtype": self.optimizer_dtype()}
-            | effective_dtypes(self.worker),
-            "evaluated_on": "the only worker's weights and BatchNorm statistics",
+            | effective_dtypes(s.precision, self.worker.device),
+            "evaluated_on": self.evaluated_on,
             "updates_applied": self.steps - skipped,
         }
 
@@ -646,18 +668,21 @@ def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None)
     return square.sqrt()
 
 
+def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
+    """The number formats of some tensors, each once, in the order of their names."""
+    return sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
+
+
 def sparse_gradient(names: Sequence[str], why: str) -> str:
     """Why a strategy refuses parameters with a sparse gradient, and the remedy."""
-    return (
-        f"the gradient of {listed(names)} is sparse, which {why}; make the layer with sparse=False"
-    )
+    return f"the gradient of {names_text(names)} is sparse, which {why}; make the layer with sparse=False"
 
 
 def by_chance(modules: Sequence[str]) -> str:
     """Why workers that step together cannot skip modules each as its own dice fall."""
     return (
-        f"not every forward calls {listed(modules)}: each worker throws its own dice, and they would wait "
-        "for one another in vain; call it always, and multiply what it gives by 0 or 1"
+        f"not every forward calls {names_text(modules)}: each worker throws its own dice, and they would "
+        "wait for one another in vain; call it always, and multiply what it gives by 0 or 1"
     )
 
 
@@ -691,43 +716,3 @@ def ring_traffic(sent_bytes: float) -> dict[str, Any]:
         "sent_bytes_per_step": sent_bytes,
         "received_bytes_per_step": sent_bytes,
     }
-
-
-def autocast(worker: Worker) -> AbstractContextManager:
-    """Mixed precision as the settings ask for it; nothing for fp32, tf32 and fp64."""
-    import torch
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(worker.settings.precision)
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast(worker.device.type, dtype=dtype)
-
-
-def effective_dtypes(worker: Worker) -> dict[str, str]:
-    """The number formats that are really used."""
-    precision = worker.settings.precision
-    weights = "float64" if precision == "fp64" else "float32"
-    compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
-    used = compute.get(precision, weights)
-    if precision == "tf32" and (lacking := _lacks_tf32(worker.device)):
-        used = f"float32 (no TensorFloat-32 on {lacking})"
-    return {"weights_dtype": weights, "compute_dtype": used}
-
-
-def _lacks_tf32(device: torch.device) -> str | None:
-    """What the device is, if it computes float32 whatever is allowed: a CPU, or a GPU before Ampere."""
-    import torch
-
-    if device.type != "cuda":
-        return "a CPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"a GPU of compute capability {major}.{minor}"
-
-
-def make_scaler(worker: Worker, shared: bool):
-    """A loss scaler for fp16, whose verdict all workers share if asked; None for other precisions."""
-    if worker.settings.precision != "fp16":
-        return None
-    from stratbench.strategies.scaler import SharedScaler
-
-    return SharedScaler(worker.device, shared)

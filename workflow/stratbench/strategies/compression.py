@@ -34,7 +34,7 @@ class SixteenBits:
     def reset(self) -> None:
         """Nothing is kept from one step to the next."""
 
-    def kept(self) -> list[Tensor]:
+    def kept_tensors(self) -> list[Tensor]:
         return []
 
     def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
@@ -88,7 +88,7 @@ class PowerSGD:
         """Compress from the next step on."""
         self._state.iter = self._start
 
-    def kept(self) -> list[Tensor]:
+    def kept_tensors(self) -> list[Tensor]:
         """The errors that are fed back, and the factors that the next step begins with."""
         s = self._state
         return [
@@ -102,24 +102,8 @@ class PowerSGD:
             n, m = p.shape[0] if p.dim() else 1, p[0].numel() if p.dim() else 1
             r = min(n, m, self._rank)
             factors = r * (n + m)
-            whole += p.numel() * p.element_size()
+            whole += p.nbytes
             fewer = factors * self.LEAST_RATE < n * m
             sent += (factors if fewer else p.numel()) * p.element_size()
         compressed = max(0, steps - self._start)
         return (compressed * sent + (steps - compressed) * whole) / steps if steps else sent
-
-
-def compression(kind: str, rank: int, start: int, workers: int) -> SixteenBits | PowerSGD | None:
-    """What sends gradients by `kind`; None where they are sent as they are, or not at all."""
-    import torch
-
-    if workers == 1:
-        return None
-    match kind:
-        case "fp16":
-            return SixteenBits(torch.float16, workers)
-        case "bf16":
-            return SixteenBits(torch.bfloat16, workers)
-        case "powersgd":
-            return PowerSGD(rank, start)
-    return None

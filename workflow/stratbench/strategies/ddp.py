@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from stratbench.cell.options import option
+from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
-from stratbench.strategies.compression import PowerSGD, SixteenBits, compression
-from stratbench.workload.users_code import ModelError, listed
+from stratbench.strategies.compression import PowerSGD, SixteenBits
+from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,8 +30,8 @@ _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 def no_gradient(names: Sequence[str]) -> str:
     """Why parameters without a gradient end a run, and the remedy."""
     return (
-        f"{listed(names)} got no gradient in a step, and DDP waits for one from every parameter; use what "
-        "it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
+        f"{names_text(names)} got no gradient in a step, and DDP waits for one from every parameter; use "
+        "what it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
     )
 
 
@@ -74,8 +75,10 @@ class DDP(base.Collective):
     alike_on_any_count = True
     rigid = begins_anew = None
     collectives = ("all_reduce", "broadcast")
+    own_phases = base.BEFORE_BACKWARD
     first_choice = "equal workers"
     buffers_note = "rank 0's are sent to all before each forward, and evaluated"
+    evaluated_on = "the replicas' weights with rank 0's BatchNorm statistics"
     breakdown_note: ClassVar[str] = (
         "exposed_communication is DDP's own measure of what outlasts the backward computation, "
         "waiting for slower workers included (on a GPU a mean over the steps that DDP samples); "
@@ -182,26 +185,32 @@ class DDP(base.Collective):
         self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
             module._set_ddp_runtime_logging_sample_rate(1)
-        self.compressor = self.make_compressor(worker)
+        self.compressor = self.make_compressor(worker.world_size)
         if self.compressor is not None:
             module.register_comm_hook(None, self.compressor.hook)
         return module
 
-    def make_compressor(self, worker: base.Worker) -> SixteenBits | PowerSGD | None:
+    def make_compressor(self, workers: int) -> SixteenBits | PowerSGD | None:
         """What takes the all-reduce's place; None: nothing does."""
-        if self.compress == "none":
-            return None
-        o = self.options
-        return compression(o.compress, o.rank, o.start, worker.world_size)
+        import torch
+
+        match self.compress if workers > 1 else "none":
+            case "fp16":
+                return SixteenBits(torch.float16, workers)
+            case "bf16":
+                return SixteenBits(torch.bfloat16, workers)
+            case "powersgd":
+                return PowerSGD(self.options.rank, self.options.start)
+        return None
 
     def synchronising(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.module.no_sync()
 
-    def kept(self) -> dict[str, list[Tensor]]:
-        return super().kept() | {"communication": self.late_tensors()}
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
+        return super().kept_tensors() | {"communication": self.late_tensors()}
 
     def late_tensors(self) -> list[Tensor]:
-        return [] if self.compressor is None else self.compressor.kept()
+        return [] if self.compressor is None else self.compressor.kept_tensors()
 
     def reset(self) -> None:
         super().reset()
@@ -211,10 +220,10 @@ class DDP(base.Collective):
 
     def communication(self) -> dict[str, Any]:
         w = self.worker.world_size
-        gradients = sum(p.numel() * p.element_size() for p in self.parameters)
+        gradients = sum(p.nbytes for p in self.parameters)
         if self.compressor is not None:
             gradients = self.compressor.mean_bytes(self.parameters, self.steps)
-        buffers = sum(b.numel() * b.element_size() for b in self.model.buffers())
+        buffers = sum(b.nbytes for b in self.model.buffers())
         # Buffers are broadcast before a step's first forward; of W ranks, one sends nothing on.
         traffic = base.ring_traffic((w - 1) / w * (2 * gradients + buffers))
         before, after = self._warm_up, sampled_times(self.module, self._sample_every)
@@ -246,7 +255,5 @@ class DDP(base.Collective):
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         report["details"]["bucket_bytes"] = [int(n) for n in str(sizes).split(",") if n.strip()]
         if self.compressor is not None:
-            kept = self.late_tensors()
-            report["details"]["feedback_bytes"] = sum(t.numel() * t.element_size() for t in kept)
-        report["evaluated_on"] = "the replicas' weights with rank 0's BatchNorm statistics"
+            report["details"]["feedback_bytes"] = sum(t.nbytes for t in self.late_tensors())
         return report

@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from math import isnan, nan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.options import option
+from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
+from stratbench.strategies.counted import Counted
 from stratbench.strategies.needs import check_installed
-from stratbench.strategies.sharding.sharded import mean_buffers
-from stratbench.workload.users_code import listed
+from stratbench.strategies.sharding.sharded import Sharded, mean_buffers
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NUMBER_BYTES = 4
 
 
-class DeepSpeed(base.Collective):
+class DeepSpeed(Counted):
     """deepspeed.initialize on our network and torch's optimizer: backward and update are the engine's.
 
     Stage 1 divides the optimizer's state, stage 2 the gradients, stage 3 the parameters, too (Rajbhandari
@@ -38,7 +38,7 @@ class DeepSpeed(base.Collective):
     """
 
     family = "engines"  # a library that owns backward and update
-    rigid = "each worker holds a part of the state, which ends with the worker"
+    rigid = base.STATE_IN_PARTS
     needs = ("deepspeed==0.19.8",)
     summary: ClassVar[str] = (
         "DeepSpeed's engine (ZeRO by stages): backward and update are its own code"
@@ -49,7 +49,9 @@ class DeepSpeed(base.Collective):
     )
     updates_by_zeros = True
     warms_up = True  # stage 3 learns the order of the modules
+    _counts_step = False  # before a `save`: what the engine sends then, no record has
     buffers_note = "each worker keeps its own, and their mean is evaluated"
+    evaluated_on = Sharded.evaluated_on
     breakdown_note: ClassVar[str] = (
         "DeepSpeed reduces gradients inside backward; stages 1 and 2 gather the weights in the optimizer's "
         "phase, stage 3 inside forward and backward; stage 3, and any stage that clips or has tuned: false, "
@@ -99,7 +101,7 @@ class DeepSpeed(base.Collective):
         trial = worker.trial
         if trial.sparse:
             yield base.sparse_gradient(trial.sparse, "has no place in a flat bucket")
-        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+        dtypes = base.dtype_names(model.parameters())
         if len(dtypes) > 1:
             yield (
                 f"it has parameters of several dtypes ({', '.join(dtypes)}), which DeepSpeed would put into "
@@ -107,8 +109,8 @@ class DeepSpeed(base.Collective):
             )
         if self.options.stage == 3 and (early := trial.uncalled + trial.late):
             yield (
-                f"forward reads {listed(early)} outside of a call of the module it belongs to, and stage 3 "
-                "gathers a module's parameters only then; call the module itself, or use stage 1 or 2"
+                f"forward reads {names_text(early)} outside of a call of the module it belongs to, and stage "
+                "3 gathers a module's parameters only then; call the module itself, or use stage 1 or 2"
             )
         if worker.world_size == 1:
             return
@@ -139,7 +141,7 @@ class DeepSpeed(base.Collective):
         )
 
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
-        deepspeed = imported(worker.device.type)
+        deepspeed = import_deepspeed(worker.device.type)
         # The engine insists on these; it would ask numactl how many workers a node has, in every step.
         os.environ |= {
             "LOCAL_RANK": str(worker.device.index or 0),
@@ -166,14 +168,13 @@ class DeepSpeed(base.Collective):
             self.local = list(self.zero.single_partition_of_fp32_groups)
             self._flat = list(self.zero.bit16_groups_flat)
         self.begin_states(self.optimizer, self.local)
-        self._sent_bytes, self._counts = nan, False
         self.reset()
 
     def config(self, worker: base.Worker) -> dict[str, Any]:
         """DeepSpeed's configuration (deepspeed.ai/docs/config-json) of the cell."""
         o, s = self.options, worker.settings
         zero: dict[str, Any] = {"stage": o.stage}
-        found = {
+        config = {
             # For its own lines of progress; samples come from our loop.
             "train_micro_batch_size_per_gpu": max(1, s.per_worker_batch // s.accumulate),
             "gradient_accumulation_steps": s.accumulate,
@@ -184,14 +185,14 @@ class DeepSpeed(base.Collective):
         }
         if s.precision == "bf16":
             # No module's gradients are sent in 16 bits: the other strategies send 32.
-            found["torch_autocast"] = {
+            config["torch_autocast"] = {
                 "enabled": True,
                 "dtype": "bfloat16",
                 "lower_precision_safe_modules": [],
             }
         if not o.tuned:
-            return found
-        found["timers"] = {"throughput": {"enabled": False}}  # else each step waits for the device
+            return config
+        config["timers"] = {"throughput": {"enabled": False}}  # else each step waits for the device
         # A bucket larger than the network would be memory that nothing ever fills.
         bucket = min((o.bucket_cap_mb << 20) // NUMBER_BYTES, self._trained)
         zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
@@ -208,16 +209,11 @@ class DeepSpeed(base.Collective):
             }
         elif s.clip_norm is None:
             zero["compute_grad_norm"] = False  # the host would read it in every step
-        return found
+        return config
 
     def reset(self) -> None:
         super().reset()
         self.engine.micro_steps = self.engine.global_steps = self.engine.skipped_steps = 0
-        self._counts = False
-
-    def save(self) -> SavedState:
-        self._counts = True
-        return super().save()
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
@@ -232,7 +228,7 @@ class DeepSpeed(base.Collective):
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self._flat, *self.model.buffers()]
 
-    def kept(self) -> dict[str, list[Tensor]]:
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
         kept = {"optimizer": self.local}  # the master copy
         if self.options.stage == 3:
             kept["parameters"] = [*self._flat, *self.model.parameters()]
@@ -253,20 +249,6 @@ class DeepSpeed(base.Collective):
     def update(self) -> None:
         self.engine.step()
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        if not self._counts:
-            return super().step(x, y)
-        from stratbench.telemetry.collective_count import CollectiveCount
-
-        with CollectiveCount() as count:
-            loss = super().step(x, y)
-        self._sent_bytes = count.wire_bytes(self.worker.world_size)
-        return loss
-
-    def communication(self) -> dict[str, Any] | None:
-        """What the last step of the warm-up sent, which the engine alone knows."""
-        return None if isnan(self._sent_bytes) else base.ring_traffic(self._sent_bytes)
-
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         with mean_buffers(self.model, self.worker.world_size), super().evaluating() as model:
@@ -278,7 +260,7 @@ class DeepSpeed(base.Collective):
 
         workers, stage = self.worker.world_size, self.options.stage
         states = model_states(self.model, self.optimizer)
-        states["optimizer_bytes"] += sum(t.numel() * t.element_size() for t in self.local)
+        states["optimizer_bytes"] += sum(t.nbytes for t in self.local)
         if stage == 3:
             states["parameters_bytes"] = sum(
                 p.ds_tensor.numel() * p.element_size() for p in self.model.parameters()
@@ -295,16 +277,13 @@ class DeepSpeed(base.Collective):
             "skipped_steps": skipped,
             "engine": f"deepspeed {deepspeed.__version__}",
         }
-        return report | {
-            "evaluated_on": "the gathered weights with the workers' mean BatchNorm statistics",
-            "updates_applied": self.steps - skipped,
-        }
+        return report | {"updates_applied": self.steps - skipped}
 
     @classmethod
     @contextmanager
     def on_fakes(cls) -> Iterator[None]:
         check_installed("deepspeed", cls, {})
-        imported("cpu")
+        import_deepspeed("cpu")
         import torch.nn.functional as F
         from deepspeed.runtime import utils
         from deepspeed.runtime.zero import (
@@ -336,7 +315,7 @@ def numel(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def imported(device: str) -> ModuleType:
+def import_deepspeed(device: str) -> ModuleType:
     """DeepSpeed, for workers on `device` (`cpu` or `cuda`), with all that a first step would import."""
     os.environ["DS_ACCELERATOR"] = device
     before = dict(os.environ)

@@ -50,13 +50,13 @@ def _missing(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
 
     for (distribution, version), names in wanted.items():
         try:
-            found = metadata.version(distribution)
+            installed = metadata.version(distribution)
         except metadata.PackageNotFoundError:
-            found = "none"
-        if found != version:
+            installed = "none"
+        if installed != version:
             ours = f"envs/requirements-{distribution}.txt"
             source = f"-r {ours}" if (ROOT / ours).is_file() else f"{distribution}=={version}"
             yield (
-                f"{', '.join(names)}: {distribution}=={version} is needed, and this Python has {found}: "
+                f"{', '.join(names)}: {distribution}=={version} is needed, and this Python has {installed}: "
                 f"pip install {source}"
             )

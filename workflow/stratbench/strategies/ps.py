@@ -19,6 +19,7 @@ from stratbench.ps.policies.policies import first_choice, policy_class
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
 from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
+from stratbench.workload.network.precision import autocast, effective_dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -71,6 +72,10 @@ def class_of_policy(policy: str) -> type[ParameterServer]:
     return type(f"ServedBy{rules.__name__}", (ParameterServer,), facts)
 
 
+#: The settings by which a server updates the weights.
+HYPER = ("lr", "momentum", "weight_decay", "nesterov", "optimizer", "betas", "eps")
+
+
 def server_configs(
     s: Settings,
     train_samples: int,
@@ -95,15 +100,7 @@ def server_configs(
             steps_per_epoch=train_samples // s.global_batch,
             slices=s.gpus * options.pushes_per_ticket,
             policy=strategy.policy,
-            hyper={
-                "lr": s.lr,
-                "momentum": s.momentum,
-                "weight_decay": s.weight_decay,
-                "nesterov": s.nesterov,
-                "optimizer": s.optimizer,
-                "betas": s.betas,
-                "eps": s.eps,
-            },
+            hyper={name: getattr(s, name) for name in HYPER},
             policy_options={name: getattr(options, name) for name in own},
             schedule={
                 "schedule": s.schedule,
@@ -143,8 +140,10 @@ class ParameterServer(base.Strategy):
     needs_group = False
     updates_by_zeros = True
     buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
+    evaluated_on = "the servers' weights with the workers' mean BatchNorm statistics"
     alike_on_any_count = True
     collectives = ()
+    own_phases = (*base.BEFORE_BACKWARD, "slowdown", "backward")
     breakdown_note: ClassVar[str] = (
         "server_wait is the time from the last byte pushed to the last byte of the reply: the "
         "server's update, waiting for other workers and the transfer of the weights are one"
@@ -208,12 +207,10 @@ class ParameterServer(base.Strategy):
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        dtypes = {
-            str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad
-        }
+        dtypes = base.dtype_names(p for p in model.parameters() if p.requires_grad)
         if len(dtypes) > 1:
             yield (
-                f"its parameters have several dtypes ({', '.join(sorted(dtypes))}), and servers keep one "
+                f"its parameters have several dtypes ({', '.join(dtypes)}), and servers keep one "
                 "flat tensor; use one dtype"
             )
 
@@ -275,7 +272,7 @@ class ParameterServer(base.Strategy):
     def weights_and_buffers(self) -> list[Tensor]:
         return [self.flat.weights, *self.model.buffers()]
 
-    def kept(self) -> dict[str, list[Tensor]]:
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
         return {"gradients": [self.flat.grads]}
 
     def reset(self) -> None:
@@ -293,7 +290,7 @@ class ParameterServer(base.Strategy):
         servers ask for evaluations, too: `evaluate(epoch)` gives the figures, as `Channel.score` takes them.
         """
         self.ticket = self._next(self.channel.first)
-        self._before = self._exchanged()
+        self._before = self._exchange_counts()
         self._exchange = self._take_ticket
         while self.ticket is not None:
             t = self.ticket
@@ -334,13 +331,13 @@ class ParameterServer(base.Strategy):
         except Left:
             return None
 
-    def _exchanged(self) -> tuple[float, ...]:
+    def _exchange_counts(self) -> tuple[float, ...]:
         """So far: seconds waited, and for each server the bytes sent to it and received from it."""
         return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         mark = self.worker.mark
-        with base.autocast(self.worker):
+        with autocast(self.worker.settings.precision, self.worker.device):
             loss = self.worker.task.loss(self.compiled(x), y)
         mark("forward")
         if self.worker.settings.slowdown:
@@ -397,8 +394,8 @@ class ParameterServer(base.Strategy):
                 "push_lr": s.lr * self.options.lr_factor(s.gpus),
                 "optimizer_dtype": self.flat.layout.dtype if s.momentum or s.betas else None,
             }
-            | base.effective_dtypes(self.worker),
-            "evaluated_on": "the servers' weights with the workers' mean BatchNorm statistics",
+            | effective_dtypes(s.precision, self.worker.device),
+            "evaluated_on": self.evaluated_on,
             "updates_applied": None,  # the servers count them
         }
 
@@ -406,7 +403,7 @@ class ParameterServer(base.Strategy):
         if not self.steps:
             return None
         wait_s, *moved = (
-            now - then for now, then in zip(self._exchanged(), self._before, strict=True)
+            now - then for now, then in zip(self._exchange_counts(), self._before, strict=True)
         )
         sent, received = moved[::2], moved[1::2]
         return {

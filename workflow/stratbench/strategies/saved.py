@@ -48,7 +48,10 @@ class SavedState:
                 p: {name: _keep(value) for name, value in entry.items()}
                 for p, entry in optimizer_state(optimizer).items()
             }
-            self._groups = [_settings_of(group) for group in optimizer.param_groups]
+            self._groups = [
+                deepcopy({name: value for name, value in group.items() if name != "params"})
+                for group in optimizer.param_groups
+            ]
 
     def put_back(
         self,
@@ -88,11 +91,6 @@ class SavedState:
             parameters = group["params"]
             group.clear()
             group.update(deepcopy(then) | {"params": parameters})
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Learning rate and so on of an optimizer's parameter group, copied."""
-    return deepcopy({name: value for name, value in group.items() if name != "params"})
 
 
 def _keep(value: Any) -> Any:

@@ -23,12 +23,12 @@ class SharedScaler(torch.amp.GradScaler):
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def _unscale_grads_(self, *args, **kwargs):
-        found = super()._unscale_grads_(*args, **kwargs)
-        for flag in found.values():
+        overflows = super()._unscale_grads_(*args, **kwargs)
+        for flag in overflows.values():
             if self._shared:
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             self._skipped += (flag > 0).squeeze()
-        return found
+        return overflows
 
     def counts(self) -> dict[str, Any]:
         """Its scale and what it has counted (synchronises); JSON can hold it."""

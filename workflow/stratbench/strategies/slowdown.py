@@ -82,17 +82,14 @@ def measure_step_s(
     """
     import statistics
 
-    import torch
-
     from stratbench.strategies import strategy_class
     from stratbench.telemetry.clock import synchronise
     from stratbench.workload.data.device_data import example_batch
-    from stratbench.workload.network.precision import batch_format
+    from stratbench.workload.network.precision import autocast, batch_format
     from stratbench.workload.tasks import takes_values, task_of
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(s.precision)
     samples = strategy_class(s.strategy).samples_per_step(s) // s.accumulate
     layout = batch_format(s.precision, device.type)
     task = task_of(s, shape)
@@ -102,7 +99,7 @@ def measure_step_s(
     for _ in range(4):
         synchronise(device)
         begun = time.perf_counter()
-        with torch.autocast(device.type, dtype=half, enabled=half is not None):
+        with autocast(s.precision, device):
             loss = task.loss(model(x), y)
         loss.backward()
         synchronise(device)

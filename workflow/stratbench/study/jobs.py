@@ -43,7 +43,7 @@ class Jobs:
         if not self._cluster["skip_infeasible"]:
             return {}
         reasons = {
-            path: self._plan.why_infeasible(cell, self.settings_of(cell).as_json(), self._cluster)
+            path: self._plan.why_infeasible(cell, self.settings_of(cell), self._cluster)
             for path, cell in self._cells.items()
         }
         return {path: reason for path, reason in reasons.items() if reason}
@@ -66,7 +66,9 @@ class Jobs:
         def asked(nodes: int) -> JobRequest:
             workers = nodes * self._cluster["gpus_per_node"]
             full = {
-                replace(c, gpus=workers, repeat=0): replace(self.settings_of(c), elastic=False)
+                replace(c, gpus=workers, repeat=0): replace(
+                    self.settings_of(c), elastic=False, scattered=False
+                )
                 for c in self._cells.values()
             }
             requests = [job_request(c, s, self._cluster, LINKS_S) for c, s in full.items()]
@@ -131,12 +133,14 @@ class Jobs:
     def request_of(self, cell: Cell) -> JobRequest:
         """The request of a cell to the scheduler."""
         if cell not in self._requests:
+            settings, cluster = self.settings_of(cell), self._cluster
             self._requests[cell] = job_request(
                 cell,
-                self.settings_of(cell),
-                self._cluster,
+                settings,
+                cluster,
                 self._study.time_limit_s(cell),
                 self._plan.host_mem_mib(cell),
-                self._plan.longest_s(cell),
+                self._plan.longest_s(cell, settings, cluster),
+                self._plan.servers_mem_mib(cell),
             )
         return self._requests[cell]

@@ -13,6 +13,7 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json
+from stratbench.cell.settings import Settings
 
 
 class PlanFile:
@@ -31,32 +32,49 @@ class PlanFile:
         """Host memory that the cell needs on a node, in MiB; 0 if it is not known."""
         return self._needs(cell).get("host_mem_mib") or 0
 
-    def longest_s(self, cell: Cell) -> float | None:
-        """The upper estimate of the cell's time, in seconds; None if it is not known."""
-        return self._needs(cell).get("cell_time_high_s")
+    def servers_mem_mib(self, cell: Cell) -> int:
+        """Host memory of all of the cell's servers together, in MiB; 0 if it is not known."""
+        return self._needs(cell).get("servers_mem_mib") or 0
 
-    def _needs(self, cell: Cell) -> Mapping[str, Any]:
-        """The planned needs of the cell, else of its first repeat: a verdict adds repeats and blocks."""
-        return self.cells.get(cell.path) or self.cells.get(replace(cell, repeat=0).path, {})
+    def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
+        """The upper estimate of the cell's time, in seconds; None if it is not known.
+
+        None also if the plan is for other settings or another GPU, on which a cell may take longer.
+        """
+        planned = self._needs(cell)
+        return planned.get("cell_time_high_s") if self._is_of(planned, settings, cluster) else None
 
     def why_infeasible(
-        self, cell: Cell, settings_json: str, cluster: Mapping[str, Any]
+        self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
         """The reason why the cell cannot run; None if there is none.
 
         None also if the plan is for other settings, another GPU or another memory margin.
         """
-        planned = self.cells.get(cell.path, {})
-        same = (
-            self.gpu == cluster["gpu"]
-            and self.memory_margin == cluster["memory_margin"]
-            and planned.get("settings") == digest_of_settings(settings_json)
+        planned = self._needs(cell)
+        same = self.memory_margin == cluster["memory_margin"]
+        return (
+            planned.get("infeasible") if same and self._is_of(planned, settings, cluster) else None
         )
-        return planned.get("infeasible") if same else None
+
+    def _is_of(
+        self, planned: Mapping[str, Any], settings: Settings, cluster: Mapping[str, Any]
+    ) -> bool:
+        return self.gpu == cluster["gpu"] and planned.get("settings") == digest_of(settings)
+
+    def _needs(self, cell: Cell) -> Mapping[str, Any]:
+        """The planned needs of the cell, else of its first repeat: a verdict adds repeats and blocks."""
+        return self.cells.get(cell.path) or self.cells.get(replace(cell, repeat=0).path, {})
 
 
 #: The fields that are read of a planned cell, with their types.
-_PLANNED = {"settings": str, "infeasible": str, "host_mem_mib": int, "cell_time_high_s": int}
+_PLANNED = {
+    "settings": str,
+    "infeasible": str,
+    "host_mem_mib": int,
+    "servers_mem_mib": int,
+    "cell_time_high_s": int,
+}
 
 
 def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,6 +90,6 @@ def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
     return dict(planned)
 
 
-def digest_of_settings(settings_json: str) -> str:
-    """A digest of a cell's settings, to see whether they are those that were planned."""
-    return hashlib.sha256(settings_json.encode()).hexdigest()
+def digest_of(settings: Settings) -> str:
+    """A digest of a cell's settings, the same for all repeats, to see whether they were planned."""
+    return hashlib.sha256(replace(settings, seed=0).as_json().encode()).hexdigest()

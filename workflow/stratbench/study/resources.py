@@ -70,26 +70,22 @@ class JobRequest:
         return self.tasks or self.nodes
 
     @property
+    def options(self) -> list[str]:
+        """The options of sbatch that make this request."""
+        where = [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
+        gpus = f"--gres={self.gres}" if self.gpus else ""
+        memory = f"--mem={self.mem_mib}M"
+        if self.tasks:
+            where, gpus = [f"--ntasks={self.tasks}"], self.task_options
+            memory = f"--mem-per-cpu={self.mem_mib_per_cpu}M"
+        cpus, time = f"--cpus-per-task={self.cpus}", f"--time={self.runtime_min}"
+        return list(filter(None, [*where, gpus, cpus, memory, time]))
+
+    @property
     def sbatch(self) -> str:
         """The command that makes this request to SLURM, and of an elastic cell that of its workers."""
         each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
-        gpus = self.task_options or (f"--gres={self.gres}" if self.gpus else "")
-        where = (
-            [f"--ntasks={self.tasks}"]
-            if self.tasks
-            else [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
-        )
-        memory = (
-            f"--mem-per-cpu={self.mem_mib_per_cpu}M" if self.tasks else f"--mem={self.mem_mib}M"
-        )
-        options = [
-            *where,
-            gpus,
-            f"--cpus-per-task={self.cpus}",
-            memory,
-            f"--time={self.runtime_min}",
-        ]
-        return f"sbatch {' '.join(filter(None, options))}{each}"
+        return f"sbatch {' '.join(self.options)}{each}"
 
 
 def job_request(
@@ -99,98 +95,88 @@ def job_request(
     time_limit_s: float | None,
     host_mem_mib: int = 0,
     longest_s: float | None = None,
+    servers_mem_mib: int = 0,
 ) -> JobRequest:
-    """The request of a cell. `host_mem_mib` and `longest_s` are the plan's; 0 and None without a plan.
+    """The request of a cell. The last three are the plan's; 0 and None without a plan.
+
+    `host_mem_mib`: of the processes on the fullest node; `servers_mem_mib`: of all servers together.
 
     A cell on GPUs asks for its GPUs' shares of a node, and for more memory if the plan says so. A cell
     on CPUs asks for its threads, and for the plan's memory or a small default. An elastic cell asks for
     its servers alone, and for longer: its workers wait in the queue.
     """
-    if settings.elastic:
-        asked = _elastic_request(settings, cluster, time_limit_s, longest_s)
-        # The plan's memory is that of all workers on one node.
-        host_mem_mib = -(-host_mem_mib // cell.gpus)
-        each = _worker_request(cell, settings, cluster, time_limit_s, host_mem_mib, longest_s)
-        minutes = cluster["worker_min"] or each.runtime_min
-        return replace(asked, workers=cell.gpus, worker=replace(each, runtime_min=minutes))
-    if settings.scattered:
-        each = _worker_request(cell, settings, cluster, time_limit_s, host_mem_mib, longest_s)
-        return replace(each, nodes=0, tasks=cell.gpus)
+    minutes = runtime_min(time_limit_s, cluster, longest_s)
+    of_node = workers_of_node(cell, settings, cluster)
+    if settings.elastic or settings.scattered:
+        share = {k: v for k, v in settings.options.items() if k != "servers"}
+        each = job_request(
+            replace(cell, gpus=1),
+            replace(settings, elastic=False, scattered=False, gpus=1, options=share),
+            cluster,
+            time_limit_s,
+            -(-host_mem_mib // of_node),
+            longest_s,
+        )
+        if settings.scattered:
+            return replace(each, nodes=0, tasks=cell.gpus)
+        minutes += math.ceil(60 * cluster["elastic_wait_h"])
+        asked = _servers_request(settings, cluster, minutes, servers_mem_mib)
+        each = replace(each, runtime_min=cluster["worker_min"] or each.runtime_min)
+        return replace(asked, workers=cell.gpus, worker=each)
     n_nodes = node_count(cell, settings, cluster)
-    workers = -(-cell.gpus // n_nodes)  # the last node may have fewer
     servers = -(-settings.options.get("servers", 0) // n_nodes)
     on_gpus = cluster["request_gpus"] and settings.device != "cpu"
     if on_gpus:
-        worker_cpus = workers * cluster["cpus_per_gpu"]
+        worker_cpus = of_node * cluster["cpus_per_gpu"]
         server_cpus = cluster["server_cpus"] if servers else 0
-        mem_mib = workers * cluster["mem_mib_per_gpu"]
+        mem_mib = of_node * cluster["mem_mib_per_gpu"]
         mem_mib += cluster["server_mem_mib"] if servers else 0
         planned_mib = host_mem_mib > mem_mib
         mem_mib = max(mem_mib, host_mem_mib)
     else:
-        worker_cpus, server_cpus = (n * (settings.threads or 1) for n in (workers, servers))
+        worker_cpus, server_cpus = (n * (settings.threads or 1) for n in (of_node, servers))
         planned_mib = host_mem_mib > 0
-        mem_mib = (workers + servers) * cluster["mem_mib_per_cpu_worker"]
+        mem_mib = (of_node + servers) * cluster["mem_mib_per_cpu_worker"]
         if planned_mib:
             mem_mib = -int(-host_mem_mib * (1 + cluster["memory_margin"]) // 1) + JOB_MIB
     return JobRequest(
         nodes=n_nodes,
-        gpus=workers if on_gpus else 0,
+        gpus=of_node if on_gpus else 0,
         cpus=worker_cpus + server_cpus,
         mem_mib=mem_mib,
-        runtime_min=runtime_min(time_limit_s, cluster, longest_s),
+        runtime_min=minutes,
         planned_mib=planned_mib,
         server_cpus=server_cpus,
     )
 
 
-def _elastic_request(
-    settings: Settings,
-    cluster: Mapping[str, Any],
-    time_limit_s: float | None,
-    longest_s: float | None,
+def _servers_request(
+    settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
 ) -> JobRequest:
+    """The request of an elastic cell's own job: its servers, if it has any, and who looks after workers."""
     servers = settings.options.get("servers", 0)
-    on_gpus = cluster["request_gpus"] and settings.device != "cpu"
     cpus, mem_mib = servers * (settings.threads or 1), servers * cluster["mem_mib_per_cpu_worker"]
-    if servers and on_gpus:
+    if servers and cluster["request_gpus"] and settings.device != "cpu":
         cpus, mem_mib = cluster["server_cpus"], cluster["server_mem_mib"]
-    minutes = runtime_min(time_limit_s, cluster, longest_s) + math.ceil(
-        60 * cluster["elastic_wait_h"]
-    )
     return JobRequest(
         nodes=1,
         gpus=0,
         cpus=max(1, cpus),
-        mem_mib=mem_mib + JOB_MIB,
+        mem_mib=max(mem_mib, servers_mem_mib) + JOB_MIB,
         runtime_min=minutes,
+        planned_mib=servers_mem_mib > mem_mib,
         server_cpus=max(1, cpus),
-    )
-
-
-def _worker_request(
-    cell: Cell,
-    settings: Settings,
-    cluster: Mapping[str, Any],
-    time_limit_s: float | None,
-    host_mem_mib: int,
-    longest_s: float | None,
-) -> JobRequest:
-    """The request of one worker, alone on a node; arguments are those of `job_request`."""
-    share = {k: v for k, v in settings.options.items() if k != "servers"}
-    return job_request(
-        replace(cell, gpus=1),
-        replace(settings, elastic=False, scattered=False, gpus=1, options=share),
-        cluster,
-        time_limit_s,
-        host_mem_mib,
-        longest_s,
     )
 
 
 def node_count(cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> int:
     """The number of nodes that the cell spans; where it is scattered, the most: each worker has its own."""
     return cell.gpus if settings.scattered else -(-cell.gpus // cluster["gpus_per_node"])
+
+
+def workers_of_node(cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> int:
+    """The workers of the cell's fullest node; the last one may have fewer."""
+    return -(-cell.gpus // node_count(cell, settings, cluster))
 
 
 def runtime_min(

@@ -54,8 +54,8 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
     if wanted.data_spec is None or str(path) in workflow.dag.forcefiles:
         return
     try:
-        found = json.loads(path.read_bytes())
-        trained = found["trained"].values() if "trained" in found else [found["settings"]]
+        made = json.loads(path.read_bytes())
+        trained = made["trained"].values() if "trained" in made else [made["settings"]]
         others = any(s["data_spec"] != wanted.data_spec for s in trained)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # there is none, or none that can be read: whoever reads it tells

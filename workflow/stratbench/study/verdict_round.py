@@ -25,7 +25,7 @@ from stratbench.cell.blocks import (
 )
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.strategies import strategy_class
+from stratbench.strategies import make_strategy
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.jobs import Jobs
@@ -124,8 +124,8 @@ class Round:
     def _segment_steps(self, cell: Cell, steps: int | None) -> int:
         """The steps of a cell's segment that times `steps` steps, including the discarded ones."""
         timed, settings = steps or MOST_STEPS, self._jobs.settings_of(cell)
-        cls = strategy_class(settings.strategy)
-        return sum(cls(cls.Options(**settings.options)).own_length(discarded_steps(timed), timed))
+        strategy = make_strategy(settings.strategy, settings.options)
+        return sum(strategy.own_length(discarded_steps(timed), timed))
 
     def request_of(self, plan: BlockPlan) -> JobRequest:
         """The request of a block to the scheduler: the most that one of its strategies needs."""
@@ -161,7 +161,7 @@ class Round:
         """Whether verdict.json exists, for strategies that the config still trains the same way."""
         try:
             bouts = read_json(self.file.with_name("verdict.json"))["bouts"]
-            told = {(Place.of(b), arm): of for b in bouts for arm, of in b["trained"].items()}
+            trained = {(Place.of(b), arm): of for b in bouts for arm, of in b["trained"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         now = {
@@ -169,7 +169,7 @@ class Round:
             for cell in self._study.cells
             if cell.repeat == 0
         }
-        alike = all(trained_digest(now[arm]) == of for arm, of in told.items() if arm in now)
+        alike = all(trained_digest(now[arm]) == of for arm, of in trained.items() if arm in now)
         if not alike:
             print(
                 "the verdict is not used: its strategies were trained with other settings than the "

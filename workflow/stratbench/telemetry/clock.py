@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,11 @@ from stratbench.telemetry.timeline import PhaseLog
 
 #: Events kept unread on CUDA, at least; beyond that, each tick reads one step that is through.
 _UNREAD_EVENTS = 4096
+#: The last steps of which `own_ms` is kept: about 1 KiB of a record for each worker.
+OWN_STEPS = 128
+#: Steps after each start of the clock of which it notes in what time the host issues them. The first finds
+#: the device idle and may find caches cold, the second may have to wait for the device.
+_ISSUED_STEPS = 2
 _STEP = 0  # index of a tick among the stamps; named phases count from 1
 
 
@@ -41,10 +47,15 @@ class StepClock:
     `other`. On CUDA these are spans of the current stream: a collective that runs on a stream of
     its own counts only as far as the current stream waited for it.
 
-    `pulse` is told of every step.
+    `begin` leaves a CUDA device with nothing to do, so that the host does not wait for room in its queue: how
+    long it takes to issue the steps after it is the host's own time (`issue_ms`).
+
+    `pulse` is told of every step. `own`: the phases in which this worker waits for no other.
     """
 
-    def __init__(self, device: torch.device | str, pulse: Pulse | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str, pulse: Pulse | None = None, own: Collection[str] = ()
+    ) -> None:
         """Raise ValueError for a device other than a CPU or a CUDA device."""
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
@@ -61,6 +72,10 @@ class StepClock:
         self._epoch_times_s: list[float] = []
         self._step_ms = array("d")
         self._phases: dict[str, tuple[int, float]] = {}  # steps that have it, and ms in all
+        self._own = own
+        self._own_ms: deque[float] = deque(maxlen=OWN_STEPS)
+        self._issue_ms: float | None = None
+        self._issued_ns = self._left_to_issue = 0
 
     @property
     def running(self) -> bool:
@@ -73,11 +88,14 @@ class StepClock:
             raise RuntimeError("StepClock.begin: the epoch before has not been ended")
         self._running, self._goes_on = True, goes_on
         synchronise(self.device)
-        self._begun_ns = time.perf_counter_ns()
+        self._begun_ns = self._issued_ns = time.perf_counter_ns()
+        self._left_to_issue = _ISSUED_STEPS if self._on_cuda else 0
         self._stamps.append(self._event() if self._on_cuda else self._begun_ns)
 
     def tick(self) -> None:
         """Mark the end of a training step."""
+        if self._left_to_issue:
+            self._note_issue()
         self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
         if self._pulse is not None:
@@ -138,6 +156,20 @@ class StepClock:
         """Mean time of each phase in a step, in ms, over the steps in which it was marked."""
         return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
 
+    @property
+    def own_ms(self) -> list[float]:
+        """Of each of the last steps, in order, the ms in phases in which the worker waits for no other."""
+        return list(self._own_ms)
+
+    @property
+    def issue_ms(self) -> float | None:
+        """The shortest time in ms in which the host issued a step: of the first two after each `begin`.
+
+        None on a CPU, where host and device are one, and before the first step. Where a step has more
+        operations than the device's queue has room for, the host may have waited for it.
+        """
+        return self._issue_ms
+
     def history(self) -> dict[str, Any]:
         """A copy of all that it has measured until its `end`, for `load_history`; JSON can hold it."""
         return {
@@ -153,6 +185,14 @@ class StepClock:
         self._epoch_times_s = list(history["epoch_times_s"])
         self._step_ms = array("d", history["step_ms"])
         self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
+
+    def _note_issue(self) -> None:
+        """Note how long the host took to issue the step that ends here."""
+        now_ns = time.perf_counter_ns()
+        took_ms = (now_ns - self._issued_ns) / 1e6
+        self._issue_ms = took_ms if self._issue_ms is None else min(took_ms, self._issue_ms)
+        self._issued_ns = now_ns
+        self._left_to_issue -= 1
 
     def _event(self) -> torch.cuda.Event:
         event = (
@@ -199,6 +239,8 @@ class StepClock:
                 continue
             self._step_ms.append(self._span_ms(step_start, stamp))
             step_start = stamp
+            if self._own:
+                self._own_ms.append(sum(in_step.get(phase, 0.0) for phase in self._own))
             if in_step:
                 in_step["other"] = in_step.get("other", 0.0) + span_ms
             for phase, phase_ms in in_step.items():

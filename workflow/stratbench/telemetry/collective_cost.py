@@ -190,14 +190,14 @@ def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
     Least squares of relative errors, neither below zero. Of the library's algorithms the one that fits
     best. A level without a rate (no time depends on its bytes) has an infinite one.
     """
-    found = []
+    rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
         alike = [t for t in times if (t.library, t.kind) == (library, kind)]
         algorithms = ALGORITHMS[library][kind] if kind != "push_pull" else (served,)
         fits = [(*_fit(a, alike), a.__name__) for a in algorithms]
         log_sd, links, name = min(fits, key=lambda fit: fit[0])
         sizes = [t.n_bytes for t in alike]
-        found += [
+        rows += [
             FittedLink(
                 library, kind, level, name, link.alpha_s, link.bytes_per_s,
                 link.alpha_s * link.bytes_per_s, log_sd,
@@ -205,7 +205,7 @@ def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
             )
             for level, link in links.items()
         ]  # fmt: skip
-    return found
+    return rows
 
 
 def _fit(algorithm: Algorithm, times: Sequence[Time]) -> tuple[float, dict[Level, Link]]:

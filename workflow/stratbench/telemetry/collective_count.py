@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -43,26 +43,40 @@ def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     if kind == "":
         return None
     each = [t.numel() * t.element_size() for t in tensors_in((args, kwargs))]
-    ranks = ranks_of_group((args, kwargs))
+    group = group_of((args, kwargs))
+    ranks = group and group.size()
     # Of input and output the larger is the whole; the others are a rank's share of it.
     n_bytes = max(each) if "gather" in kind or "scatter" in kind else sum(each)
     if op.namespace == _FUNCTIONAL and kind == "all_gather":
         n_bytes *= ranks
+    waiter = _waiter_of(op, args, kwargs)
     is_all = ranks in (None, torch.distributed.get_world_size())
-    return CollectiveCall(kind, n_bytes, None if is_all else ranks)
+    if is_all:
+        return CollectiveCall(kind, n_bytes, waiter=waiter)
+    first, second, *_ = *torch.distributed.get_process_group_ranks(group), 0, 0
+    return CollectiveCall(kind, n_bytes, ranks, stride=max(1, second - first), waiter=waiter)
 
 
-def ranks_of_group(arguments: Any) -> int | None:
-    """How many ranks a collective operator's group has; None where it names none."""
+def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
+    """What waits for a collective (`CollectiveCall.waiter`): by `async_op`, True where it is not given."""
+    if op.namespace == _FUNCTIONAL:
+        return "user"
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "none" if given.get("async_op", True) else "stream"
+
+
+def group_of(arguments: Any) -> torch.distributed.ProcessGroup | None:
+    """A collective operator's group; None where it names none."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     for value in torch.utils._pytree.tree_leaves(arguments):
         # A string may also be the operation's kind, as an object of another class may be.
         with contextlib.suppress(RuntimeError, LookupError):
             if isinstance(value, torch.ScriptObject):
-                return torch.distributed.ProcessGroup.unbox(value).size()
+                return torch.distributed.ProcessGroup.unbox(value)
             if isinstance(value, str):
-                return _resolve_process_group(value).size()
+                return _resolve_process_group(value)
     return None
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -12,19 +12,24 @@ class CollectiveCall:
 
     `n_bytes` is the whole tensor: what is reduced, broadcast, gathered (output), scattered (input), or
     sent to one rank. `ranks`: how many take part, where that is not all; None: all. `sample_bytes`: what
-    comes to it for each sample that the worker computes on, where activations are exchanged.
+    comes to it for each sample that the worker computes on, where activations are exchanged. `stride`: how
+    far a group's ranks are from each other; so many groups lie side by side. `waiter`: what waits for it:
+    `user`, whatever reads the new tensor that it makes (DTensor's activations); `stream`, the stream in which
+    it was called, on a CPU the host; `none` until its handle is waited for.
     """
 
     kind: str
     n_bytes: float
     ranks: int | None = None
     sample_bytes: float = 0
+    stride: int = field(default=1, compare=False)
+    waiter: Literal["user", "stream", "none"] = field(default="none", compare=False)
 
     @property
     def listed(self) -> tuple[Any, ...]:
         """Kind and bytes; the ranks where they are not all, and the bytes of a sample if there are any."""
         if self.sample_bytes:
-            return astuple(self)
+            return astuple(self)[:4]
         return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
 
     def wire_bytes(self, world_size: int, samples: int = 0) -> float:

@@ -93,7 +93,7 @@ class MemoryMeter:
         if on_cuda:
             figures["allocated_peak_bytes"] = peak_bytes
             figures["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(self.device)
-            figures |= _requested(self.device)
+            figures |= _requested_bytes(self.device)
             figures |= self._nvml_figures()
         return figures
 
@@ -101,14 +101,14 @@ class MemoryMeter:
         gpu = self._nvml.gpu_of(cuda_uuid(self.device)) if self._nvml else None
         if gpu is None:
             return {}
-        found = {
+        figures = {
             "nvml_used_bytes": gpu.memory_used_bytes(),
             "nvml_process_used_bytes": gpu.process_used_bytes(),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in figures.items() if value is not None}
 
 
-def _requested(device: torch.device) -> dict[str, int]:
+def _requested_bytes(device: torch.device) -> dict[str, int]:
     """Bytes asked of CUDA's caching allocator: the peak, and what cuBLAS keeps, which is freed here.
 
     cuBLAS keeps a workspace for each thread and stream from its first product on. What the allocator

@@ -91,7 +91,7 @@ def _software() -> dict[str, Any]:
     versions["torch"] = torch.__version__
     backends = torch.distributed if torch.distributed.is_available() else None
     # gloo has no version of its own: torch carries its source.
-    found = {
+    libraries = {
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": _attempt(torch.backends.cudnn.version),
@@ -100,12 +100,12 @@ def _software() -> dict[str, Any]:
         if backends and backends.is_gloo_available()
         else None,
     }
-    return versions | {name: value for name, value in found.items() if value is not None}
+    return versions | {name: value for name, value in libraries.items() if value is not None}
 
 
 def _flags() -> dict[str, Any]:
     # Reading a legacy TF32 flag fails once the newer precision settings were used.
-    found = {
+    flags = {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
@@ -115,7 +115,7 @@ def _flags() -> dict[str, Any]:
         "cudnn_tf32": _attempt(lambda: torch.backends.cudnn.allow_tf32),
         "default_dtype": str(torch.get_default_dtype()),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _attempt(ask: Callable[[], Any]) -> Any | None:
@@ -136,8 +136,8 @@ def _gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
     }
     if uuid := cuda_uuid(device):
         gpu["uuid"] = uuid
-    if found := nvml.gpu_of(uuid):
-        gpu |= found.static()
+    if nvml_gpu := nvml.gpu_of(uuid):
+        gpu |= nvml_gpu.static()
     facts: dict[str, Any] = {"gpu": gpu}
     if nvml.reason:
         facts["nvml_reason"] = nvml.reason

@@ -27,7 +27,7 @@ import psutil
 
 from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
-from stratbench.telemetry.machine.tenants import StrangerWatch, is_broker
+from stratbench.telemetry.machine.tenants import StrangerWatch
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 #: How long the sampler may take to end, in seconds.
@@ -108,12 +108,11 @@ class Sampler:
             return False
         self._process.terminate()
         try:
-            clean = self._process.wait(LONGEST_STOP_S) == 0
+            return self._process.wait(LONGEST_STOP_S) == 0
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            clean = False
-        return clean
+            return False
 
 
 class CellProcesses:
@@ -135,19 +134,18 @@ class CellProcesses:
         if self._pids_file is None:
             return False
         try:
-            lines = self._pids_file.read_text(encoding="utf-8").split("\n")[
-                :-1
-            ]  # the last may be half written
+            text = self._pids_file.read_text(encoding="utf-8")
         except OSError:
             return False
+        lines = text.split("\n")[:-1]  # the last may be half written
         new, self._lines_read = lines[self._lines_read :], len(lines)
         for line in new:
-            label, *told = line.split(" ")
+            label, *fields = line.split(" ")
             try:
-                self._processes[label] = psutil.Process(int(told[0]))
+                self._processes[label] = psutil.Process(int(fields[0]))
             except (ValueError, IndexError, psutil.Error):
                 continue
-            if told[1:] == ["below"]:
+            if fields[1:] == ["below"]:
                 self._with_below.add(label)
         return bool(new)
 
@@ -232,27 +230,29 @@ class Host:
         return row
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Sample until SIGTERM or SIGINT, or until the parent has died."""
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The sampler's command line."""
     parser = argparse.ArgumentParser(prog="stratbench.telemetry.sampler", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     parser.add_argument("--period-s", type=float, default=0.5)
-    parser.add_argument(
-        "--origin-s", type=float, default=None, help="time.monotonic() of t_s = 0; default: now"
-    )
-    parser.add_argument("--pids-file", type=Path, default=None, help="lines `label pid`")
+    parser.add_argument("--origin-s", type=float, help="time.monotonic() of t_s = 0; default: now")
+    parser.add_argument("--pids-file", type=Path, help="lines `label pid`")
     parser.add_argument(
         "--parent-pid", type=int, default=os.getppid(), help="end when this is not the parent"
     )
     parser.add_argument(
         "--gpus", nargs="*", default=[], help="to sample, as CUDA_VISIBLE_DEVICES names them"
     )
-    parser.add_argument(
-        "--strangers", type=Path, default=None, help="file for who else used --gpus"
-    )
+    parser.add_argument("--strangers", type=Path, help="file for who else used --gpus")
     options = parser.parse_args(arguments)
     if not options.period_s > 0:
         parser.error(f"--period-s {options.period_s}, expected more than 0")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Sample until SIGTERM or SIGINT, or until the parent has died."""
+    options = parse_arguments(arguments)
     stop, wake = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
@@ -264,9 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, on_signal)
     _lowest_priority()
     gpus = known_gpus(options.gpus, Nvml())
-    watch = (
-        StrangerWatch(options.strangers, gpus, options.parent_pid) if options.strangers else None
-    )
+    watch = options.strangers and StrangerWatch(options.strangers, gpus, options.parent_pid)
     try:
         # One write a sample: a kill leaves whole rows.
         with options.out.open("w", newline="", encoding="utf-8") as file:
@@ -332,10 +330,10 @@ def sample_until(
 
 def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
     """The GPUs with these names in CUDA_VISIBLE_DEVICES; of one that NVML cannot sample it is said why."""
-    found = []
+    gpus = []
     for name in names:
         if (gpu := nvml.gpu_named(name)) is not None:
-            found.append(gpu)
+            gpus.append(gpu)
             continue
         why = nvml.reason or "it is unknown, or divided into MIG instances"
         print(
@@ -343,7 +341,7 @@ def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
             file=sys.stderr,
             flush=True,
         )
-    return found
+    return gpus
 
 
 def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
@@ -373,43 +371,6 @@ def _wait(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
             return True
 
 
-def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
-    """What else uses this machine: call it before a cell starts. Takes `window_s`.
-
-    `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process nor its
-    ancestors and descendants), those of other containers included;
-    `load_1m`; `other_processes`: the visible ones above a tenth of a core, busiest first, at
-    most five; `other_gpu_processes` per GPU of the node that has some, as NVML numbers them, which in
-    a container may not be our numbers: none is ours, since nothing of a cell is on a GPU before it starts.
-    """
-    ours = _family()
-    before, total_before = _cpu_times(), _busy_s()
-    begun_s = time.monotonic()
-    time.sleep(window_s)
-    after, total_after = _cpu_times(), _busy_s()
-    ours |= _family()  # workers may have been started meanwhile
-    elapsed_s = time.monotonic() - begun_s
-    cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}
-    own_cores = sum(used for pid, used in cores.items() if pid in ours)
-    busiest = sorted((p for p in cores if p not in ours), key=cores.__getitem__, reverse=True)
-    facts: dict[str, Any] = {
-        "other_cpu_cores": round(max(0.0, (total_after - total_before) / elapsed_s - own_cores), 3),
-        "load_1m": os.getloadavg()[0],
-        "other_processes": [
-            {"pid": pid, "name": _name(pid), "cores": round(cores[pid], 3)}
-            for pid in busiest[:5]
-            if cores[pid] > 0.1
-        ],
-    }
-    strangers = {
-        gpu.index: [p for p in gpu.computing() if not is_broker(p)]
-        for gpu in (nvml or Nvml()).gpus()
-    }
-    if any(strangers.values()):
-        facts["other_gpu_processes"] = {gpu: pids for gpu, pids in strangers.items() if pids}
-    return facts
-
-
 def _as_csv(rows: Any) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, SAMPLE_COLUMNS, restval="", lineterminator="\n")
@@ -432,39 +393,6 @@ def _move_to(cores: set[int]) -> None:
         os.sched_setaffinity(0, cores)
     except OSError:
         return
-
-
-def _family() -> set[int]:
-    here = psutil.Process()
-    relatives = [here, *here.parents(), *here.children(recursive=True)]
-    return {process.pid for process in relatives}
-
-
-def _cpu_times() -> dict[int, float]:
-    """CPU seconds of every visible process by pid."""
-    found = {}
-    for process in psutil.process_iter():
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            continue
-        found[process.pid] = times.user + times.system
-    return found
-
-
-def _busy_s() -> float:
-    """CPU seconds that all cores together have been busy since boot."""
-    times = psutil.cpu_times()
-    # Guests are counted in user and nice already; time stolen by a hypervisor is not ours.
-    idle = ("idle", "iowait", "steal", "guest", "guest_nice")
-    return sum(value for name, value in times._asdict().items() if name not in idle)
-
-
-def _name(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return "?"
 
 
 if __name__ == "__main__":

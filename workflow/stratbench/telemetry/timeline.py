@@ -139,7 +139,7 @@ def merge_timeline(
         writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), extrasaction="ignore", restval="")
         writer.writeheader()
         for row in rows:
-            rank = _rank_of(row)
+            rank = rank_of(row["id"]) if row["kind"] == "process" else None
             mine = by_rank.get(lowest if rank is None else rank, [])
             writer.writerow(row | {"phase": _phase_at(mine, row["t_s"])})
 
@@ -190,23 +190,23 @@ class _EnergySeries:
         self.power: list[tuple[float, float]] = []
 
     def joules(self, t0_s: float, t1_s: float) -> float | None:
-        counted = _counted(self.counter, t0_s, t1_s)
-        return _integrated(self.power, t0_s, t1_s) if counted is None else counted
+        counted = _counter_joules(self.counter, t0_s, t1_s)
+        return _power_joules(self.power, t0_s, t1_s) if counted is None else counted
 
 
 def _energy_series(
     sample_csvs: Iterable[str | os.PathLike[str]],
 ) -> dict[tuple[str, str], _EnergySeries]:
-    found: dict[tuple[str, str], _EnergySeries] = {}
+    by_gpu: dict[tuple[str, str], _EnergySeries] = {}
     for row in (row for path in sample_csvs for row in read_samples(path)):
         if row["kind"] != "gpu":
             continue
-        series = found.setdefault((row["node"], row["id"]), _EnergySeries())
+        series = by_gpu.setdefault((row["node"], row["id"]), _EnergySeries())
         if row["energy_j"]:
             series.counter.append((row["t_s"], float(row["energy_j"])))
         if row["power_w"]:
             series.power.append((row["t_s"], float(row["power_w"])))
-    return found
+    return by_gpu
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -221,10 +221,6 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
             yield entry
 
 
-def _rank_of(row: dict[str, Any]) -> int | None:
-    return rank_of(row["id"]) if row["kind"] == "process" else None
-
-
 def _phase_at(intervals: list[Interval], t_s: float) -> str:
     last = bisect.bisect_right(intervals, t_s, key=lambda interval: interval.start_s)
     for interval in reversed(intervals[:last]):
@@ -233,16 +229,16 @@ def _phase_at(intervals: list[Interval], t_s: float) -> str:
     return ""
 
 
-def _counted(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+def _counter_joules(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
     values = [value for _, value in series]
     if values != sorted(values):  # the driver was reloaded in between
         return None
-    at_start, at_end = _interpolated(series, t0_s), _interpolated(series, t1_s)
+    at_start, at_end = _value_at(series, t0_s), _value_at(series, t1_s)
     return None if at_start is None or at_end is None else at_end - at_start
 
 
-def _integrated(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
-    at_start, at_end = _interpolated(series, t0_s), _interpolated(series, t1_s)
+def _power_joules(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+    at_start, at_end = _value_at(series, t0_s), _value_at(series, t1_s)
     if at_start is None or at_end is None:
         return None
     inside = [(t, watts) for t, watts in series if t0_s < t < t1_s]
@@ -253,7 +249,7 @@ def _integrated(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> 
     )
 
 
-def _interpolated(series: list[tuple[float, float]], t_s: float) -> float | None:
+def _value_at(series: list[tuple[float, float]], t_s: float) -> float | None:
     after = bisect.bisect_left(series, t_s, key=lambda point: point[0])
     if after == len(series):
         return None

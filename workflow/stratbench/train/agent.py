@@ -21,11 +21,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.run_folder import rank_of, server_name, worker_name
+from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
 from stratbench.ps.server_config import ServerConfig
+from stratbench.telemetry.machine.busy import busy_check
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.machine.tenants import gpu_place
-from stratbench.telemetry.sampler import Sampler, busy_check
+from stratbench.telemetry.sampler import Sampler
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train import gpu_locks, standing
 from stratbench.train.commands.process import Command
@@ -112,17 +113,22 @@ def processes_of(job: Job, node: int) -> Iterator[tuple[list[Process], list[Proc
         return
     with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
         text = job.to_json()
-        servers = [
-            Process(
-                path, server_name(c.server), "server", json.dumps(asdict(c)), str(job.folder.path)
-            )
-            for c in servers_of(job, node)
-        ]
+        servers = server_processes(path, job.folder, servers_of(job, node))
         workers: list[Process | Command] = [
             Process(path, worker_name(rank), "worker", text, rank, local_rank)
             for local_rank, rank in enumerate(job.ranks_of(node))
         ]
         yield servers, workers
+
+
+def server_processes(
+    fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig]
+) -> list[Process]:
+    """The processes of parameter servers, not yet started."""
+    return [
+        Process(fork_server, server_name(c.server), "server", json.dumps(asdict(c)), str(run.path))
+        for c in configs
+    ]
 
 
 def set_environment(job: Job, on_one_host: bool) -> None:

@@ -7,7 +7,6 @@ import os
 import statistics
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from stratbench import __version__
@@ -19,19 +18,15 @@ from stratbench.cell.settings import Settings
 from stratbench.strategies import mesh_of, option_defaults, strategy_class, traits_of
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
-from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
 from stratbench.train.commands.results import program_entry
 from stratbench.train.elastic import accounts, served_accounts
 from stratbench.train.ending import Ending, own_reason
+from stratbench.train.inputs import data_entry, model_entry, task_entry
 from stratbench.train.job import Job
 from stratbench.train.restarts import attempts
-from stratbench.workload import tasks, users_code
 from stratbench.workload.data import prepared
-from stratbench.workload.data.own_data import is_own
-from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.network import models
 
 
 def make_record(job: Job, ending: Ending) -> Record:
@@ -54,7 +49,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "reason": ending.reason,
         "settings": asdict(s),
         "strategy": strategy_entry(s, first),
-        "model": model_entry(job, first.get("model") or unbuilt_model(job, meta["classes"])),
+        "model": model_entry(job, first.get("model"), meta["classes"]),
         "task": task,
         "data": data_entry(job, meta),
         "batch": batch_entry(s, meta, run),
@@ -118,20 +113,6 @@ def strategy_entry(s: Settings, worker: dict[str, Any]) -> dict[str, Any]:
         "mesh": asdict(mesh_of(s.strategy, s.options, s.gpus)),
         "wrap_groups": worker.get("wrap_groups", []),
         "details": details,
-    }
-
-
-def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
-    """The record's `data`."""
-    buffered = job.settings.placement == "host"
-    return {
-        "name": job.cell.dataset,
-        "sha256": meta["sha256"],
-        "train_samples": meta["train_samples"],
-        "test_samples": meta["test_samples"],
-        "synthetic": meta["generated"],
-        **({"buffered_batches": BUFFERED_BATCHES} if buffered else {}),
-        **own_data_entry(job),
     }
 
 
@@ -199,6 +180,10 @@ def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
     entry = {key: w[key] for key in keys}
     if seen := w.get("class_samples"):
         entry["class_samples"] = seen
+    if own := w.get("own_ms"):
+        entry["own_ms"] = [float(f"{ms:.4g}") for ms in own]
+    issue_ms = w.get("issue_ms")
+    entry["issue_ms"] = None if issue_ms is None else float(f"{issue_ms:.4g}")
     return entry
 
 
@@ -299,61 +284,6 @@ def applied_pushes(servers: list[dict[str, Any]]) -> float:
     return sum(shards) / len(shards)
 
 
-def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
-    """The record's `model` if no worker lived long enough to describe it."""
-    told = (job.folder.read_worker(0) or {}).get("told") or {}
-    return {
-        "parameters": told.get("parameters"),  # of a command
-        "trainable_parameters": None,
-        "initial_weights_sha256": None,
-        "input_shape": list(models.input_shape(models.model_of(job.settings), job.data_shape)),
-        "classes": classes,
-        "batchnorm": None,
-        "dropout": None,
-    }
-
-
-def model_entry(job: Job, built: dict[str, Any]) -> dict[str, Any]:
-    """The record's `model`: of a user's own, too, which files it comes from and their git revision."""
-    spec = job.settings.own_model
-    if spec is None:
-        return built
-    stated = {"arguments": None, "sharding": None} | built.get("own", {})
-    return built | {"own": stated | code_entry(spec)}
-
-
-def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """The record's `task`: of a user's own, too, which files it comes from and their git revision."""
-    s, shape = job.settings, job.data_shape
-    said = worker.get("task") or tasks.facts_of_task(
-        tasks.task_of(s, shape),
-        tasks.name_of_task(s, shape),
-        meta["classes"],
-        shape,
-        meta.get("least_loss"),
-    )
-    return said | {"own": s.own_task and code_entry(s.own_task)}
-
-
-def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
-    """What a record says of a user's code: what is called, its hash, its files, their git revision."""
-    files = users_code.sources(spec["call"], users_code.code_folders())
-    return {key: spec[key] for key in ("call", "sha256", "version")} | {
-        "files": list(files),
-        "git": git_state(next(iter(files.values())).parent) if files else None,
-    }
-
-
-def own_data_entry(job: Job) -> dict[str, Any]:
-    """The record's `data.own` where the data set is a user's: its files, or the code that made it."""
-    spec = job.settings.data_spec
-    if not is_own(spec):
-        return {}
-    if "call" in spec:
-        return {"own": {"kind": spec["kind"], "kwargs": spec["kwargs"]} | code_entry(spec)}
-    return {"own": {key: spec[key] for key in ("kind", "sha256")}}
-
-
 def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     """Mean, deviation and percentiles of the step times of all workers, in ms; None without steps."""
     if not step_ms:
@@ -396,12 +326,7 @@ def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
 def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of the rank that used most memory."""
     if not workers:
-        return {
-            "method": None,
-            "peak_bytes": None,
-            "peak_over_base_bytes": None,
-            "model_states": None,
-        }
+        return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
     worst = max(workers, key=lambda w: w["memory"]["peak_bytes"])["memory"]
     largest = max(workers, key=lambda w: sum(w["model_states"].values()))["model_states"]
     return {
@@ -425,10 +350,11 @@ def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any
 
 def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
     """What the launcher knows about the run: versions, times, nodes, other load."""
+    first_unix_s = job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
     return {
         "stratbench": __version__,
         "git": built_from() if INSTALLED else git_state(ROOT),
-        "started": datetime.fromtimestamp(started_unix_s(job), UTC).isoformat(timespec="seconds"),
+        "started": datetime.fromtimestamp(first_unix_s, UTC).isoformat(timespec="seconds"),
         "finished": finished.isoformat(timespec="seconds"),
         "nodes": job.n_nodes,
         "workers_per_node": job.workers_per_node,
@@ -446,14 +372,3 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
         "gpu_strangers": job.folder.read_strangers(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
-
-
-def started_unix_s(job: Job) -> float:
-    """When the cell's first attempt started."""
-    return job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
-
-
-def write_timeline(job: Job, out: Path) -> None:
-    """Write the samples of all nodes, with the phases of the workers, to one CSV file."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), out)

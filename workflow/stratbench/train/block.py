@@ -12,45 +12,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any
 
 from stratbench.cell import block_rules, blocks, record, software_gpu
-from stratbench.cell.blocks import BlockPlan, Segment
+from stratbench.cell.blocks import BURN_IN, FIRST, MIRROR, THIRD, BlockPlan, Segment
 from stratbench.cell.files import write_atomic
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import strategy_class
+from stratbench.strategies import make_strategy, strategy_class
 from stratbench.strategies.needs import check_installed
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, gpu_locks
-from stratbench.train.block_segments import (
-    TAIL_STEPS,
-    differences_of,
-    limit,
-    run_in_order,
-    timed_steps,
-)
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
-from stratbench.train.job import workers_on_nodes
-from stratbench.train.launch import (
-    Failure,
-    begin_log,
-    check_inputs,
-    hold_devices,
-    job_of,
-    launch,
-    launchers_parser,
-    run_to_end,
-)
+from stratbench.train.inputs import check_inputs
+from stratbench.train.job import Job, workers_on_nodes
+from stratbench.train.launch import Failure, begin_log, job_of, launch, launchers_parser, run_to_end
 from stratbench.train.locks import hold_cell
+
+#: Steps after those that are timed, of a strategy with servers: until the last timed push has come, no
+#: worker may run out of tickets.
+TAIL_STEPS = 3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,14 +73,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 class BlockRun:
-    """One block as it runs: where it is, and what it has found."""
+    """One block as it runs, and what is known of it so far."""
 
     def __init__(
         self, args: argparse.Namespace, plan: BlockPlan, settings: Mapping[str, Settings]
     ) -> None:
         self._args, self._plan, self._settings = args, plan, settings
         self.logs: Path = args.logs
-        self.at = "before its first segment"
         self._steps, self._discard = plan.steps, plan.discard
         self._slot = 0
         self._preceding: str | None = None
@@ -110,12 +101,12 @@ class BlockRun:
             check_installed(name, strategy_class(s.strategy), s.options)
         check_inputs(args.data, any_settings)
         on_nodes = workers_on_nodes(plan.gpus, args.nodes)
-        with hold_devices(any_settings, len(on_nodes)) as self._use_cuda:
+        with gpu_locks.hold_devices(any_settings, len(on_nodes)) as self._use_cuda:
             started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices
             if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
                 raise gpu_locks.DeviceError(reason)
             with self._shared_import():
-                done = run_in_order(plan, self._run_segment, self._burnt_in)
+                done = run_in_order(plan, self._run_segment, self._choose_length)
         agent.on_signals(lambda _: None)  # what is as good as finished is not given up
         wall_s = time.monotonic() - begun_s
         result = {
@@ -134,6 +125,7 @@ class BlockRun:
             },
             "segments": [segment.as_dict() for segment in done],
             "hosts": sorted(self._hosts),
+            "scattered_as": list(on_nodes) if any_settings.scattered else [],
             "device": "cuda" if self._use_cuda else "cpu",
             "gpu_names": sorted(self._gpu_names),
             "software_gpu": self._use_cuda and software_gpu.is_here(),
@@ -164,7 +156,7 @@ class BlockRun:
                 if before is not None:
                     os.environ[FOLDER_VARIABLE] = before
 
-    def _burnt_in(self, segment: Segment) -> None:
+    def _choose_length(self, segment: Segment) -> None:
         """Choose the length of the segments from the burn-in, where the plan has not."""
         if self._steps is None:
             noise = block_rules.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
@@ -178,35 +170,24 @@ class BlockRun:
         cell, slot = plan.cell(strategy), self._slot
         name = f"{slot:02d}-{strategy}"
         self._slot += 1
-        self.logs, self.at = args.logs / name, f"segment {name}"
-        timed = self._steps or block_rules.LEAST_STEPS
-        discarded = block_rules.discarded_steps(timed) if self._discard is None else self._discard
-        s = self._settings[strategy]
-        cls = strategy_class(s.strategy)
-        discarded, timed = cls(cls.Options(**s.options)).own_length(discarded, timed)
-        tail = TAIL_STEPS if cls.kind == "server" else 0
-        settings = blocks.segment_settings(s, plan, discarded + timed + tail)
+        self.logs = args.logs / name
+        settings, discarded, timed = self._settings_of_segment(strategy)
         RunFolder.of_logs(self.logs).create()
         begun_s = time.monotonic()
         with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
             exits, ending = launch(job, args.cpus_per_node)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":
-            raise Failure(f"{self.at}: {ending.reason}", exits.processes)
+            raise Failure(f"segment {name}: {ending.reason}", exits.processes)
         if lost := [w for s in job.folder.read_servers(job.n_servers) for w in s.get("lost", ())]:
-            raise Failure(f"{self.at}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}")
+            raise Failure(
+                f"segment {name}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}"
+            )
         made = assemble.make_record(job, ending)
         steps = timed_steps(job, discarded, timed) if ending.status == "ok" else None
-        provenances = [
-            w["provenance"]
-            for w in job.folder.read_workers(job.world_size).values()
-            if "provenance" in w
-        ]  # a worker that told nothing has none
-        hosts = sorted({p["host"]["name"] for p in provenances})
-        self._gpu_names.update(p["gpu"]["name"] for p in provenances if "gpu" in p)
         made["block"] = {
             "id": plan.path,
-            "host": ", ".join(hosts),
+            "host": ", ".join(self._note_machines(job)),
             "pass": in_pass,
             "slot": slot,
             "preceding": self._preceding,
@@ -215,9 +196,7 @@ class BlockRun:
             made["steps"] = steps
         path = Path("segments", name, "record.json")
         record.write(args.out / path, made)
-        self._hosts.update(hosts)
         self._preceding = strategy
-        self.at = "between its segments"
         mean_s = steps and steps["mean_s"]
         text = f"{1e3 * mean_s:.2f} ms a step" if mean_s else f"{ending.status}: {ending.reason}"
         print(f"segment {name} ({in_pass}): {text}; {wall_s:.1f} s", flush=True)
@@ -232,6 +211,107 @@ class BlockRun:
             wall_s - (made["time"]["train_time_s"] or 0.0),
             wall_s,
         )
+
+    def _settings_of_segment(self, strategy: str) -> tuple[Settings, int, int]:
+        """What the strategy's segment trains with, the steps that it discards, and those that are timed."""
+        timed = self._steps or block_rules.LEAST_STEPS
+        discarded = block_rules.discarded_steps(timed) if self._discard is None else self._discard
+        s = self._settings[strategy]
+        strategy = make_strategy(s.strategy, s.options)
+        discarded, timed = strategy.own_length(discarded, timed)
+        tail = TAIL_STEPS if strategy.kind == "server" else 0
+        return blocks.segment_settings(s, self._plan, discarded + timed + tail), discarded, timed
+
+    def _note_machines(self, job: Job) -> list[str]:
+        """Keep where a segment's workers were, as far as they told it; returns their hosts, sorted."""
+        workers = job.folder.read_workers(job.world_size).values()
+        provenances = [w["provenance"] for w in workers if "provenance" in w]
+        hosts = sorted({p["host"]["name"] for p in provenances})
+        self._gpu_names.update(p["gpu"]["name"] for p in provenances if "gpu" in p)
+        self._hosts.update(hosts)
+        return hosts
+
+
+# ---------------------------------------------------------------- the segments
+
+
+def run_in_order(
+    plan: BlockPlan, run: Callable[[str, str], Segment], after_burn_in: Callable[[Segment], None]
+) -> list[Segment]:
+    """Run a block's segments by `run(pass, strategy)`, and return them in their order.
+
+    A burn-in first, by the first strategy that ends one well; `after_burn_in` is told of it. Then every
+    strategy in the plan's order, in its mirror, and a third time where its two disagree. One that
+    ends in another way drops out of what is left.
+    """
+    done: list[Segment] = []
+    dropped: set[str] = set()
+
+    def one(in_pass: str, strategy: str) -> Segment:
+        done.append(segment := run(in_pass, strategy))
+        if segment.status != "ok":
+            dropped.add(strategy)
+        return segment
+
+    for strategy in plan.order:
+        if (segment := one(BURN_IN, strategy)).status == "ok":
+            after_burn_in(segment)
+            break
+    for in_pass, order in ((FIRST, plan.order), (MIRROR, plan.order[::-1])):
+        for strategy in order:
+            if strategy not in dropped:
+                one(in_pass, strategy)
+    differences = differences_of(done)
+    for strategy in plan.order:
+        if differences.get(strategy, 0.0) > limit(plan, differences.values()):
+            one(THIRD, strategy)
+    return done
+
+
+def differences_of(segments: Sequence[Segment]) -> dict[str, float]:
+    """How far each strategy's two segments are apart: the natural logarithm of the ratio of their times.
+
+    Of strategies whose two ended well.
+    """
+    times: dict[str, list[float]] = {}
+    for s in segments:
+        if s.in_pass in (FIRST, MIRROR) and s.mean_step_s is not None:
+            times.setdefault(s.strategy, []).append(s.mean_step_s)
+    return {name: abs(math.log(t[0] / t[1])) for name, t in times.items() if len(t) == 2}
+
+
+def limit(plan: BlockPlan, differences: Iterable[float]) -> float:
+    """From which difference of a strategy's two segments on it runs a third one in this block."""
+    if plan.disagreement is not None:
+        return plan.disagreement
+    return block_rules.disagreement_limit(list(differences))
+
+
+def timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
+    """The record's `steps`: the time of each of the `timed` steps after `discarded` ones.
+
+    Of a collective, as its slowest worker saw them. With servers, a step is as many pushes as a global
+    batch has, and ends when the slowest server has taken them: no worker's own step says how fast
+    all are together.
+    """
+    if job.has_servers:
+        ends = [s["step_ends_s"] for s in job.folder.read_servers(job.n_servers)]
+        by_process = [
+            [after - before for before, after in pairwise(e[discarded - 1 : discarded + timed])]
+            for e in ends
+        ]
+    else:
+        workers = job.folder.read_workers(job.world_size).values()
+        by_process = [
+            [ms / 1e3 for ms in w["step_ms"][discarded : discarded + timed]] for w in workers
+        ]
+    slowest = max(by_process, key=sum)
+    return {
+        "discarded": discarded,
+        "timed": len(slowest),
+        "mean_s": fmean(slowest),
+        "each_ms": [1e3 * s for s in slowest],
+    }
 
 
 if __name__ == "__main__":

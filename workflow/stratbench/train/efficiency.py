@@ -31,17 +31,17 @@ def compute_figures(
     if counted is None:
         return None
     names = ("forward_flops_per_sample", "training_flops_per_sample")
-    found: dict[str, Any] = {name: counted[name] for name in names}
+    figures: dict[str, Any] = {name: counted[name] for name in names}
     samples, train_time_s = run.get("samples_seen"), run.get("train_time_s")
     if not samples or not train_time_s:
-        return found
-    done = found["training_flops_per_sample"] * samples
-    found["achieved_flops_per_s"] = done / train_time_s
+        return figures
+    done = figures["training_flops_per_sample"] * samples
+    figures["achieved_flops_per_s"] = done / train_time_s
     peak = peak_flops_per_s(job, workers)
     if peak is not None:
-        found["peak_flops_per_s"] = peak
-        found["mfu"] = found["achieved_flops_per_s"] / peak
-    return found
+        figures["peak_flops_per_s"] = peak
+        figures["mfu"] = figures["achieved_flops_per_s"] / peak
+    return figures
 
 
 def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
@@ -64,23 +64,23 @@ def communication_figures(
     steps = sum(n for _, n in stated)
     if not steps:
         return None
-    found: dict[str, Any] = {"method": stated[0][0]["method"]}
+    figures: dict[str, Any] = {"method": stated[0][0]["method"]}
     for key in _RATES:
-        found[key] = sum(c[key] * n for c, n in stated) / steps
+        figures[key] = sum(c[key] * n for c, n in stated) / steps
     for key in _TIMES:
         if all(key in c for c, _ in stated):
-            found[key] = sum(c[key] * n for c, n in stated) / steps
+            figures[key] = sum(c[key] * n for c, n in stated) / steps
     if job.settings.elastic:
-        return found  # how much a second depends on who was there
+        return figures  # how much a second depends on who was there
     if train_time_s := run.get("train_time_s"):
         steps_per_s = steps / len(stated) / train_time_s
-        found["implied_bytes_per_s"] = max(found[key] for key in _RATES) * steps_per_s
+        figures["implied_bytes_per_s"] = max(figures[key] for key in _RATES) * steps_per_s
         if servers:
             moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in servers]
-            found["busiest_server_bytes_per_s"] = max(moved) / train_time_s
+            figures["busiest_server_bytes_per_s"] = max(moved) / train_time_s
     if servers:
-        found |= links_of_nodes(job, workers)
-    return found
+        figures |= links_of_nodes(job, workers)
+    return figures
 
 
 def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
@@ -112,24 +112,24 @@ def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def mean_phases_ms(
-    workers: list[dict[str, Any]], found: dict[str, Any] | None
+    workers: list[dict[str, Any]], communication: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Mean time of each phase in a step over all workers, in ms; `found`: the cell's communication.
+    """Mean time of each phase in a step over all workers, in ms; `communication`: the cell's.
 
     Exposed communication is taken out of backward, and the wait out of the exchange with the server.
     """
-    found = found or {}
+    communication = communication or {}
     names = dict.fromkeys(name for w in workers for name in w["breakdown_ms"])
     phases: dict[str, float] = {}
     for name in names:
         mean_ms = sum(w["breakdown_ms"].get(name, 0.0) for w in workers) / len(workers)
         match name:
-            case "backward" if "exposed_ms" in found:
-                exposed_ms = min(found["exposed_ms"], mean_ms)
+            case "backward" if "exposed_ms" in communication:
+                exposed_ms = min(communication["exposed_ms"], mean_ms)
                 phases["backward"] = mean_ms - exposed_ms
                 phases["exposed_communication"] = exposed_ms
-            case "server" if "server_wait_ms" in found:
-                wait_ms = min(found["server_wait_ms"], mean_ms)
+            case "server" if "server_wait_ms" in communication:
+                wait_ms = min(communication["server_wait_ms"], mean_ms)
                 phases["push"] = mean_ms - wait_ms
                 phases["server_wait"] = wait_ms
             case "other" if "server" not in names:  # what follows the last mark of a step

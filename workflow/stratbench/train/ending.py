@@ -17,6 +17,7 @@ from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train.agent import Exits, ProcessExit, has_joined
 from stratbench.train.commands import results
 from stratbench.train.job import Job
+from stratbench.train.out_of_memory import line_out_of_memory
 from stratbench.train.standing import standings_of, why_hung, why_no_timeout
 
 
@@ -26,6 +27,9 @@ class Ending:
 
     status: str
     reason: str | None
+
+
+KILLED_FOR_MEMORY = Ending("oom", "the kernel killed a process because the host had no memory left")
 
 
 def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
@@ -42,8 +46,8 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
         return Ending("refused", refused)
     if first_reason(workers, "oom"):
         return out_of_memory(job, workers)
-    if host_out_of_memory(exits, kills_before):
-        return Ending("oom", "the kernel killed a process because the host had no memory left")
+    if any(p.exit_code == -signal.SIGKILL for p in exits.processes) and has_killed(kills_before):
+        return KILLED_FOR_MEMORY
     return (classify_served if job.has_servers else classify_collective)(job, exits, workers)
 
 
@@ -57,9 +61,9 @@ def classify_command(job: Job, exits: Exits, kills_before: int | None) -> Ending
         return Ending("diverged", worker["reason"])
     failed = [p for p in exits.processes if p.exit_code not in (0, None)]
     if failed:
-        if kills_before is not None and oom_kills() > kills_before:
-            return Ending("oom", "the kernel killed a process because the host had no memory left")
-        line = results.lacked_memory(job)
+        if has_killed(kills_before):
+            return KILLED_FOR_MEMORY
+        line = line_out_of_memory(results.log_of(job))
         if line is None:
             return Ending("error", results.why_failed(job, exits.processes))
         if job.folder.read_strangers():
@@ -69,9 +73,7 @@ def classify_command(job: Job, exits: Exits, kills_before: int | None) -> Ending
             return Ending("error", f"the command {why}; {line.strip()}")
         return Ending("oom", line.strip())
     if exits.timed_out:
-        if why := results.why_no_timeout(job):
-            return Ending("error", why)
-        return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
+        return failed_or_slow(job, results.why_no_timeout(job))
     if worker.get("status") != "ok":
         return Ending("error", worker.get("reason", "the command left no result"))
     return Ending("ok", None)
@@ -86,7 +88,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
     """How a cell ended whose workers need one another, and none of whom lacked memory."""
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
-        return Ending("error", told_by_watchdog(job, killed) or str(killed[0]))
+        return Ending("error", watchdog_reason(job, killed) or str(killed[0]))
     if reason := first_reason(workers, "error"):
         # A peer did not come to a collective in time. Whoever still runs is the one.
         waits = why_hung(standings_of(job)) if "Timed out waiting" in reason else None
@@ -132,15 +134,27 @@ def hung_or_slow(job: Job, exits: Exits) -> Ending:
     """How a cell ended that was ended at its limit, or because it hung: slowness alone is a result."""
     if exits.hung:
         return Ending("error", why_hung(standings_of(job)) or "it hangs: no worker got on")
-    if why := why_no_timeout(job):
-        return Ending("error", why)
-    return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
+    return failed_or_slow(job, why_no_timeout(job))
+
+
+def failed_or_slow(job: Job, why_failed: str | None) -> Ending:
+    """How a cell ended at its limit: slow, where nothing says why it failed."""
+    return Ending("error", why_failed) if why_failed else slow(job.time_limit_s)
+
+
+def slow(limit_s: float) -> Ending:
+    """How a cell ended that reached its limit, and did not fail."""
+    return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
 
 
 def own_reason(worker: Mapping[str, Any] | None) -> str | None:
     """What a lost worker says itself, unless it only repeats what the servers told it."""
-    told = worker is not None and worker["status"] == "error" and worker["reason"]
-    return told if told and not told.startswith((RunEnded.__name__, ServerLost.__name__)) else None
+    reason = worker is not None and worker["status"] == "error" and worker["reason"]
+    return (
+        reason
+        if reason and not reason.startswith((RunEnded.__name__, ServerLost.__name__))
+        else None
+    )
 
 
 #: What PyTorch's watchdog of NCCL writes before it ends a process by SIGABRT: the first names the
@@ -151,7 +165,7 @@ _WATCHDOG_SAYS = (
 )
 
 
-def told_by_watchdog(job: Job, killed: Sequence[ProcessExit]) -> str | None:
+def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
     """Why NCCL's watchdog ended the first of the processes that it did end; None if it ended none.
 
     An error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
@@ -162,8 +176,8 @@ def told_by_watchdog(job: Job, killed: Sequence[ProcessExit]) -> str | None:
             continue
         lines = last_lines(path)
         for sign in _WATCHDOG_SAYS:
-            if found := [match[0] for line in lines if (match := sign.search(line))]:
-                return f"{process.name}: {found[-1].strip()}"
+            if reports := [match[0] for line in lines if (match := sign.search(line))]:
+                return f"{process.name}: {reports[-1].strip()}"
     return None
 
 
@@ -194,24 +208,17 @@ def _in_gib(held_bytes: int | None) -> str:
     )
 
 
-def host_out_of_memory(exits: Exits, kills_before: int | None) -> bool:
-    """Whether a process was killed by SIGKILL and the control group counts more kills for memory."""
-    killed = any(p.exit_code == -9 for p in exits.processes)
-    return killed and kills_before is not None and oom_kills() > kills_before
+def has_killed(kills_before: int | None) -> bool:
+    """Whether the control group counts more kills for memory than before; not where that is unknown."""
+    return kills_before is not None and oom_kills() > kills_before
 
 
 def oom_kills() -> int:
     """Out-of-memory kills in this process's control group (version 2); 0 where that cannot be read."""
     try:
-        group = (
-            Path("/proc/self/cgroup")
-            .read_text(encoding="utf-8")
-            .splitlines()[0]
-            .rpartition("::")[2]
-        )
-        events = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.events").read_text(
-            encoding="utf-8"
-        )
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        folder = Path("/sys/fs/cgroup", groups[0].rpartition("::")[2].lstrip("/"))
+        events = (folder / "memory.events").read_text(encoding="utf-8")
     except (OSError, IndexError):
         return 0
     counts = dict(line.split() for line in events.splitlines())

@@ -280,6 +280,8 @@ class _Server:
         self._answer(connection, pid)
 
     def _launcher_ended(self, connection: socket.socket, pid: int) -> None:
+        if self._children.get(pid) is not connection:  # reaped since the look that heard of both
+            return
         self._selector.unregister(connection)
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so it is still this child's
 

@@ -17,6 +17,7 @@ from stratbench.train.locks import own_folder
 
 if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
+    from stratbench.study.slurm.worker_job import WorkerJob
 
 
 #: The driver's, one for each GPU.
@@ -139,7 +140,7 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
     locks = {gpu: folder / f"gpu-{name}" for gpu, name in lock_names(gpus).items()}
     with ExitStack() as held:
         mine: list[str] = []
-        told = False
+        announced = False
         while len(mine) < wanted:
             for gpu in gpus:
                 if gpu in mine or len(mine) == wanted:
@@ -151,9 +152,9 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
                 # Give back what was taken: two cells that each hold half would wait for ever.
                 held.close()
                 mine.clear()
-                if not told:
+                if not announced:
                     print(f"waiting for {wanted} free GPUs (another cell holds some)", flush=True)
-                    told = True
+                    announced = True
                 time.sleep(0.5)
         yield mine
 
@@ -170,6 +171,27 @@ def lock_names(gpus: list[str]) -> dict[str, str]:
 def show_only(gpus: list[str]) -> None:
     """Make `gpus` the only ones that this process's children see, as devices 0, 1, …"""
     os.environ[VARIABLE] = ",".join(gpus)
+
+
+@contextmanager
+def hold_devices(
+    settings: Settings, n_nodes: int, elsewhere: WorkerJob | None = None
+) -> Iterator[bool]:
+    """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it uses any.
+
+    `elsewhere`: what its workers ask for where they are jobs of their own; they hold what SLURM gives them.
+    """
+    if elsewhere is not None:
+        yield elsewhere.gpus > 0
+        return
+    gpus = [] if settings.device == "cpu" else visible_gpus()
+    cuda = wants_cuda(settings.device, gpus)
+    if settings.device != "cpu" and (unknown := unknown_gpu()):
+        print(f"{unknown}: as in CUDA it hides what follows; visible: {', '.join(gpus) or 'none'}")
+    with reserve(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
+        if mine:
+            show_only(mine)
+        yield cuda
 
 
 def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:

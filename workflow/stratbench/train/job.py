@@ -34,8 +34,8 @@ def workers_on_nodes(workers: int, nodes: int) -> tuple[int, ...]:
     if nodes:
         return on_equal_nodes(workers, -(-workers // nodes))
     laid = os.environ.get(f"STRATBENCH_{TASKS_VARIABLE}", str(workers))
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", laid)
-    each_node = tuple(int(tasks) for tasks, times in found for _ in range(int(times or 1)))
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", laid)
+    each_node = tuple(int(tasks) for tasks, times in counts for _ in range(int(times or 1)))
     if sum(each_node) != workers:
         raise LayoutError(
             f"the SLURM job has {laid} tasks on its nodes ({TASKS_VARIABLE}), not one for each of {workers} "

@@ -23,11 +23,9 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.blocks import BlockPlan
@@ -43,21 +41,22 @@ from stratbench.study.job_environment import TASKS_GPUS_VARIABLE
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
+from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.commands.results import keep_results
 from stratbench.train.elastic import launch as elastic
 from stratbench.train.elastic import served
 from stratbench.train.ending import Ending, classify, oom_kills
+from stratbench.train.gpu_locks import hold_devices
+from stratbench.train.inputs import check_inputs, check_spec
 from stratbench.train.job import Job, LayoutError, workers_on_nodes
 from stratbench.train.locks import Held, hold_cell, scratch
-from stratbench.train.nodes.srun import run_on_nodes, share_of_cores, told_of_job
+from stratbench.train.nodes.srun import queue_wait_s, run_on_nodes, share_of_cores
 from stratbench.train.restarts import attempts
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload.data import prepared
-from stratbench.workload.data.own_data import is_own
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.network import models
-from stratbench.workload.users_code import ModelError, check_unchanged, digest_of, listed
+from stratbench.workload.users_code import ModelError
 
 EVIDENCE_LINES = 20
 
@@ -182,7 +181,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
     agent.on_signals(lambda _: None)  # what is as good as finished is not given up
-    assemble.write_timeline(job, args.timeline)
+    merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), args.timeline)
     finished = assemble.make_record(job, ending)
     record.write(args.record, finished)
     attempts.forget_all(job)
@@ -194,61 +193,6 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
 def asked_of_workers(args: argparse.Namespace) -> WorkerJob | None:
     """What each worker job of an elastic cell asks SLURM for; None where workers run on this machine."""
     return WorkerJob.from_json(args.worker_job) if args.worker_job else None
-
-
-def check_inputs(data: Path, s: Settings) -> None:
-    """ModelError or DataError where a user's code or the prepared data are not those of the settings."""
-    check_files(s)
-    for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
-        if spec:
-            check_unchanged(what, spec)
-    check_data(data, s)
-
-
-def check_files(s: Settings) -> None:
-    """ModelError where files that the strategy's options name are not those of the settings."""
-    files = strategy_class(s.strategy).files(s.options)
-    if files and digest_of(files) != s.options["sha256"]:
-        raise ModelError(
-            f"its files ({listed(list(files))}) have changed since the run was started; start it again"
-        )
-
-
-def check_data(folder: Path, s: Settings) -> None:
-    """DataError where the prepared data are not those of the settings, or do not suit them.
-
-    To built-in data the config has been held; of a user's own little was known then.
-    """
-    meta = prepared.read_meta(folder)
-    check_spec(meta, folder, s)
-    if not is_own(s.data_spec):
-        return
-    if s.global_batch > meta["train_samples"]:
-        raise DataError(
-            f"a step of {s.gpus} workers would take {s.global_batch} samples, but {s.dataset} has "
-            f"{meta['train_samples']} to train on; use a smaller batch"
-        )
-    try:
-        models.input_shape(models.model_of(s), tuple(meta["shape"]))
-    except ValueError as e:
-        raise DataError(f"data set {s.dataset!r}: {e}") from e
-
-
-def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
-    """DataError where the meta data in `folder` are those of another data set than the settings'.
-
-    That may have the same name: another config's with the same results, or an earlier state of it.
-    """
-    wanted = {"format": prepared.FORMAT, "name": s.dataset, "spec": s.data_spec}
-    if other := [key for key, value in wanted.items() if meta.get(key) != value]:
-        differences = "; ".join(
-            f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other
-        )
-        raise DataError(
-            f"{folder} holds other data than the cell is to be trained on: {differences}. Start the run "
-            "again, which prepares it; two configs that share `results` must name such data sets "
-            "differently"
-        )
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -299,27 +243,6 @@ def launchers_parser(description: str) -> argparse.ArgumentParser:
 
 
 @contextmanager
-def hold_devices(
-    settings: Settings, n_nodes: int, elsewhere: WorkerJob | None = None
-) -> Iterator[bool]:
-    """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it uses any.
-
-    `elsewhere`: what its workers ask for where they are jobs of their own; they hold what SLURM gives them.
-    """
-    if elsewhere is not None:
-        yield elsewhere.gpus > 0
-        return
-    gpus = [] if settings.device == "cpu" else gpu_locks.visible_gpus()
-    cuda = gpu_locks.wants_cuda(settings.device, gpus)
-    if settings.device != "cpu" and (unknown := gpu_locks.unknown_gpu()):
-        print(f"{unknown}: as in CUDA it hides what follows; visible: {', '.join(gpus) or 'none'}")
-    with gpu_locks.reserve(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
-        if mine:
-            gpu_locks.show_only(mine)
-        yield cuda
-
-
-@contextmanager
 def job_of(
     cell: Cell,
     settings: Settings,
@@ -352,21 +275,6 @@ def job_of(
             queue_wait_s=queue_wait_s(),
             planned_repeats=None if in_block else args.repeats,
         )
-
-
-def queue_wait_s() -> float | None:
-    """How long this process's SLURM job waited since it was submitted, or could first have started.
-
-    None outside of SLURM, and where it does not answer.
-    """
-    said = told_of_job()
-    try:
-        submitted, eligible, started = (
-            datetime.fromisoformat(said[key]) for key in ("SubmitTime", "EligibleTime", "StartTime")
-        )
-    except (KeyError, ValueError):
-        return None
-    return max(0.0, (started - max(submitted, eligible)).total_seconds())
 
 
 def threads_of(settings: Settings, workers: int, args: argparse.Namespace) -> int:

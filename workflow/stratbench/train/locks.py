@@ -58,11 +58,11 @@ def own_folder(parent: str | Path | None = None) -> Path:
 
 def _is_own(path: Path) -> bool:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    private = stat.S_IMODE(found.st_mode) & 0o077 == 0
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and private
+    private = stat.S_IMODE(status.st_mode) & 0o077 == 0
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and private
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
                 OSError
             ):  # for those who wait; on a full disk they wait unknowing
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, _who().encode())
+                os.write(descriptor, Claim.own().who.encode())
             workers, _ = _wait_for(logs / "workers.lock", "workers of a killed launcher still end")
             os.close(workers)
         except OSError as e:
@@ -118,25 +118,21 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
         yield waited
 
 
-def _who() -> str:
-    return Claim.own().who
-
-
 @dataclass(frozen=True)
 class Claim:
     """Who holds a cell where there are no locks."""
 
     host: str
     pid: int
-    #: When the process began, in seconds since 1970: numbers of processes come again.
-    began_unix_s: float
+    #: When the process began, see `_began_s`: numbers of processes come again.
+    began_s: float
     job: str | None
 
     @classmethod
     def own(cls) -> Claim:
         """This process's."""
         me = psutil.Process()
-        return cls(socket.gethostname(), me.pid, me.create_time(), os.environ.get("SLURM_JOB_ID"))
+        return cls(socket.gethostname(), me.pid, _began_s(me), os.environ.get("SLURM_JOB_ID"))
 
     @classmethod
     def parse(cls, text: str) -> Claim | None:
@@ -158,7 +154,8 @@ class Claim:
         if self.host == socket.gethostname():
             try:
                 process = psutil.Process(self.pid)
-                is_same = process.create_time() == self.began_unix_s
+                # The start of the system is read in whole seconds, which may be another one each time.
+                is_same = abs(_began_s(process) - self.began_s) < 2
                 return not is_same or process.status() == psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
                 return True
@@ -166,6 +163,11 @@ class Claim:
             return False
         # A job that was queued again, as this one then, has left its earlier node.
         return self.job == os.environ.get("SLURM_JOB_ID") or not may_run(self.job)
+
+
+def _began_s(process: psutil.Process) -> float:
+    """Seconds from the start of the system to that of a process. Whoever sets the clock leaves them."""
+    return process.create_time() - psutil.boot_time()
 
 
 def _claim(path: Path, text: str, wait: bool = True) -> bool:

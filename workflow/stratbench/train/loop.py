@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from stratbench.cell.files import finite
 from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.ps import ParameterServer
@@ -89,24 +90,18 @@ def train(
     with phases("warmup"):
         warm_up(strategy, data, worker)
     memory.start()
-    clock = StepClock(worker.device, worker.pulse)
+    clock = StepClock(worker.device, worker.pulse, strategy.own_phases)
     worker.mark = clock.mark
-    status, reason = "ok", None
+    reason = None
     in_all, first = s.total_steps(data.train_samples), 0
     parts = keeper = used = None
+    steps_per_epoch = data.train_samples // s.global_batch
     if from_step is not None:
-        keeper = Keeper(
-            strategy,
-            worker,
-            clock,
-            phases,
-            progress.per_epoch,
-            data.train_samples // s.global_batch,
-        )
+        keeper = Keeper(strategy, worker, clock, phases, progress.per_epoch, steps_per_epoch)
         for entry in keeper.go_on(from_step):
             progress.add(entry)
-        first = from_step // keeper.steps_per_epoch
-    steps = first * keeper.steps_per_epoch if keeper else 0
+        first = from_step // steps_per_epoch
+    steps = first * steps_per_epoch
     if s.partition == "by-class":
         parts = ByClass(data.train_targets, worker.data_workers, s.seed)
     for epoch in range(first, s.passes(data.train_samples)):
@@ -117,7 +112,7 @@ def train(
             used = memory.read()
         steps += len(losses)
         loss = mean_over_workers(torch.stack(losses).double().mean(), worker)
-        found = {"training": loss}
+        mean_losses = {"training": loss}
         if s.steps:
             report_steps(steps, in_all, clock, worker)
         else:
@@ -129,23 +124,26 @@ def train(
             strategy.check_alike()
             progress.add(entry)
             report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
-            found["test"] = evaluated[0]
-        for name, value in found.items():
-            if status == "ok" and not isfinite(value):
-                where = (
-                    f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
-                )
-                status = "diverged"
-                reason = f"the {name} loss became {value} in {where}"
-        if status == "diverged":
+            mean_losses["test"] = evaluated[0]
+        where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
+        if reason := why_diverged(mean_losses, where):
             break
         if keeper is not None and keeper.next_due == steps < in_all:
             keeper.keep(steps, [])
     samples, seen = steps * strategy.samples_per_step(s), parts and parts.class_samples
     kept = keeper and keeper.close()
     return Result(
-        status, reason, clock, progress, steps, samples, used, class_samples=seen, checkpoints=kept
-    )
+        "diverged" if reason else "ok", reason, clock, progress, steps, samples, used,
+        class_samples=seen, checkpoints=kept,
+    )  # fmt: skip
+
+
+def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
+    """The first of an epoch's losses, by name, that is not finite, in words; None where all are."""
+    for name, value in mean_losses.items():
+        if not isfinite(value):
+            return f"the {name} loss became {value} in {where}"
+    return None
 
 
 def train_with_server(
@@ -173,16 +171,10 @@ def train_with_server(
 
     with phases("warmup"):
         warm_up(strategy, data, worker)
-    # There is no pause between two epochs in which the next one's could be drawn.
-    passes = range(s.passes(data.train_samples))
-    drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in passes]
-
-    @lru_cache(maxsize=2)  # a ticket of a lost worker may be from the epoch before
-    def tables(epoch: int) -> EpochTables:
-        return drawn[epoch].on(data.index_device)
-
+    passes = s.passes(data.train_samples)
+    tables = drawn_tables(data, s, passes)
     memory.start()
-    clock = StepClock(worker.device, worker.pulse)
+    clock = StepClock(worker.device, worker.pulse, strategy.own_phases)
     worker.mark = clock.mark
     losses: dict[int, list[torch.Tensor]] = {}
     samples = 0
@@ -195,7 +187,8 @@ def train_with_server(
         if not clock.running:
             clock.begin()
         if epoch not in losses:
-            reports.submit(announce_epoch, epoch, len(passes), worker)
+            # Each worker does, since each reaches an epoch at its own time.
+            reports.submit(print, f"epoch {epoch + 1}/{passes} begun", flush=True)
         order, augmentation = tables(epoch)
         x, y = data.batch(order[where], augmentation)
         if data.fetches_ahead and (likely := strategy.likely_ticket(data.train_samples)):
@@ -216,11 +209,25 @@ def train_with_server(
     if strategy.is_evaluator and not s.steps and not s.elastic:
         with phases("eval"):
             diverged += evaluate_epochs(strategy, data, worker, progress)
-    status = "diverged" if diverged else "ok"
     reason = f"the {diverged[0]} is not a finite number" if diverged else None
-    finite_sums = {e: (finite(x), n) for e, (x, n) in sums.items()}
-    steps = sum(n for _, n in sums.values())
-    return Result(status, reason, clock, progress, steps, samples, used, finite_sums)
+    return Result(
+        "diverged" if reason else "ok", reason, clock, progress, sum(n for _, n in sums.values()),
+        samples, used, {e: (finite(x), n) for e, (x, n) in sums.items()},
+    )  # fmt: skip
+
+
+def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
+    """The tables of each of `epochs`, by its number, on the device; all are drawn here.
+
+    There is no pause between two epochs in which the next one's could be.
+    """
+    drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in range(epochs)]
+
+    @lru_cache(maxsize=2)  # a ticket of a lost worker may be from the epoch before
+    def tables(epoch: int) -> EpochTables:
+        return drawn[epoch].on(data.index_device)
+
+    return tables
 
 
 def evaluate_epoch(
@@ -228,13 +235,7 @@ def evaluate_epoch(
 ) -> dict[str, float | None]:
     """What the servers' state after an epoch is worth, as `Channel.score` takes it."""
     with strategy.holding_epoch(epoch) as train_time_s:
-        evaluated = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.pulse)
-    entry = epoch_entry(epoch, train_time_s, None, evaluated)
-    print(
-        f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
-        f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",
-        flush=True,
-    )
+        entry = served_entry(strategy, data, worker, epoch, train_time_s)
     return {key: entry[key] for key in ("test_loss", "score", "score_error")}
 
 
@@ -244,20 +245,26 @@ def evaluate_epochs(
     """Evaluate the servers' state after each epoch; returns what was not a finite number."""
     diverged = []
     for epoch in range(worker.settings.epochs):
-        train_time_s = strategy.load_epoch(epoch)
-        evaluated = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.pulse)
+        entry = served_entry(strategy, data, worker, epoch, strategy.load_epoch(epoch))
         strategy.drop_epoch(epoch)
-        if not isfinite(evaluated[0]):
+        if entry["test_loss"] is None:
             diverged.append(f"test loss after epoch {epoch + 1}")
-        # The launcher has all workers' losses.
-        entry = epoch_entry(epoch, train_time_s, None, evaluated)
         progress.add(entry)
-        print(
-            f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
-            f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",
-            flush=True,
-        )
     return diverged
+
+
+def served_entry(
+    strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
+) -> dict[str, Any]:
+    """The entry of an epoch whose state of the servers the model has; the launcher has all losses."""
+    evaluated = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.pulse)
+    entry = epoch_entry(epoch, train_time_s, None, evaluated)
+    print(
+        f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
+        f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",
+        flush=True,
+    )
+    return entry
 
 
 def epoch_entry(
@@ -281,11 +288,6 @@ def describe_score(task: Task, score: float | None) -> str:
         return f"test {task.score_name} not finite"
     shown = f"{score:.2%}" if task.unit == "share" else f"{score:.4f} {task.unit}"
     return f"test {task.score_name} {shown}"
-
-
-def announce_epoch(epoch: int, epochs: int, worker: Worker) -> None:
-    """Print a line of progress; every worker does, since each reaches an epoch at its own time."""
-    print(f"epoch {epoch + 1}/{epochs} begun", flush=True)
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
@@ -420,7 +422,7 @@ def keep_between(
 
     After the last step that is done once the epoch was evaluated.
     """
-    losses, first = keeper.begun(), epoch * keeper.steps_per_epoch
+    losses, first = keeper.take_losses(), epoch * keeper.steps_per_epoch
     last = first + min(keeper.steps_per_epoch, most)
     batches = islice(batches, len(losses), None)
     while True:

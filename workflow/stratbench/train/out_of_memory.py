@@ -1,6 +1,8 @@
-"""How those who run out of memory say so."""
+"""How those who run out of memory say so. Importing this file imports no torch: the launcher reads logs."""
 
 from __future__ import annotations
+
+import errno
 
 #: The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.
 SIGNS = (
@@ -11,12 +13,38 @@ SIGNS = (
 _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
-def says_out_of_memory(text: str) -> bool:
-    """Whether an error's text means that there was no memory left."""
-    return any(sign in text for sign in SIGNS)
-
-
 def line_out_of_memory(lines: list[str]) -> str | None:
     """The last line of a log that says so; None without one."""
-    found = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
-    return next(found, None)
+    matching = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
+    return next(matching, None)
+
+
+def is_out_of_memory(e: BaseException) -> bool:
+    """Whether an exception means that the device or the host had no memory left."""
+    import torch
+
+    if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(e, OSError):
+        return e.errno == errno.ENOMEM
+    if not isinstance(e, RuntimeError):
+        return False
+    if any(sign in str(e) for sign in SIGNS):
+        return True
+    # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
+    return "was unable to find an engine to execute" in str(e) and _gpu_is_full()
+
+
+def _gpu_is_full() -> bool:
+    """Whether PyTorch's allocator was refused memory, or has less than a tenth of the GPU left."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+    except RuntimeError:  # CUDA itself is broken
+        return False
+    cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    refused = torch.cuda.memory_stats().get("num_ooms", 0)
+    return refused > 0 or free_bytes + cached_bytes < total_bytes / 10

@@ -73,11 +73,11 @@ def note_standing(job: Job, node: int, processes: Sequence[Process], at_limit: b
     """Keep where the workers of this node are now; `processes`: all of the cell on it, ended or not."""
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
-    found = {}
+    standings = {}
     for rank in job.ranks_of(node):
         name = worker_name(rank)
         beat = read_pulse(job.folder.pulse(rank), now_s)
-        found[name] = {
+        standings[name] = {
             "steps": beat.steps if beat else 0,
             "phase": phase_of(job, rank),
             "exit_code": by_name[name].exitcode,
@@ -86,12 +86,12 @@ def note_standing(job: Job, node: int, processes: Sequence[Process], at_limit: b
             "hangs": beat is not None and beat.hangs,
         }
     running = [p for p in processes if p.exitcode is None]
-    stepless = at_limit and not any(entry["steps"] for entry in found.values())
-    if stepless or all(found[p.name]["hangs"] for p in running if p.name in found):
+    stepless = at_limit and not any(entry["steps"] for entry in standings.values())
+    if stepless or all(standings[p.name]["hangs"] for p in running if p.name in standings):
         ask_for_stacks(job, running)
-        for name, entry in found.items():
+        for name, entry in standings.items():
             entry["call"] = innermost_call(job.folder.stack(name))
-    job.folder.write_standing(node, found)
+    job.folder.write_standing(node, standings)
 
 
 def phase_of(job: Job, rank: int) -> str:
@@ -150,8 +150,8 @@ def innermost_call(path: Path) -> str | None:
     calls = calls_in(path)
     if not calls:
         return None
-    found = _CALL.match(calls[0])
-    return f"{found['function']} ({os.path.basename(found['path'])}:{found['line']})"
+    match = _CALL.match(calls[0])
+    return f"{match['function']} ({os.path.basename(match['path'])}:{match['line']})"
 
 
 def why_no_timeout(job: Job) -> str | None:
@@ -159,14 +159,14 @@ def why_no_timeout(job: Job) -> str | None:
 
     It failed if no worker had taken a step, or if it hung (`why_hung`).
     """
-    told = standings_of(job)
+    standings = standings_of(job)
     results = job.folder.read_workers(job.world_size)
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     ranks = range(job.world_size)
-    if not any(_stepped(job, rank, told.get(rank), results.get(rank)) for rank in ranks):
-        known = {rank: told.get(rank) or Standing(0, phase_of(job, rank)) for rank in ranks}
-        return f"no step within {limit}; {_listed(known)}"
-    return why_hung(told) if len(told) == job.world_size else None
+    if not any(_has_stepped(job, rank, standings.get(rank), results.get(rank)) for rank in ranks):
+        known = {rank: standings.get(rank) or Standing(0, phase_of(job, rank)) for rank in ranks}
+        return f"no step within {limit}; {_ranks_text(known)}"
+    return why_hung(standings) if len(standings) == job.world_size else None
 
 
 def standings_of(job: Job) -> dict[int, Standing]:
@@ -174,23 +174,25 @@ def standings_of(job: Job) -> dict[int, Standing]:
     return {rank_of(name): Standing(**entry) for name, entry in job.folder.read_standing().items()}
 
 
-def why_hung(told: Mapping[int, Standing]) -> str | None:
+def why_hung(standings: Mapping[int, Standing]) -> str | None:
     """Who waits for whom, if every worker that ran was quiet for longer than `Beat.patience_s`; else None.
 
     They wait for one another, or for something that does not come.
     """
-    running = {rank: standing for rank, standing in told.items() if standing.exit_code is None}
+    running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
     if not running or not all(standing.hangs for standing in running.values()):
         return None
     quiet_s = min(s.quiet_s for s in running.values())
     longest_s = max(s.longest_step_s for s in running.values())
     return (
         f"it hangs: no worker got on for {quiet_s:.1f} s, and no step before had taken longer than "
-        f"{longest_s:.3g} s; {_listed(running)}"
+        f"{longest_s:.3g} s; {_ranks_text(running)}"
     )
 
 
-def _stepped(job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None) -> bool:
+def _has_stepped(
+    job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None
+) -> bool:
     """Whether a worker is known to have taken a step. An agent that is gone left no standing."""
     if standing is not None:
         return standing.steps > 0
@@ -199,14 +201,14 @@ def _stepped(job: Job, rank: int, standing: Standing | None, result: dict[str, A
     return any(p.phase == "train" for p in read_phases([job.folder.phases(rank)]))
 
 
-def _listed(standings: Mapping[int, Standing]) -> str:
+def _ranks_text(standings: Mapping[int, Standing]) -> str:
     """Where ranks are, those with the fewest steps first: the others wait for them."""
     alike: dict[str, list[int]] = {}
     for rank, standing in sorted(standings.items(), key=lambda item: (item[1].steps, item[0])):
         alike.setdefault(str(standing), []).append(rank)
-    told = [
+    groups = [
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in alike.items()
     ]
-    more = [f"and {len(told) - MOST_TOLD} more"] if len(told) > MOST_TOLD else []
-    return "; ".join([*told[:MOST_TOLD], *more])
+    more = [f"and {len(groups) - MOST_TOLD} more"] if len(groups) > MOST_TOLD else []
+    return "; ".join([*groups[:MOST_TOLD], *more])

@@ -6,7 +6,6 @@ importing torch; nothing here may allocate a tensor or start a thread at import.
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import json
 import logging
@@ -28,14 +27,14 @@ from stratbench.cell.settings import Settings
 from stratbench.ps.server import serve
 from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.wire.handshake import load_secret
-from stratbench.strategies import acceptance, strategy_class
+from stratbench.strategies import acceptance, make_strategy
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.compiling import CompileWatch
 from stratbench.telemetry.flops import counted_flops
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.machine.tenants import others_on
+from stratbench.telemetry.machine.tenants import gpu_at, others_on
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 from stratbench.telemetry.pulse import STACK_SIGNAL, Pulse
@@ -44,7 +43,7 @@ from stratbench.train import loop
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.train.nodes.rendezvous import tcp_store
-from stratbench.train.out_of_memory import says_out_of_memory
+from stratbench.train.out_of_memory import is_out_of_memory
 from stratbench.workload import tasks
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.sources import DataError
@@ -75,13 +74,13 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
-        refused = isinstance(e, Refused)
-        status = "oom" if is_out_of_memory(e) else "refused" if refused else "error"
-        outcome = {"status": status, "reason": str(e) if refused else first_line(e)}
-        if status == "oom" and job.use_cuda and not of_the_host(e):
+        outcome, code = outcome_of(e)
+        # An error of another kind, or of the host's allocator, says nothing of the GPU.
+        of_gpu = isinstance(e, RuntimeError) and "CPUAllocator" not in str(e)
+        if code == EXIT_OOM and job.use_cuda and of_gpu:
             outcome["others"] = others_on_gpu(job, rank)
         job.folder.write_worker(rank, outcome)
-        leave(EXIT_OOM if status == "oom" else EXIT_ERROR)
+        leave(code)
     job.folder.write_worker(rank, result)
     leave(0)
 
@@ -123,6 +122,31 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+class Start(NamedTuple):
+    """What a worker has before its data and its network: its strategy, and what measures it."""
+
+    strategy: Strategy
+    device: torch.device
+    memory: MemoryMeter
+    pulse: Pulse
+    log: PhaseLog
+    phases: Phases
+    #: By the cell's clock.
+    started_s: float
+
+
+def begin(job: Job, number: int, local_rank: int) -> Start:
+    """Set up torch in the process of a worker, and what measures it; `number`: its rank, or its job's."""
+    s = job.settings
+    device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
+    configure_torch(s, device, job.threads)
+    memory = MemoryMeter(device)  # before anything of the training is in memory
+    pulse = Pulse(job.folder.pulse(number))
+    log = PhaseLog(job.folder.phases(number), number, job.origin_s, pulse.alive)
+    strategy = make_strategy(s.strategy, s.options)
+    return Start(strategy, device, memory, pulse, log, Phases(device, log), job.elapsed_s)
+
+
 class Built(NamedTuple):
     """What a worker trains, before its strategy has it."""
 
@@ -143,16 +167,8 @@ class Built(NamedTuple):
 
 def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     """Train the cell as worker `rank`; returns the worker's part of the record."""
-    s = job.settings
-    device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
-    configure_torch(s, device, job.threads)
-    memory = MemoryMeter(device)  # before anything of the training is in memory
-    pulse = Pulse(job.folder.pulse(rank))
-    log = PhaseLog(job.folder.phases(rank), rank, job.origin_s, pulse.alive)
-    phases = Phases(device, log)
-    started_s = job.elapsed_s
-    cls = strategy_class(s.strategy)
-    strategy = cls(cls.Options(**s.options))
+    s, start = job.settings, begin(job, rank, local_rank)
+    strategy, device, memory, pulse, log, phases, _ = start
     watch = watch_compiling(job) if s.compile else None
     with phases("rendezvous"):
         if strategy.needs_group:
@@ -174,7 +190,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         result = loop.train_with_server(strategy, data, worker, phases, log, memory, progress)
     else:
         result = loop.train(strategy, data, worker, phases, log, memory, progress, job.from_step)
-    measured = worker_result(result, strategy, phases, rank)
+    measured = worker_result(result, start, rank)
     if watch is not None:
         measured["compile"] = watch.summary()
     # Of a server's workers, the one that has evaluated; the others are through, or lost.
@@ -186,7 +202,6 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     if chosen:
         measured |= flops_of(s, built)
     describe(measured, ready, strategy, data)
-    measured["started_s"] = started_s
     strategy.close()
     return measured
 
@@ -236,8 +251,14 @@ def set_up(
 def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData) -> None:
     """Add to what a worker measured what the record says of its network, its device and its delays."""
     built, s = ready.built, ready.worker.settings
-    measured |= description_of(s, built, strategy, data)
-    measured["provenance"] = worker_provenance(ready.worker.device)
+    name, classes = tasks.name_of_task(s, built.shape), built.facts["classes"]
+    least = data.meta.get("least_loss")
+    measured |= {
+        "model": built.facts,
+        "task": tasks.facts_of_task(built.task, name, classes, built.shape, least),
+        "wrap_groups": built.group_sizes if strategy.uses_wrap_groups else [],
+        "provenance": worker_provenance(ready.worker.device),
+    }
     details = measured["strategy"]["details"]
     if ready.slowdown.factors:
         details["slowdown"] = ready.slowdown.summary()
@@ -319,19 +340,6 @@ def flops_of(s: Settings, built: Built) -> dict[str, int]:
         return {}
 
 
-def description_of(
-    s: Settings, built: Built, strategy: Strategy, data: DeviceData
-) -> dict[str, Any]:
-    """What the record says of the network, the task and how the strategy divides them."""
-    name, classes = tasks.name_of_task(s, built.shape), built.facts["classes"]
-    least = data.meta.get("least_loss")
-    return {
-        "model": built.facts,
-        "task": tasks.facts_of_task(built.task, name, classes, built.shape, least),
-        "wrap_groups": built.group_sizes if strategy.uses_wrap_groups else [],
-    }
-
-
 def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
     """Set threads, TensorFloat-32 and seeds, in the same way for every strategy."""
     torch.set_num_threads(threads)
@@ -373,12 +381,9 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device))
 
 
-def worker_result(
-    result: loop.Result, strategy: Strategy, phases: Phases, rank: int
-) -> dict[str, Any]:
+def worker_result(result: loop.Result, start: Start, rank: int) -> dict[str, Any]:
     """What the worker measured, as its file in the run folder holds it."""
-    clock = result.clock
-    times = phases.as_dict()
+    clock, strategy = result.clock, start.strategy
     return {
         "status": result.status,
         "reason": result.reason,
@@ -389,8 +394,12 @@ def worker_result(
         "epoch_starts_s": clock.epoch_starts_s,
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
+        "own_ms": clock.own_ms,
+        # A server's worker waits for the server in each step.
+        "issue_ms": None if strategy.kind == "server" else clock.issue_ms,
         "breakdown_ms": clock.phase_means_ms,
-        "phases_s": times,
+        "phases_s": start.phases.as_dict(),
+        "started_s": start.started_s,
         "per_epoch": result.progress.per_epoch,
         "losses": result.losses,
         "class_samples": result.class_samples,
@@ -402,47 +411,23 @@ def worker_result(
     }
 
 
-def is_out_of_memory(e: BaseException) -> bool:
-    """Whether an exception means that the device or the host had no memory left."""
-    if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    if isinstance(e, OSError):
-        return e.errno == errno.ENOMEM
-    if not isinstance(e, RuntimeError):
-        return False
-    if says_out_of_memory(str(e)):
-        return True
-    # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
-    return "was unable to find an engine to execute" in str(e) and gpu_is_full()
-
-
-def of_the_host(e: BaseException) -> bool:
-    """Whether it was the host that had no memory left."""
-    return not isinstance(e, RuntimeError) or "CPUAllocator" in str(e)
+def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
+    """What a worker that fails writes of its error, and its exit code."""
+    reason = str(e) if isinstance(e, Refused) else first_line(e)
+    if is_out_of_memory(e):
+        return {"status": "oom", "reason": reason}, EXIT_OOM
+    status = "refused" if isinstance(e, Refused) else "error"
+    return {"status": status, "reason": reason}, EXIT_ERROR
 
 
 def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
     """Who else uses this worker's GPU (`telemetry.tenants.others_on`); None: nobody, or it is not known."""
     place = job.folder.read_places().get(worker_name(rank), {}).get("gpu", {})
-    nvml = Nvml()
-    gpu = nvml.gpu_named(str(place.get("uuid", place.get("index", ""))))
+    gpu = gpu_at(Nvml(), place)
     if gpu is None:
         return None
     taken_bytes = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
     return others_on(gpu, os.getppid(), os.getpid(), taken_bytes or None)
-
-
-def gpu_is_full() -> bool:
-    """Whether PyTorch's allocator was refused memory, or has less than a tenth of the GPU left."""
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        free_bytes, total_bytes = torch.cuda.mem_get_info()
-    except RuntimeError:  # CUDA itself is broken
-        return False
-    cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    refused = torch.cuda.memory_stats().get("num_ooms", 0)
-    return refused > 0 or free_bytes + cached_bytes < total_bytes / 10
 
 
 def first_line(e: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Tasks: what a model learns. A task is a loss, a score, and what counts as one of the score's answers.
 
-A user's own is a class with the same attributes and methods, callable_of as `package.module:Task`. torch is
+A user's own is a class with the same attributes and methods, named as `package.module:Task`. torch is
 imported where a loss is computed, not before: the Snakefile reads this file.
 """
 
@@ -176,15 +176,15 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
         return list(targets if takes_values(task) else (*targets, classes))
     what = OwnTask(f"{type(task).__module__}:{type(task).__name__}")
     try:
-        found = list(task.outputs(tuple(targets), classes))
+        shape = list(task.outputs(tuple(targets), classes))
     except Exception as e:
         raise ModelError(f"{what}: its outputs of {list(targets)} raised {error_text(e)}") from e
-    if not found or any(type(n) is not int or n < 1 for n in found) or found[0] != targets[0]:
+    if not shape or any(type(n) is not int or n < 1 for n in shape) or shape[0] != targets[0]:
         raise ModelError(
-            f"{what}: its outputs of targets {list(targets)} are {found}; return the shape of the "
+            f"{what}: its outputs of targets {list(targets)} are {shape}; return the shape of the "
             f"network's outputs, [{targets[0]}, ...]"
         )
-    return found
+    return shape
 
 
 def tried_task(s: Settings, shape: Sequence[int], classes: int, values: bool) -> Task:
@@ -249,24 +249,24 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
             shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
         ).requires_grad_()
         given = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
-        found = {}
+        results = {}
         for name in ("loss", "score"):
             try:
-                found[name] = getattr(task, name)(x, y)
+                results[name] = getattr(task, name)(x, y)
             except Exception as e:
                 raise ModelError(f"{what}: {name} of {given} raised {error_text(e)}") from e
-            if not isinstance(found[name], torch.Tensor):
-                kind = type(found[name]).__name__
+            if not isinstance(results[name], torch.Tensor):
+                kind = type(results[name]).__name__
                 raise ModelError(f"{what}: {name} returned a {kind}; return a tensor")
-        if found["loss"].dim() or not found["loss"].requires_grad:
+        if results["loss"].dim() or not results["loss"].requires_grad:
             raise ModelError(
-                f"{what}: loss of {given} returned a tensor {list(found['loss'].shape)}"
-                f"{'' if found['loss'].requires_grad else ' without a gradient'}; return the mean, a "
+                f"{what}: loss of {given} returned a tensor {list(results['loss'].shape)}"
+                f"{'' if results['loss'].requires_grad else ' without a gradient'}; return the mean, a "
                 "scalar that has a gradient"
             )
-        if list(found["score"].shape[:1]) != list(targets[:1]):
+        if list(results["score"].shape[:1]) != list(targets[:1]):
             raise ModelError(
-                f"{what}: score of {given} returned a tensor {list(found['score'].shape)}; return the "
+                f"{what}: score of {given} returned a tensor {list(results['score'].shape)}; return the "
                 f"score of each answer, [{targets[0]}] or [{targets[0]}, ...]"
             )
 

@@ -1,6 +1,7 @@
 """Code that a user brings: what is called, from which files, and whether these have changed.
 
-The Snakefile imports this: neither torch nor a user's code is imported before it is called."""
+The Snakefile imports this: neither torch nor a user's code is imported before it is called.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +11,13 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib import util
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    pass
+from stratbench.cell.text.words import names_text
 
 #: The environment variable with the folders of the user's code, as PATH has its own.
 CODE_VARIABLE = "STRATBENCH_CODE"
@@ -62,7 +62,7 @@ def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
 
     By their paths below the folder. Empty where the module is not in one of them.
     """
-    folders, found, seen = list(folders), {}, set()
+    folders, by_path, seen = list(folders), {}, set()
     waiting = [top_of(call)]
     while waiting:
         name = waiting.pop()
@@ -71,10 +71,10 @@ def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
         seen.add(name)
         for folder in folders:
             if files := _files_of(folder, name, namespace=len(seen) == 1):
-                found |= {path.relative_to(folder).as_posix(): path for path in files}
-                waiting += [top for path in files for top in _imported(path)]
+                by_path |= {path.relative_to(folder).as_posix(): path for path in files}
+                waiting += [top for path in files for top in _imports_of(path)]
                 break
-    return dict(sorted(found.items()))
+    return dict(sorted(by_path.items()))
 
 
 #: The largest file that counts as a part of a command: what is larger is data.
@@ -87,21 +87,21 @@ def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
     By their names in the command, or below their folder. A module after `-m` is looked for here. Programs
     and other files that are no text, files above 1 MiB and installed packages do not count.
     """
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     before = ""
     for argument in arguments:
         path = Path(argument).expanduser()
         if before == "-m":
-            found |= sources(argument, [Path.cwd()])
-        elif path.is_file() and path.stat().st_size <= _LARGEST_BYTES and _is_text(path):
+            by_name |= sources(argument, [Path.cwd()])
+        elif (
+            path.is_file()
+            and path.stat().st_size <= _LARGEST_BYTES
+            and b"\0" not in path.read_bytes()
+        ):
             beside = sources(path.stem, [path.parent]) if path.suffix == ".py" else {}
-            found |= {name: p for name, p in beside.items() if p != path} | {argument: path}
+            by_name |= {name: p for name, p in beside.items() if p != path} | {argument: path}
         before = argument
-    return dict(sorted(found.items()))
-
-
-def _is_text(path: Path) -> bool:
-    return b"\0" not in path.read_bytes()
+    return dict(sorted(by_name.items()))
 
 
 def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:
@@ -113,19 +113,19 @@ def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:
     return sorted(package.rglob("*.py")) if namespace and package.is_dir() else []
 
 
-def _imported(path: Path) -> list[str]:
+def _imports_of(path: Path) -> list[str]:
     """The first parts of what a file imports; none where it cannot be read as Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return []  # whoever imports it says so
-    found = []
+    modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [alias.name.partition(".")[0] for alias in node.names]
+            modules += [alias.name.partition(".")[0] for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append(node.module.partition(".")[0])
-    return found
+            modules.append(node.module.partition(".")[0])
+    return modules
 
 
 def fingerprint(call: str, folders: Iterable[Path]) -> dict[str, str | None]:
@@ -142,6 +142,49 @@ def digest_of(files: Mapping[str, Path]) -> str:
         content = path.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
+
+
+def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
+    """Why a call cannot be imported, as far as its files show; nothing is imported.
+
+    `folders`: of the user's code. A package of several files is only looked for.
+    """
+    top = top_of(call)
+    # Jobs look in the working directory, too.
+    folders = [*folders, Path.cwd()]
+    file = next((f for f in (folder / f"{top}.py" for folder in folders) if f.is_file()), None)
+    if file is None or any((folder / top / "__init__.py").is_file() for folder in folders):
+        if sources(call, folders) or util.find_spec(top) is not None:
+            return None
+        return (
+            f"there is no {top}.py and no package {top}; name its folder in `code`, or install it"
+        )
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError as e:
+        return f"{file.name}, line {e.lineno}: {e.msg}"
+    except ValueError as e:
+        return f"{file.name}: {e}"
+    name = re.split(r"[.:]", call)[1]
+    if _bound(tree) & {name, "*", "__getattr__", "globals"}:
+        return None
+    defined = [n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+    return (
+        f"{file.name} has no {name!r}; it has {names_text(defined) or 'no class and no function'}"
+    )
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """All names that a file uses, at any place; `*` for an import of all."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+    return names
 
 
 def _version_of(package: str) -> str | None:
@@ -166,13 +209,13 @@ def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
 
 def callable_of(own: Called) -> Callable[..., Any]:
     """What the call names. ModelError, in one sentence, where it cannot be imported."""
-    found = named(own, own.call)
-    if not callable(found):
-        raise ModelError(f"{own}: is a {type(found).__name__}, which cannot be called")
-    return found
+    target = import_name(own, own.call)
+    if not callable(target):
+        raise ModelError(f"{own}: is a {type(target).__name__}, which cannot be called")
+    return target
 
 
-def named(own: Called, path: str) -> Any:
+def import_name(own: Called, path: str) -> Any:
     """What `module:NAME` or `module.NAME` names in the user's code. ModelError where it is not there."""
     sys.dont_write_bytecode = True  # nothing is left in the user's folders
     for folder in reversed(code_folders()):
@@ -180,17 +223,17 @@ def named(own: Called, path: str) -> Any:
             sys.path.insert(0, str(folder))
     module, colon, name = path.partition(":")
     known, names = (module, name.split(".")) if colon else (top_of(path), path.split(".")[1:])
-    found: Any = _imported_module(own, known)
+    target: Any = _imported_module(own, known)
     for name in names:
-        if not hasattr(found, name) and isinstance(found, ModuleType):
-            inner = f"{found.__name__}.{name}"
-            if hasattr(found, "__path__") and util.find_spec(inner) is not None:
-                found = _imported_module(own, inner)
+        if not hasattr(target, name) and isinstance(target, ModuleType):
+            inner = f"{target.__name__}.{name}"
+            if hasattr(target, "__path__") and util.find_spec(inner) is not None:
+                target = _imported_module(own, inner)
                 continue
-        if not hasattr(found, name):
-            raise ModelError(f"{own}: {getattr(found, '__name__', known)} has no {name!r}")
-        found = getattr(found, name)
-    return found
+        if not hasattr(target, name):
+            raise ModelError(f"{own}: {getattr(target, '__name__', known)} has no {name!r}")
+        target = getattr(target, name)
+    return target
 
 
 def _imported_module(own: Called, name: str) -> ModuleType:
@@ -206,9 +249,3 @@ def error_text(e: BaseException) -> str:
     """An exception in one line."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in a sentence; of many the first four."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

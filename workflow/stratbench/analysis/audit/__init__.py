@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from stratbench.analysis.records.same_work import INCOMPARABLE
 from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import blocks, record
 from stratbench.cell.coordinates import STATUSES
-from stratbench.cell.files import replacing
+from stratbench.cell.files import write_rows
 from stratbench.cell.record import Record
 
 #: The description on the command line.
@@ -50,32 +49,18 @@ DESCRIPTION = (
     "Writes audit.csv: one row for each cell or comparison that trips a rule, with its figures."
 )
 KINDS = (
-    counts,
-    times,
-    scores,
-    servers,
-    elastic,
-    traffic,
-    memory,
-    efficiency,
-    mixed,
-    comparability,
-    speed,
-    confounding,
-    full_runs,
-    machines,
-    timelines,
-    commands,
-)
+    counts, times, scores, servers, elastic, traffic, memory, efficiency, mixed, comparability, speed,
+    confounding, full_runs, machines, timelines, commands,
+)  # fmt: skip
 
 
 def rules_of(module: Any) -> list[Rule]:
     """The rules of a module, in the order of their definitions."""
-    found: list[Rule] = []
+    rules: list[Rule] = []
     for value in vars(module).values():
         listed = value if isinstance(value, tuple) else (value,)
-        found += [entry for entry in listed if isinstance(entry, Rule) and entry not in found]
-    return found
+        rules += [entry for entry in listed if isinstance(entry, Rule) and entry not in rules]
+    return rules
 
 
 RULES: tuple[Rule, ...] = tuple(found for module in KINDS for found in rules_of(module))
@@ -129,21 +114,21 @@ def read_records(
 
 def read_timelines(cells: pd.DataFrame, study_dir: Path) -> dict[Key, Timeline]:
     """The timelines of the cells that ended well, by `key_of` their cell; unreadable ones are left out."""
-    found = {}
+    timelines = {}
     for row in cells[cells["status"].eq("ok") & cells["record_path"].notna()].to_dict("records"):
         timeline = read_timeline((study_dir / row["record_path"]).with_name("timeline.csv"))
         if timeline is not None:
-            found[key_of(row)] = timeline
-    return found
+            timelines[key_of(row)] = timeline
+    return timelines
 
 
 def read_blocks(study_dir: Path) -> list[blocks.Block]:
     """The complete blocks of a verdict below results/<study>; unreadable ones are left to the verdict."""
-    found = []
+    complete = []
     for path in blocks.block_files(study_dir.parent, study_dir.name):
         with contextlib.suppress(blocks.BlockError):
-            found.append(blocks.read_block(path))
-    return found
+            complete.append(blocks.read_block(path))
+    return complete
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,13 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         of_blocks=read_blocks(study_dir),
         timelines=read_timelines(cells, study_dir),
     )
-    with (
-        replacing(args.out) as unfinished,
-        open(unfinished, "x", newline="", encoding="utf-8") as f,
-    ):
-        writer = csv.DictWriter(f, AUDIT_COLUMNS)
-        writer.writeheader()
-        writer.writerows(findings)
+    write_rows(args.out, AUDIT_COLUMNS, findings)
     for severity in SEVERITIES:
         of_severity = [finding for finding in findings if finding["severity"] == severity]
         rules = ", ".join(sorted({finding["rule"] for finding in of_severity}))

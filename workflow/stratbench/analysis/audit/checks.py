@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,12 @@ from stratbench.strategies.mesh import Mesh, node_of_rank, on_equal_nodes
 
 #: The relative difference that rounding explains.
 ROUNDING = 1e-6
+#: Whether sides agree, and how a sentence says that they do not. Written so that NaN agrees with nothing.
+SIGNS: dict[str, tuple[Callable[[float, float, float], bool], str]] = {
+    "==": (lambda left, right, slack: abs(left - right) <= slack, "but"),
+    "<=": (lambda left, right, slack: left <= right + slack, "more than"),
+    ">=": (lambda left, right, slack: left >= right - slack, "less than"),
+}
 
 
 class Facts:
@@ -145,36 +151,37 @@ def name_of_gpu(worker: dict[str, Any]) -> str | None:
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
 
-def unless_equal(
+def unless(
     what: str,
-    value: float | None,
+    value: Any,
+    sign: str,
     formula: str,
-    expected: float | None,
+    other: Any,
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yields a sentence if a figure is not what a formula gives; nothing if either is absent."""
-    if value is None or expected is None:
+    """Yields a sentence if a figure is not what a formula gives; nothing if either is absent.
+
+    `sign`: of SIGNS. The two may miss each other by `relative`, a share of what the formula gives (of the
+    larger, if they are to be equal), and by `absolute`. What are no numbers must be equal.
+    """
+    if value is None or other is None:
         return
-    # Written so that NaN is unequal to everything.
-    if not abs(value - expected) <= absolute + relative * max(abs(value), abs(expected)):
-        yield f"{what} is {value:.6g}, but {formula} is {expected:.6g}"
+    holds, words = SIGNS[sign]
+    if all(isinstance(side, (int, float)) for side in (value, other)):
+        size = max(abs(value), abs(other)) if sign == "==" else abs(other)
+        kept = holds(value, other, absolute + relative * size)
+    else:
+        kept = value == other
+    if not kept:
+        compared = f"{formula} is" if sign == "==" else f"{formula},"
+        yield f"{what} is {shown(value)}, {words} {compared} {shown(other)}"
 
 
-def unless_at_most(
-    what: str, value: float | None, formula: str, most: float | None, slack: float = ROUNDING
-) -> Iterator[str]:
-    """Yields a sentence if a figure is more than it can be; nothing if either is absent."""
-    if value is not None and most is not None and not value <= most + slack * abs(most):
-        yield f"{what} is {value:.6g}, more than {formula}, {most:.6g}"
-
-
-def unless_at_least(
-    what: str, value: float | None, formula: str, least: float | None, slack: float = ROUNDING
-) -> Iterator[str]:
-    """Yields a sentence if a figure is less than it can be; nothing if either is absent."""
-    if value is not None and least is not None and not value >= least - slack * abs(least):
-        yield f"{what} is {value:.6g}, less than {formula}, {least:.6g}"
+def shown(value: Any) -> str:
+    """A figure in six digits; anything else as it is."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:.6g}" if is_number else str(value)
 
 
 def unless_given(what: str, value: Any, why: str) -> Iterator[str]:
@@ -187,12 +194,6 @@ def unless_absent(what: str, value: Any, why: str) -> Iterator[str]:
     """Yields a sentence if there is a value although there cannot be one."""
     if value is not None:
         yield f"{what} is {value:.6g}, {why}"
-
-
-def unless_same(what: str, value: Any, formula: str, expected: Any) -> Iterator[str]:
-    """Yields a sentence if two values that are not numbers differ; nothing if either is absent."""
-    if value is not None and expected is not None and value != expected:
-        yield f"{what} is {value}, but {formula} is {expected}"
 
 
 def unless_rising(what: str, values: Iterable[float]) -> Iterator[str]:

@@ -34,70 +34,78 @@ SETTINGS = relations(
     "data.name == cell.dataset",
     "batch.global_batch == settings.global_batch",
     "batch.per_worker_batch == settings.per_worker_batch",
-)
-DEVICE = relations("provenance.device == settings.device")
-BATCHES = relations(
+    "provenance.device == settings.device if settings.device != 'auto'",
     "batch.global_batch == strategy.mesh.replicas * batch.per_worker_batch",
     "batch.steps_per_epoch == data.train_samples // max(1, batch.global_batch)",
 )
-UNEVALUATED = relations("len(score.per_epoch) == 0")
-PASSES = relations("passes_run == ceil(settings.steps / max(1, batch.steps_per_epoch))")
-ALL_EPOCHS = relations("len(score.per_epoch) == settings.epochs")
-SOME_EPOCHS = relations("len(score.per_epoch) <= settings.epochs")
-TIMED_EPOCHS = relations("len(time.epoch_times_s) == len(score.per_epoch)")
+EPOCHS = relations(
+    "len(score.per_epoch) == settings.epochs if status == 'ok' and settings.ends_at is None",
+    "len(score.per_epoch) <= settings.epochs if status != 'ok' or settings.ends_at is not None",
+    "len(time.epoch_times_s) == len(score.per_epoch) if finished",
+)
+#: Of a cell that trained a number of steps, and was not evaluated.
+STEPS = relations(
+    "len(score.per_epoch) == 0",
+    "passes_run == ceil(settings.steps / max(1, batch.steps_per_epoch)) if status == 'ok'",
+)
 SAMPLES = relations(
     "batch.samples_seen == steps * batch.global_batch",
     "batch.samples_applied <= batch.samples_seen",
+    "batch.samples_seen == samples_of_workers",
 )
-SAMPLES_OF_WORKERS = relations("batch.samples_seen == samples_of_workers")
-SAMPLES_OF_WORKER = relations("worker.samples == worker.steps * batch.samples_per_step")
-STEPS_OF_WORKER = relations("worker.steps == steps_run")
+OF_WORKER = relations(
+    "worker.samples == worker.steps * batch.samples_per_step",
+    "worker.steps == steps_run if strategy.kind == 'collective'",
+)
 UPDATES = relations(
-    "batch.updates_applied == steps_run - skips",
-    "batch.samples_applied == batch.updates_applied * batch.global_batch",
+    "batch.updates_applied == steps_run - skips if strategy.kind == 'collective'",
+    "batch.samples_applied == batch.updates_applied * batch.global_batch "
+    "if strategy.kind == 'collective'",
+    # A step that overflowed makes no update; the last update may be of fewer pushes.
+    (
+        "batch.updates_applied == steps_run * strategy.traits.updates_per_step "
+        "if status == 'ok' and not ended_early and not skips and not lost",
+        ROUNDING,
+        1.0,
+    ),
+    "batch.updates_applied <= steps_run * strategy.traits.updates_per_step + 1 "
+    "if status == 'ok' and not ended_early",
+    "strategy.details.push_lr == settings.lr * lr_factor",
 )
-STATED_UPDATES = relations(
-    ("batch.updates_applied == steps_run * strategy.traits.updates_per_step", ROUNDING, 1.0)
+WORKERS = relations(
+    "strategy.mesh.replicas * strategy.mesh.tensor * strategy.mesh.stages == cell.gpus",
+    "len(workers) == cell.gpus if status == 'ok' and strategy.kind == 'collective'",
 )
-MOST_UPDATES = relations(
-    "batch.updates_applied <= steps_run * strategy.traits.updates_per_step + 1"
-)
-PUSH_RATE = relations("strategy.details.push_lr == settings.lr * lr_factor")
-MESH = relations(
-    "strategy.mesh.replicas * strategy.mesh.tensor * strategy.mesh.stages == cell.gpus"
-)
-WORKERS = relations("len(workers) == cell.gpus")
 NODES = relations("provenance.nodes == hosts_of_workers")
 MODEL = relations(
     "sum(strategy.wrap_groups.parameters) <= model.parameters",
     "model.trainable_parameters <= model.parameters",
+    # Nothing is frozen. The rest, such as the head, is in no group; in a user's model both may differ.
+    "model.trainable_parameters == model.parameters if settings.own_model is None",
+    "model.parameters <= 2 * sum(strategy.wrap_groups.parameters) "
+    "if settings.own_model is None and sum(strategy.wrap_groups.parameters)",
+    "strategy.details.weights_dtype == dtype_by_precision",
 )
-WHOLE_MODEL = relations("model.trainable_parameters == model.parameters")  # nothing is frozen
-# The rest, such as the head, is in no group. How much that is in a user's model is unknown.
-GROUPS = relations("model.parameters <= 2 * sum(strategy.wrap_groups.parameters)")
-WEIGHTS = relations("strategy.details.weights_dtype == dtype_by_precision")
 CLASSES = relations("sum(worker.class_samples) == worker.samples")
-NAME = relations("strategy.name == cell.strategy")
-KIND = relations("strategy.kind == registered_kind")
-METHOD = relations("communication.method == registered_method")
-
-
-@record_rule(
-    "contradictory-status",
-    "unusable",
-    "all",
-    "What the record says of its end does not go with what it holds: a cell that finished has all "
-    "its results and no reason, one that did not has a reason and no final score.",
-    of="both",
+STRATEGY = relations(
+    "strategy.name == cell.strategy if is_registered",  # any other name is that of a variant
+    "strategy.kind == registered_kind",
+    "communication.method == registered_method",
 )
+
+
+@record_rule("contradictory-status", "unusable", "all", of="both")
 def contradictory_status(facts: Facts) -> Iterator[str]:
+    """What the record says of its end does not go with what it holds: a cell that finished has all its
+    results and no reason, one that did not has a reason and no final score.
+    """
     status, entries = facts.status, facts("score.per_epoch")
     if facts("strategy.kind") == "own":  # which need not tell its losses, parameters or score
         yield from faults_of_end(facts)
         return
     # What a lost worker's losses were is not known.
-    told = ("test_loss",) if facts.elastic else ("train_loss", "test_loss")
-    finite = all(entry[name] is not None for entry in entries for name in told)
+    losses = ("test_loss",) if facts.elastic else ("train_loss", "test_loss")
+    finite = all(entry[name] is not None for entry in entries for name in losses)
     if status == "ok":
         why = "although the cell ended well"
         if facts("reason") is not None:
@@ -134,17 +142,13 @@ def faults_of_end(facts: Facts) -> Iterator[str]:
             yield from unless_absent(path, facts(path), f"although the cell ended as {status}")
 
 
-@record_rule(
-    "contradictory-counts",
-    "unusable",
-    "all",
-    "Counts of the record that follow from each other do not agree: batches, steps, samples, "
-    "updates, epochs, workers, and the settings that they come from.",
-)
+@record_rule("contradictory-counts", "unusable", "all")
 def contradictory_counts(facts: Facts) -> Iterator[str]:
+    """Counts of the record that follow from each other do not agree: batches, steps, samples, updates,
+    epochs, workers, and the settings that they come from.
+    """
     yield from faults_of_settings(facts)
-    yield from faults_of_batches(facts)
-    yield from faults_of_epochs(facts)
+    yield from unless_hold(facts, EPOCHS if facts("settings.steps") is None else STEPS)
     if facts.finished:
         yield from faults_of_samples(facts)
         yield from faults_of_updates(facts)
@@ -175,34 +179,13 @@ def are_plausible(values: Iterable[Any]) -> bool:
 
 
 def faults_of_settings(facts: Facts) -> Iterator[str]:
-    """Checks the settings against other fields that state the same."""
+    """Checks the settings against other fields, and how the training set divides into steps."""
     yield from unless_hold(facts, SETTINGS)
     if (facts("strategy.kind") == "server") != bool(facts.servers) and facts.finished:
         yield f"the strategy's kind is {facts('strategy.kind')}, with {len(facts.servers)} servers"
-    if facts("settings.device") in ("cpu", "cuda"):
-        yield from unless_hold(facts, DEVICE)
-
-
-def faults_of_batches(facts: Facts) -> Iterator[str]:
-    """Checks how the training set divides into steps and workers."""
-    yield from unless_hold(facts, BATCHES)
     each, per_step = facts("batch.per_worker_batch"), facts("batch.samples_per_step")
     if per_step is not None and (not per_step or each % per_step):
         yield f"batch.samples_per_step is {per_step}, which does not divide a worker's batch of {each}"
-
-
-def faults_of_epochs(facts: Facts) -> Iterator[str]:
-    """Checks the number of epochs."""
-    if facts("settings.steps") is not None:
-        yield from unless_hold(facts, UNEVALUATED)
-        if facts.status == "ok":
-            yield from unless_hold(facts, PASSES)
-        return
-    ends_early = facts("settings.ends_at") is not None
-    every = facts.status == "ok" and not ends_early
-    yield from unless_hold(facts, ALL_EPOCHS if every else SOME_EPOCHS)
-    if facts.finished:
-        yield from unless_hold(facts, TIMED_EPOCHS)
 
 
 def faults_of_samples(facts: Facts) -> Iterator[str]:
@@ -211,31 +194,22 @@ def faults_of_samples(facts: Facts) -> Iterator[str]:
     ends_after_all = facts("strategy.kind") == "server" and not facts.elastic
     if ends_after_all and facts.status == "diverged" and epochs:
         steps = epochs * (facts("batch.steps_per_epoch") or 0)
-    yield from unless_hold(facts, SAMPLES, steps=steps)
     each = [worker["samples"] for worker in facts.workers if facts.mesh.speaks(worker["rank"])]
-    if facts.whole and None not in each:
-        yield from unless_hold(facts, SAMPLES_OF_WORKERS, samples_of_workers=sum(each))
+    seen = sum(each) if facts.whole and None not in each else None
+    yield from unless_hold(facts, SAMPLES, steps=steps, samples_of_workers=seen)
     if facts.elastic:
         return  # `audit.elastic` follows each worker through its generations
     for worker in facts.workers:
-        yield from unless_hold(facts, SAMPLES_OF_WORKER, f"rank {worker['rank']}", worker=worker)
-        if facts("strategy.kind") == "collective":
-            yield from unless_hold(facts, STEPS_OF_WORKER, f"rank {worker['rank']}", worker=worker)
+        yield from unless_hold(facts, OF_WORKER, f"rank {worker['rank']}", worker=worker)
 
 
 def faults_of_updates(facts: Facts) -> Iterator[str]:
     """Checks the number of updates against what the strategy states of them."""
-    if facts("strategy.kind") == "collective":
-        yield from unless_hold(facts, UPDATES)
-    if facts.status == "ok" and not facts.ended_early:
-        # A step that overflowed makes no update; the last update may be of fewer pushes.
-        if not facts.skips and not facts.lost:
-            yield from unless_hold(facts, STATED_UPDATES)
-        yield from unless_hold(facts, MOST_UPDATES)
-    name = facts("strategy.name")
+    name, lr_factor = facts("strategy.name"), None
     if facts("strategy.details.push_lr") is not None and name in REGISTRY:
         options = strategy_class(name).Options(**facts("strategy.options"))
-        yield from unless_hold(facts, PUSH_RATE, lr_factor=options.lr_factor(facts.gpus))
+        lr_factor = options.lr_factor(facts.gpus)
+    yield from unless_hold(facts, UPDATES, lr_factor=lr_factor)
 
 
 def faults_of_workers(facts: Facts) -> Iterator[str]:
@@ -245,9 +219,7 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
         return
     if ranks != sorted(set(ranks)) or any(not 0 <= rank < facts.gpus for rank in ranks):
         yield f"the workers' ranks are {ranks}, of {facts.gpus} workers"
-    yield from unless_hold(facts, MESH)
-    if facts.status == "ok" and facts("strategy.kind") == "collective":
-        yield from unless_hold(facts, WORKERS)
+    yield from unless_hold(facts, WORKERS)
     yield from faults_of_nodes(facts)
 
 
@@ -281,11 +253,6 @@ def faults_of_nodes(facts: Facts) -> Iterator[str]:
 
 def faults_of_models(facts: Facts) -> Iterator[str]:
     """Checks the model's size against its sharding groups, and its formats against the precision."""
-    yield from unless_hold(facts, MODEL)
-    if facts("settings.own_model") is None:
-        yield from unless_hold(facts, WHOLE_MODEL)
-        if any(group["parameters"] for group in facts("strategy.wrap_groups")):
-            yield from unless_hold(facts, GROUPS)
     precision, computed = facts("settings.precision"), facts("strategy.details.compute_dtype")
     formats = {
         "fp32": ("float32",), "fp64": ("float64",), "fp16": ("float16",), "bf16": ("bfloat16",),
@@ -297,19 +264,15 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
         and computed.split()[0] not in formats[precision]
     ):
         yield f"strategy.details.compute_dtype is {computed}, but settings.precision is {precision}"
-    if precision is not None:
-        dtype = "float64" if precision == "fp64" else "float32"
-        yield from unless_hold(facts, WEIGHTS, dtype_by_precision=dtype)
+    dtype = precision and ("float64" if precision == "fp64" else "float32")
+    yield from unless_hold(facts, MODEL, dtype_by_precision=dtype)
 
 
-@record_rule(
-    "contradictory-partition",
-    "unusable",
-    "score",
-    "Each worker was to have its own classes (partition: by-class), and the samples that it trained on "
-    "are not of such a part: what unequal data cost cannot be told from this cell.",
-)
+@record_rule("contradictory-partition", "unusable", "score")
 def contradictory_partition(facts: Facts) -> Iterator[str]:
+    """Each worker was to have its own classes (partition: by-class), and the samples that it trained on are
+    not of such a part: what unequal data cost cannot be told from this cell.
+    """
     stated = [w for w in facts.workers if "class_samples" in w and facts.mesh.speaks(w["rank"])]
     if facts("settings.partition") != "by-class":
         yield from (
@@ -328,33 +291,29 @@ def contradictory_partition(facts: Facts) -> Iterator[str]:
             )
 
 
-@record_rule(
-    "unlike-its-strategy",
-    "unusable",
-    "all",
-    "The record is of another strategy than its cell names, or of another kind than that strategy.",
-)
+@record_rule("unlike-its-strategy", "unusable", "all")
 def unlike_its_strategy(facts: Facts) -> Iterator[str]:
-    listed, name = facts("cell.strategy"), facts("strategy.name")
-    if listed in REGISTRY:  # any other name is that of a variant
-        yield from unless_hold(facts, NAME)
-    if name not in REGISTRY:
-        return
-    kind = strategy_class(name).kind
-    yield from unless_hold(facts, KIND, registered_kind=kind)
-    ring = facts("strategy.traits.ring_copies") is not None
-    if kind == "server" or ring:  # a collective silent on its copies may send by rings too
-        yield from unless_hold(facts, METHOD, registered_method="ring" if ring else "measured")
+    """The record is of another strategy than its cell names, or of another kind than that strategy."""
+    name, kind, method = facts("strategy.name"), None, None
+    if name in REGISTRY:
+        kind = strategy_class(name).kind
+        # A collective that is silent on its copies may send by rings, too.
+        method = "measured" if kind == "server" else None
+        method = "ring" if facts("strategy.traits.ring_copies") is not None else method
+    yield from unless_hold(
+        facts,
+        STRATEGY,
+        is_registered=facts("cell.strategy") in REGISTRY,
+        registered_kind=kind,
+        registered_method=method,
+    )
 
 
-@record_rule(
-    "traits-unlike-strategy",
-    "doubtful",
-    "all",
-    "The record says of its strategy what this version of the strategy does not say of itself, and "
-    "the audit and the decision go by what the record says. Train the cell again.",
-)
+@record_rule("traits-unlike-strategy", "doubtful", "all")
 def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
+    """The record says of its strategy what this version of the strategy does not say of itself, and the audit
+    and the decision go by what the record says. Train the cell again.
+    """
     name = facts("strategy.name")
     if name not in REGISTRY:
         return
@@ -368,14 +327,11 @@ def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
         yield f"strategy.mesh is {facts.mesh}, but that of {name} is {mesh}"
 
 
-@record_rule(
-    "lost-workers",
-    "unusable",
-    "all",
-    "Workers were lost, or did nothing, and the others finished without them: it is ranked as if "
-    "it had been trained by all of them.",
-)
+@record_rule("lost-workers", "unusable", "all")
 def lost_workers(facts: Facts) -> Iterator[str]:
+    """Workers were lost, or did nothing, and the others finished without them: it is ranked as if it had been
+    trained by all of them.
+    """
     if facts.status != "ok":
         return
     if facts.lost and not facts.elastic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_equal
+from stratbench.analysis.audit.checks import Facts, unless
 from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.audit.timelines import SAMPLES
@@ -31,24 +31,22 @@ IDLE_POWER = 0.125
 CORE_FLOPS = 5e11
 
 # What follows from what; the rules below say which holds when.
-UNFROZEN = relations(
-    f"compute.training_flops_per_sample == {TRAINING_FLOPS} * compute.forward_flops_per_sample"
-)
 FLOPS = relations(
+    f"compute.training_flops_per_sample == {TRAINING_FLOPS} * compute.forward_flops_per_sample "
+    "if model.trainable_parameters == model.parameters",
     # Frozen parameters have no gradients, of which each takes as much as the forward.
     "compute.training_flops_per_sample >= compute.forward_flops_per_sample",
     f"compute.training_flops_per_sample <= {TRAINING_FLOPS} * compute.forward_flops_per_sample",
     "compute.achieved_flops_per_s == flops_per_sample * batch.samples_seen / time.train_time_s",
     "compute.mfu == compute.achieved_flops_per_s / compute.peak_flops_per_s",
     "compute.mfu <= 1",
-)
-DATASHEETS = relations(
     "compute.peak_flops_per_s == sum_of_datasheets",
     "compute.achieved_flops_per_s <= sum_of_datasheets",
+    # A product uses every weight at least once, two operations each; biases and norms are few. A user's
+    # network may have tables and what is never called.
+    "compute.forward_flops_per_sample >= model.parameters if settings.own_model is None",
+    "compute.achieved_flops_per_s <= flops_of_all_cores",
 )
-# A product uses every weight at least once, two operations each; biases and norms are few.
-WEIGHTS = relations("compute.forward_flops_per_sample >= model.parameters")
-CORES = relations("compute.achieved_flops_per_s <= flops_of_all_cores")
 ENERGY = relations("energy.joules_per_sample == energy.train_joules / batch.samples_applied")
 POWERS = relations(
     ("energy.train_joules <= power_limits_w * time.train_time_s", OVERSHOOT),
@@ -56,44 +54,31 @@ POWERS = relations(
 )
 
 
-@record_rule(
-    "contradictory-efficiency",
-    "unusable",
-    "time",
-    "Operations a second do not follow from samples and time, or exceed what the devices can do.",
-)
+@record_rule("contradictory-efficiency", "unusable", "time")
 def contradictory_efficiency(facts: Facts) -> Iterator[str]:
+    """Operations a second do not follow from samples and time, or exceed what the devices can do."""
     of_forward = facts("compute.forward_flops_per_sample")
     of_training = facts("compute.training_flops_per_sample")
     each = of_forward and TRAINING_FLOPS * of_forward if of_training is None else of_training
-    yield from unless_hold(facts, FLOPS, flops_per_sample=each)
-    if facts.trainable == facts("model.parameters"):
-        yield from unless_hold(facts, UNFROZEN)
-    # A user's network may have tables and what is never called.
-    if facts("settings.own_model") is None:
-        yield from unless_hold(facts, WEIGHTS)
-    precision = facts("settings.precision")
+    precision, known, flops = facts("settings.precision"), None, None
     names = [value_at(worker["provenance"], "gpu.name") for worker in facts.workers]
     if facts.whole and None not in names and precision not in (None, "fp64"):
         peaks = [peak and peak.tflops(precision) for peak in map(datasheet_of, names)]
-        if None not in peaks:
-            yield from unless_hold(facts, DATASHEETS, sum_of_datasheets=1e12 * sum(peaks))
+        known = 1e12 * sum(peaks) if None not in peaks else None
     if facts("provenance.device") == "cpu" and facts.workers:
         cores = max(
             value_at(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers
         )
         hosts = max(1, facts("provenance.nodes") or 1)
         flops = cores * hosts * CORE_FLOPS or None
-        yield from unless_hold(facts, CORES, flops_of_all_cores=flops)
+    yield from unless_hold(
+        facts, FLOPS, flops_per_sample=each, sum_of_datasheets=known, flops_of_all_cores=flops
+    )
 
 
-@record_rule(
-    "contradictory-energy",
-    "unusable",
-    "time",
-    "Energy does not follow from itself, or is not what GPUs can have drawn in this time.",
-)
+@record_rule("contradictory-energy", "unusable", "time")
 def contradictory_energy(facts: Facts) -> Iterator[str]:
+    """Energy does not follow from itself, or is not what GPUs can have drawn in this time."""
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
     if joules is None:
         return
@@ -126,9 +111,9 @@ def faults_of_power(facts: Facts, joules: float) -> Iterator[str]:
             late_j = LATE_S * len(facts("time.epoch_times_s")) * (power.most - power.least)
             slack_j += late_j + DEVIATIONS * power.std / math.sqrt(power.count) * time_s
     what = "energy.train_joules"
-    yield from unless_at_least(
-        what, joules, f"{IDLE_POWER:.1%} of the power limit of GPUs that worked", least_j
+    yield from unless(
+        what, joules, ">=", f"{IDLE_POWER:.1%} of the power limit of GPUs that worked", least_j
     )
     if sampled == facts.gpus:
         formula = "the mean power in the timeline x time"
-        yield from unless_equal(what, joules, formula, drawn_j, POWER, slack_j)
+        yield from unless(what, joules, "==", formula, drawn_j, POWER, slack_j)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from stratbench.analysis.audit.checks import ROUNDING, Facts, unless_at_most
+from stratbench.analysis.audit.checks import ROUNDING, Facts, unless
 from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 
@@ -29,12 +29,12 @@ ACCOUNTS = relations(
     "elastic.first_step_s == first_step_s",
     "elastic.restarts == from_checkpoints",
 )
-PAUSES = relations(
-    "elastic.pauses.count == len_pauses",
-    ("elastic.pauses.total_s == sum_pauses", ROUNDING, 1e-9),
+GENERATIONS = relations(
+    "elastic.pauses.count == len(pauses)",
+    ("elastic.pauses.total_s == sum(pauses)", ROUNDING, 1e-9),
+    ("elastic.idle_s == elastic.allocated_s - inside_s", ROUNDING, 1.0),
+    "steps_taken == steps_run + elastic.steps_repeated",
 )
-IDLE = relations(("elastic.idle_s == allocated_s - inside_s", ROUNDING, 1.0))
-STEPS = relations("steps_taken == steps_run + elastic.steps_repeated")
 OF_WORKER = relations("worker.steps <= steps_of_generations")
 LIVES = relations(
     "elastic.lives == len_lives",
@@ -54,71 +54,55 @@ RESTARTS = relations(
     "restarts.checkpoints.every == settings.checkpoint_every",
     "restarts.checkpoints.held_up_s <= time.total_s",
     ("restarts.until_step_s <= time.total_s", ROUNDING, DATES_S),
-)
-#: Each attempt is known to a few seconds.
-LOST = relations(
+    # Each attempt is known to a few seconds.
     (
-        "time.total_s >= time.train_time_s + restarts.repeated_s",
+        "time.total_s >= time.train_time_s + restarts.repeated_s if finished",
         ROUNDING,
         f"{DATES_S} * (1 + restarts.count)",
-    )
-)
-#: There is one after so many steps, but for the last.
-CHECKPOINTS = relations(
-    "restarts.checkpoints.count == (steps_run - 1) // settings.checkpoint_every"
+    ),
+    # There is one after so many steps, but for the last.
+    "restarts.checkpoints.count == (steps_run - 1) // settings.checkpoint_every if finished",
 )
 
 
-@record_rule(
-    "contradictory-restarts",
-    "unusable",
-    "all",
-    "What the record says of a cell's attempts and checkpoints does not agree with its steps and times.",
-)
+@record_rule("contradictory-restarts", "unusable", "all")
 def contradictory_restarts(facts: Facts) -> Iterator[str]:
-    every, told = facts("settings.checkpoint_every"), facts("restarts")
-    if (told is None) != (every is None):
-        yield f"settings.checkpoint_every is {every}, with restarts {told!r:.60}"
-    if told is None or every is None:
+    """What the record says of a cell's attempts and checkpoints does not agree with its steps and times."""
+    every, stated = facts("settings.checkpoint_every"), facts("restarts")
+    if (stated is None) != (every is None):
+        yield f"settings.checkpoint_every is {every}, with restarts {stated!r:.60}"
+    if stated is None or every is None:
         return
     yield from unless_hold(facts, RESTARTS)
-    if odd := [step for step in told["from_steps"] if step % every]:
+    if odd := [step for step in stated["from_steps"] if step % every]:
         yield f"an attempt went on after {odd[0]} steps, but there is a checkpoint each {every} steps"
     if not facts.finished:
         return
-    if late := [step for step in told["from_steps"] if step >= facts.steps_run]:
+    if late := [step for step in stated["from_steps"] if step >= facts.steps_run]:
         yield f"an attempt went on after {late[0]} steps, of {facts.steps_run}"
-    yield from unless_hold(facts, LOST)
-    yield from unless_hold(facts, CHECKPOINTS, steps_run=facts.steps_run)
 
 
-@record_rule(
-    "keeps-checkpoints",
-    "note",
-    "time",
-    "The cell kept checkpoints, and may have been started again. Its training time has neither the copying "
-    "of checkpoints nor what was lost, but they were written beside the training, and attempts may have run "
-    "on different nodes: cells that keep none are what measures a strategy's speed.",
-)
+@record_rule("keeps-checkpoints", "note", "time")
 def keeps_checkpoints(facts: Facts) -> Iterator[str]:
-    told = facts("restarts")
-    if told is not None and (told["count"] or told["checkpoints"]["count"]):
-        kept = told["checkpoints"]
+    """The cell kept checkpoints, and may have been started again. Its training time has neither the copying
+    of checkpoints nor what was lost, but they were written beside the training, and attempts may have run on
+    different nodes: cells that keep none are what measures a strategy's speed.
+    """
+    stated = facts("restarts")
+    if stated is not None and (stated["count"] or stated["checkpoints"]["count"]):
+        kept = stated["checkpoints"]
         yield (
             f"{kept['count']} checkpoints of {kept['bytes'] / 1e6:.3g} MB held the training up for "
-            f"{kept['held_up_s']:.3g} s; started again {told['count']} times, {told['repeated_s']:.3g} s of "
-            "work done again"
+            f"{kept['held_up_s']:.3g} s; started again {stated['count']} times, "
+            f"{stated['repeated_s']:.3g} s of work done again"
         )
 
 
-@record_rule(
-    "contradictory-elastic",
-    "unusable",
-    "all",
-    "What the record of a cell with elastic workers says of them does not agree: jobs, who trained together "
-    "and when, steps, pauses, or the seconds that were used.",
-)
+@record_rule("contradictory-elastic", "unusable", "all")
 def contradictory_elastic(facts: Facts) -> Iterator[str]:
+    """What the record of a cell with elastic workers says of them does not agree: jobs, who trained together
+    and when, steps, pauses, or the seconds that were used.
+    """
     if facts.elastic != bool(facts("settings.elastic")):
         yield f"settings.elastic is {facts('settings.elastic')}, with elastic {facts('elastic')!r:.40}"
     if not facts.elastic:
@@ -193,23 +177,18 @@ def _faults_of_generations(
             if number not in by_number:
                 yield f"{of} has member {number}, which no job was"
             elif g["ended_s"] is not None and (ended := by_number[number]["ended_s"]) is not None:
-                yield from unless_at_most(
-                    f"the end of {of}",
-                    g["ended_s"],
-                    f"that of its worker {number}",
-                    ended + DATES_S,
-                )
+                what, formula = f"the end of {of}", f"that of its worker {number}"
+                yield from unless(what, g["ended_s"], "<=", formula, ended + DATES_S)
     for earlier, later in pairwise(generations):
         yield from _faults_of_change(facts, earlier, later)
     pauses = [g["pause_s"] for g in generations if g["pause_s"] is not None]
-    yield from unless_hold(facts, PAUSES, len_pauses=len(pauses), sum_pauses=sum(pauses))
     inside_s = sum(
         len(g["members"]) * (g["ended_s"] - g["began_s"])
         for g in generations
         if g["began_s"] is not None and g["ended_s"] is not None
     )
-    yield from unless_hold(facts, IDLE, allocated_s=facts("elastic.allocated_s"), inside_s=inside_s)
-    yield from unless_hold(facts, STEPS, steps_taken=taken)
+    named = {"pauses": pauses, "inside_s": inside_s, "steps_taken": taken}
+    yield from unless_hold(facts, GENERATIONS, **named)
     for worker in facts.workers:
         most = steps_of.get(worker["rank"])
         of = f"rank {worker['rank']}"

@@ -1,8 +1,9 @@
-"""Relations that the figures of a record keep, each in one line: `left == right`, `<=` or `>=`.
+"""Relations that the figures of a record keep, each in one line: `left == right if condition`, or `<=`, `>=`.
 
 Both sides are formulas over fields of the record by their paths (`time.train_time_s`), over quantities of
 `Facts` (`steps_run`), and over what a rule names besides. A path through a list stands for the values of all
-its entries. A relation is not judged where one of its figures is absent, or where it would divide by zero.
+its entries. A relation is not judged where one of its figures is absent, or where it would divide by zero,
+or where its condition does not hold. In a condition what is absent is None.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from stratbench.analysis.audit.checks import ROUNDING, Facts
+from stratbench.analysis.audit.checks import ROUNDING, SIGNS, Facts, unless
 
 #: Gives the value of a path, from its first word and the others; raises Absent without one.
 Lookup = Callable[[str, list[str]], Any]
@@ -27,19 +28,19 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Pow: operator.pow,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Gt: operator.gt,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil,
     "len": len,
+    "log": math.log,
     "max": max,
     "mean": statistics.fmean,
     "sum": sum,
-}
-#: Whether sides agree, and how a sentence says that they do not. Written so that NaN agrees with nothing.
-SIGNS: dict[str, tuple[Callable[[float, float, float], bool], str]] = {
-    "==": (lambda left, right, slack: abs(left - right) <= slack, "but"),
-    "<=": (lambda left, right, slack: left <= right + slack, "more than"),
-    ">=": (lambda left, right, slack: left >= right - slack, "less than"),
 }
 
 
@@ -62,8 +63,9 @@ class Relation:
     @cached_property
     def sides(self) -> tuple[str, str, str]:
         """The left side, the sign, the right side."""
-        sign = next(sign for sign in SIGNS if f" {sign} " in self.text)
-        left, right = self.text.split(f" {sign} ")
+        claim = self.text.partition(" if ")[0]
+        sign = next(sign for sign in SIGNS if f" {sign} " in claim)
+        left, right = claim.split(f" {sign} ")
         return left, sign, right
 
     @cached_property
@@ -71,23 +73,27 @@ class Relation:
         left, _, right = self.sides
         return [formula(text) for text in (left, right, str(self.absolute))]
 
-    def fault(self, at: Lookup) -> str | None:
-        """A sentence with both sides and their values; None if the relation holds, or is not judged."""
+    @cached_property
+    def _condition(self) -> Callable[[Lookup], Any]:
+        return formula(self.text.partition(" if ")[2] or "1")
+
+    def faults(self, at: Lookup) -> Iterator[str]:
+        """Yields a sentence with both sides and their values unless the relation holds, or is not judged."""
+
+        def or_none(first: str, keys: list[str]) -> Any:
+            try:
+                return at(first, keys)
+            except Absent:
+                return None
+
+        if not self._condition(or_none):
+            return
         left, sign, right = self.sides
         try:
             value, other, absolute = (side(at) for side in self._formulas)
         except (Absent, ZeroDivisionError):
-            return None
-        holds, words = SIGNS[sign]
-        if not all(isinstance(side, (int, float)) for side in (value, other)):
-            kept = value == other
-        else:
-            size = max(abs(value), abs(other)) if sign == "==" else abs(other)
-            kept = holds(value, other, absolute + self.relative * size)
-        if kept:
-            return None
-        told = f"{right} is" if sign == "==" else f"{right},"
-        return f"{left} is {shown(value)}, {words} {told} {shown(other)}"
+            return
+        yield from unless(left, value, sign, right, other, self.relative, absolute)
 
 
 def relations(*rows: str | tuple[Any, ...]) -> tuple[Relation, ...]:
@@ -122,7 +128,7 @@ def unless_hold(
         return value
 
     for relation in kept:
-        if fault := relation.fault(at):
+        for fault in relation.faults(at):
             yield f"{of}: {fault}" if of else fault
 
 
@@ -138,14 +144,17 @@ def _read(node: ast.expr) -> Callable[[Lookup], Any]:
         case ast.BinOp(left=one, op=op, right=other):
             left, right, made = _read(one), _read(other), OPERATORS[type(op)]
             return lambda at: made(left(at), right(at))
+        case ast.Compare(left=one, ops=[op], comparators=[other]):
+            left, right, holds = _read(one), _read(other), OPERATORS[type(op)]
+            return lambda at: holds(left(at), right(at))
+        case ast.BoolOp(op=op, values=values):
+            parts, whole = [_read(part) for part in values], all if isinstance(op, ast.And) else any
+            return lambda at: whole(part(at) for part in parts)
+        case ast.UnaryOp(op=ast.Not(), operand=one):
+            denied = _read(one)
+            return lambda at: not denied(at)
         case ast.Call(func=ast.Name(id=name), args=args):
             inner, function = [_read(arg) for arg in args], FUNCTIONS[name]
             return lambda at: function(*(arg(at) for arg in inner))
     first, *keys = ast.unparse(node).split(".")
     return lambda at: at(first, keys)
-
-
-def shown(value: Any) -> str:
-    """A figure in six digits; anything else as it is."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return f"{value:.6g}" if is_number else str(value)

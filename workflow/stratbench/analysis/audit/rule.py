@@ -1,8 +1,8 @@
 """The rules of the audit: how one is made, and the evidence that its check gets.
 
-A rule is one decorated function. The decorator says what is suspicious, how bad it is and why; the
-function yields each case with its figures. A field that a record does not state
-trips no rule, unless the record must state it.
+A rule is one decorated function. The decorator names it and says how bad what it finds is, the docstring
+what is suspicious and why; the function yields each case with its figures. A field that a record does not
+state trips no rule, unless the record must state it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 
 from stratbench.analysis.audit.checks import Facts
@@ -32,8 +31,11 @@ Severity = Literal["unusable", "doubtful", "note"]
 Affects = Literal["time", "memory", "score", "all"]
 #: Whose records a rule judges.
 Of = Literal["ours", "commands", "both"]
-#: The coordinates of a cell within its study, in the order of `coordinates_of_cell`.
+#: The names of a cell's coordinates within its study, and their values in this order.
+COORDINATES = (*GROUP, "repeat")
 Key = tuple[Any, ...]
+#: What a check of a study yields: which cells, as `coordinates_of` takes them, and the figures.
+Case = tuple[Any, str]
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ class Evidence:
 
     def median(self, group: Group, column: str) -> float | None:
         """Median of a column over the repeats of a group; None without values."""
-        values = self.repeats.values(group, column)
-        return float(np.median(list(values.values()))) if values else None
+        return self.repeats.median(group, column)
 
     def product(self, group: Group, *columns: str) -> float | None:
         """The product of the medians of some columns; None if one is absent."""
@@ -132,33 +133,42 @@ class Rule:
 
 
 def rule(
-    id: str, severity: Severity, affects: Affects, explanation: str
-) -> Callable[[Callable[[Evidence], Iterator[Found]]], Rule]:
-    """A decorator that makes a rule of a check over the whole study."""
+    id: str, severity: Severity, affects: Affects
+) -> Callable[[Callable[[Evidence], Iterator[Case]]], Rule]:
+    """A decorator that makes a rule of a check over the whole study, whose docstring explains it to users."""
 
-    def made(check: Callable[[Evidence], Iterator[Found]]) -> Rule:
-        return Rule(id, severity, affects, explanation, check)
+    def made(check: Callable[[Evidence], Iterator[Case]]) -> Rule:
+        if not check.__doc__:
+            raise TypeError(f"{id}: a rule needs a docstring, which explains it to users")
+
+        def over_study(evidence: Evidence) -> Iterator[Found]:
+            for cells, figures in check(evidence):
+                yield Found(coordinates_of(cells), figures)
+
+        return Rule(id, severity, affects, " ".join(check.__doc__.split()), over_study)
 
     return made
 
 
 def record_rule(
-    id: str, severity: Severity, affects: Affects, explanation: str, of: Of = "ours"
+    id: str, severity: Severity, affects: Affects, of: Of = "ours"
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
     """A decorator that makes a rule of a check over one record, which yields a sentence for each fault.
 
+    The check's docstring explains the rule to users.
     `of`: records of our own loop (`ours`), those of users' commands (`commands`), or `both`.
     """
 
     def made(check: Callable[[Facts], Iterator[str]]) -> Rule:
-        def over_records(evidence: Evidence) -> Iterator[Found]:
+        @wraps(check)
+        def over_records(evidence: Evidence) -> Iterator[Case]:
             ours = evidence.records if of != "commands" else ()
             for record in (*ours, *(evidence.commands if of != "ours" else ())):
-                where = coordinates_of_cell(record["cell"])
-                facts = Facts(record, evidence.timelines.get(key_of(record["cell"])))
-                yield from (Found(where, text) for text in faults_of_record(check, facts))
+                cell = record["cell"]
+                facts = Facts(record, evidence.timelines.get(key_of(cell)))
+                yield from ((cell, text) for text in faults_of_record(check, facts))
 
-        return Rule(id, severity, affects, explanation, over_records)
+        return rule(id, severity, affects)(over_records)
 
     return made
 
@@ -171,19 +181,21 @@ def faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> I
         yield f"a field has a form that no cell writes ({type(e).__name__}: {e})"
 
 
-def coordinates_of_group(group: Group) -> Row:
-    """The coordinates of a finding on all repeats of a group."""
-    return group._asdict()
+def coordinates_of(cells: Any) -> Row:
+    """The coordinates of a finding: on a Group, a row of `itertuples`, or what a mapping states of them.
+
+    A finding without some of them is on all cells that share the others.
+    """
+    if isinstance(cells, Group):
+        return cells._asdict()
+    if isinstance(cells, Mapping):
+        return {name: cells[name] for name in COORDINATES if name in cells}
+    return {name: getattr(cells, name) for name in COORDINATES}
 
 
 def coordinates_of_strategy(group: Group) -> Row:
     """The coordinates of a finding on a strategy, for all worker counts: a fault on one is one on all."""
     return {name: value for name, value in group._asdict().items() if name != "gpus"}
-
-
-def coordinates_of_cell(cell: Row) -> Row:
-    """The coordinates of a finding on one cell, from the `cell` of its record."""
-    return {name: cell[name] for name in (*GROUP, "repeat")}
 
 
 def named(cells: Iterable[Row]) -> str:
@@ -193,14 +205,9 @@ def named(cells: Iterable[Row]) -> str:
 
 def key_of(cell: Row) -> Key:
     """The key of a cell's timeline."""
-    return tuple(coordinates_of_cell(cell).values())
+    return tuple(cell[name] for name in COORDINATES)
 
 
 def rows_of(frame: pd.DataFrame) -> Iterable[Any]:
     """Rows of cells.csv one by one; mostly there is none, and pandas takes as long over none as over few."""
     return frame.itertuples() if len(frame) else ()
-
-
-def coordinates_of_row(row: Any) -> Row:
-    """The coordinates of a finding on one cell, from a row of cells.csv given by `itertuples`."""
-    return {name: getattr(row, name) for name in (*GROUP, "repeat")}

@@ -10,18 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.checks import (
-    Facts,
-    unless_absent,
-    unless_at_least,
-    unless_equal,
-    unless_same,
-)
+from stratbench.analysis.audit.checks import Facts, unless, unless_absent
+from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import (
+    Case,
     Evidence,
-    Found,
-    coordinates_of_cell,
-    coordinates_of_row,
     coordinates_of_strategy,
     named,
     record_rule,
@@ -46,16 +39,22 @@ RARE = 1e-3
 #: A train loss that rises by this factor and these nats while the test loss falls is of no one training.
 RISEN, RISEN_NATS = 1.5, 0.1
 
-
-@rule(
-    "score-below-floor",
-    "doubtful",
-    "score",
-    "It learnt less than half of what `single`, or a synchronous strategy on the fewest workers, "
-    "learnt in as many epochs, or no more than guessing. Look at the learning rate, BatchNorm "
-    "statistics that never reach the evaluated model, summed gradients.",
+# What follows from what; the rule below says which holds when.
+SCORES = relations(
+    "score.per_epoch.epoch == counted_epochs",
+    "score.final == last_epoch.score",
+    "score.best == best_of_epochs",
 )
-def score_below_floor(evidence: Evidence) -> Iterator[Found]:
+# A wrong answer gives the right class a probability of at most one half.
+ERRORS = relations(("epoch.test_loss >= log(2) * (1 - epoch.score)", 1e-3))
+
+
+@rule("score-below-floor", "doubtful", "score")
+def score_below_floor(evidence: Evidence) -> Iterator[Case]:
+    """It learnt less than half of what `single`, or a synchronous strategy on the fewest workers, learnt in
+    as many epochs, or no more than guessing. Look at the learning rate, BatchNorm statistics that never reach
+    the evaluated model, summed gradients.
+    """
     scores = {name: score_of(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)}
     expected: dict[tuple[str, str, float | None], tuple[str, float | None]] = {}
     for row in evidence.rows:
@@ -73,15 +72,15 @@ def score_below_floor(evidence: Evidence) -> Iterator[Found]:
             expected[alike] = expected_score(evidence, row, score)
         name, reference = expected[alike]
         gain = 0.0 if reference is None else WORKING * score.sign * (reference - guess)
-        told = f"{name} reaches {in_words(score, reference)}" if reference is not None else ""
+        against = f"{name} reaches {in_words(score, reference)}" if reference is not None else ""
         if (by_chance := DEVIATIONS * error_of_guessing(score, guess, row)) > gain:
-            gain, told = by_chance, f"guessing reaches {in_words(score, guess)}"
+            gain, against = by_chance, f"guessing reaches {in_words(score, guess)}"
         if (given := evidence.floors.get(row.dataset, 0.0)) > guess + gain and score.is_share:
             gain = given - guess
-            told = f"known of this data set: {given:.0%} with the simplest models"
+            against = f"known of this data set: {given:.0%} with the simplest models"
         if reached < gain:
-            figures = f"{in_words(score, row.score_final)}; {told}"
-            yield Found(coordinates_of_row(row), figures)
+            figures = f"{in_words(score, row.score_final)}; {against}"
+            yield row, figures
 
 
 def in_words(score: Score, value: float) -> str:
@@ -112,14 +111,11 @@ def expected_score(evidence: Evidence, row: Any, score: Score) -> tuple[str, flo
     return f"{name} on {few['gpus'].iloc[0]}", float(best[name])
 
 
-@rule(
-    "async-alone-unlike-sync",
-    "unusable",
-    "score",
-    "With one worker nothing is ever stale, and this strategy says that it then trains as plain "
-    "synchronous SGD does: the implementations differ in something else.",
-)
-def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Found]:
+@rule("async-alone-unlike-sync", "unusable", "score")
+def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Case]:
+    """With one worker nothing is ever stale, and this strategy says that it then trains as plain synchronous
+    SGD does: the implementations differ in something else.
+    """
     alone = [
         group
         for group in evidence.groups
@@ -158,17 +154,14 @@ def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Found]:
                 f"on one worker: {score.name} {in_words(score, mine)}, {nearest[0].strategy} "
                 f"{in_words(score, its)}"
             )
-            yield Found(coordinates_of_strategy(group), figures)
+            yield coordinates_of_strategy(group), figures
 
 
-@rule(
-    "equal-arithmetic-unequal-loss",
-    "doubtful",
-    "score",
-    "These strategies say that their updates are DDP's, but for rounding, and from the same weights their "
-    "losses or scores differ by more than rounding grows to. Of two, nobody can say which is wrong.",
-)
-def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
+@rule("equal-arithmetic-unequal-loss", "doubtful", "score")
+def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Case]:
+    """These strategies say that their updates are DDP's, but for rounding, and from the same weights their
+    losses or scores differ by more than rounding grows to. Of two, nobody can say which is wrong.
+    """
     groups: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for record in evidence.records:
         facts = Facts(record)
@@ -181,7 +174,7 @@ def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
                 epoch, value, usual = off[0]
                 more = f", and in {len(off) - 1} more epochs" if len(off) > 1 else ""
                 text = f"{name} of epoch {epoch} is {value:.4g}, the median {usual:.4g}{more}"
-                yield Found(coordinates_of_cell(facts.record["cell"]), text)
+                yield facts.record["cell"], text
 
 
 def unlike_median(
@@ -191,16 +184,16 @@ def unlike_median(
     off: list[list[tuple[int, float, float]]] = [[] for _ in members]
     epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
     for epoch, entries in enumerate(epochs, 1):
-        told = [entry[name] for entry in entries]
-        if None in told:
+        values = [entry[name] for entry in entries]
+        if None in values:
             continue
-        usual = median(told)
+        usual = median(values)
         most = most_by_rounding(members[0], name, usual)
-        for i, value in enumerate(told):
+        for i, value in enumerate(values):
             # The median of two is as far from both.
             if abs(value - usual) > (most if len(members) > 2 else most / 2):
                 off[i].append((epoch, value, usual))
-    yield from ((facts, found) for facts, found in zip(members, off, strict=True) if found)
+    yield from ((facts, cases) for facts, cases in zip(members, off, strict=True) if cases)
 
 
 def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
@@ -229,27 +222,24 @@ def answers_of(facts: Facts) -> float | None:
     )
 
 
-@rule(
-    "same-losses-twice",
-    "unusable",
-    "score",
-    "Cells that start from other weights, or of which one follows the order in which pushes arrive, never "
-    "have the same losses to the last digit in all epochs, nor the same scores in so many: one is a copy.",
-)
-def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
+@rule("same-losses-twice", "unusable", "score")
+def same_losses_twice(evidence: Evidence) -> Iterator[Case]:
+    """Cells that start from other weights, or of which one follows the order in which pushes arrive, never
+    have the same losses to the last digit in all epochs, nor the same scores in so many: one is a copy.
+    """
     done = [facts for facts in map(Facts, evidence.records) if facts.status == "ok"]
     repeats: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for facts in sorted(done, key=lambda facts: facts("cell.repeat")):
         repeats[tuple(facts(f"cell.{name}") for name in GROUP)].append(facts)
     # Scores of a small test set agree by chance in one cell, but not in all its repeats.
-    told = [[facts] for facts in done] + [
+    trainings = [[facts] for facts in done] + [
         members for members in repeats.values() if len(members) > 1
     ]
-    pairs = len(told) ** 2 / 2
+    pairs = len(trainings) ** 2 / 2
     found: set[int] = set()
     for name in SERIES:
         alike: dict[tuple[float, ...], list[list[Facts]]] = defaultdict(list)
-        for members in told:
+        for members in trainings:
             values = tuple(e[name] for facts in members for e in facts("score.per_epoch"))
             if values and None not in values and chance_of(members, name) * pairs < RARE:
                 alike[values].append(members)
@@ -262,7 +252,7 @@ def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
             text = f"the {which} of {named(facts.record['cell'] for facts in cells)}"
             for facts in new:
                 found.add(id(facts))
-                yield Found(coordinates_of_cell(facts.record["cell"]), text)
+                yield facts.record["cell"], text
 
 
 def cannot_agree(listed: list[list[Facts]]) -> bool:
@@ -295,36 +285,26 @@ def chance_of(members: list[Facts], name: str) -> float:
     return chance
 
 
-@record_rule(
-    "contradictory-score",
-    "unusable",
-    "score",
-    "Scores and losses of the record do not agree: the last epoch and the final score, the best of all, "
-    "whole samples of the test set, a loss too small for its errors, a score that is no such loss, a train "
-    "loss that rises while the test loss falls.",
-)
+@record_rule("contradictory-score", "unusable", "score")
 def contradictory_score(facts: Facts) -> Iterator[str]:
+    """Scores and losses of the record do not agree: the last epoch and the final score, the best of all,
+    whole samples of the test set, a loss too small for its errors, a score that is no such loss, a train loss
+    that rises while the test loss falls.
+    """
     entries = facts("score.per_epoch")
-    numbered = [entry["epoch"] for entry in entries]
-    yield from unless_same(
-        "epochs of score.per_epoch", numbered, "counted they", list(range(1, len(entries) + 1))
-    )
-    reached = [entry["score"] for entry in entries]
     best_of = max if facts("task.better") == "higher" else min
-    if reached:
-        yield from unless_equal(
-            "score.final", facts("score.final"), "that of the last epoch", reached[-1]
-        )
-        yield from unless_equal(
-            "score.best",
-            facts("score.best"),
-            "the best epoch's",
-            best_of((s for s in reached if s is not None), default=None),
-        )
-    else:
-        for name in ("final", "best"):
-            yield from unless_absent(f"score.{name}", facts(f"score.{name}"), "without any epoch")
     first, last = (entries[0], entries[-1]) if entries else ({}, {})
+    yield from unless_hold(
+        facts,
+        SCORES,
+        counted_epochs=list(range(1, len(entries) + 1)),
+        last_epoch=last,
+        best_of_epochs=best_of(
+            (e["score"] for e in entries if e["score"] is not None), default=None
+        ),
+    )
+    for name in ("final", "best") if not entries else ():
+        yield from unless_absent(f"score.{name}", facts(f"score.{name}"), "without any epoch")
     losses = [entry.get(name) for name in ("train_loss", "test_loss") for entry in (first, last)]
     if None not in losses:
         trained, now, tested, then = losses
@@ -338,31 +318,21 @@ def contradictory_score(facts: Facts) -> Iterator[str]:
     for entry in entries:
         name, right = f"epoch {entry['epoch']}", entry["score"]
         if task == "next-token":
-            yield from unless_equal(f"score of {name}", right, "its test_loss", entry["test_loss"])
+            yield from unless(f"score of {name}", right, "==", "its test_loss", entry["test_loss"])
         if unit == "share" and right is not None and not 0 <= right <= 1:
             yield f"the {facts('task.score')} of {name} is {right:.6g}"
         if task != "classification" or right is None:
             continue
         if n and abs(right * n - round(right * n)) > 1e-3:
             yield f"the accuracy of {name}, {right:.6g}, is of {n} answers no whole number"
-        # A wrong answer gives the right class a probability of at most one half.
-        yield from unless_at_least(
-            f"test_loss of {name}",
-            entry["test_loss"],
-            "ln 2 for each error",
-            math.log(2) * (1 - right),
-            1e-3,
-        )
+        yield from unless_hold(facts, ERRORS, name, epoch=entry)
 
 
-@record_rule(
-    "loss-below-least",
-    "unusable",
-    "score",
-    "A test loss is less than the least possible, the entropy rate of the source that the text is drawn "
-    "from, by more than chance explains: the model has seen the answers, or the loss is no such mean.",
-)
+@record_rule("loss-below-least", "unusable", "score")
 def loss_below_least(facts: Facts) -> Iterator[str]:
+    """A test loss is less than the least possible, the entropy rate of the source that the text is drawn
+    from, by more than chance explains: the model has seen the answers, or the loss is no such mean.
+    """
     least = facts("task.least_loss")
     for entry in facts("score.per_epoch") if least is not None else ():
         loss, error = entry["test_loss"], entry.get("score_error") or 0.0

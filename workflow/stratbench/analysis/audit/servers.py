@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stratbench.analysis.audit.checks import (
-    ROUNDING,
-    Facts,
-    unless_at_least,
-    unless_rising,
-    unless_same,
-)
+from stratbench.analysis.audit.checks import ROUNDING, Facts, unless, unless_rising
 from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.strategies import REGISTRY, strategy_class
@@ -44,39 +38,41 @@ TICKETS_OF_ELASTIC = relations("link.tickets <= worker.steps", "link.skips <= li
 SHARDS = relations(
     "elements_of_shards >= model.trainable_parameters",
     f"all_elements_but_one_shards <= {1 + PADDING} * model.trainable_parameters + 4096",
+    f"elements_of_shards <= {1 + PADDING} * model.trainable_parameters + 4096 if n_shards == 1",
 )
-ONE_SHARD = relations(f"elements_of_shards <= {1 + PADDING} * model.trainable_parameters + 4096")
-PUSHES = relations("pushes == tickets - skips - dropped")
-UPDATES = relations(
+SHARD = relations(
+    "pushes == tickets - skips - dropped if tickets and not lost and not reassigned and not elastic",
     "updates <= pushes",
     "highest_staleness <= updates",
     # An update makes every batch in progress older by one, and a worker has one at a time.
     "sum_of_staleness <= updates * cell.gpus",
-)
-STATED_UPDATES = relations(
-    ("updates == steps_run * strategy.traits.updates_per_step", ROUNDING, 1.0)
+    (
+        "updates == steps_run * strategy.traits.updates_per_step "
+        "if status == 'ok' and not skips and not lost and not ended_early",
+        ROUNDING,
+        1.0,
+    ),
 )
 TOTALS = relations(
     "batch.updates_applied == most_updates_of_a_shard",
     ("batch.samples_applied == mean_pushes_of_a_shard * batch.samples_per_step", ROUNDING, 1.0),
 )
-LAST_END = relations(
-    ("last_end_s <= server.train_time_s", 0.01), ("last_end_s >= server.train_time_s", 0.05)
+TIMES = relations(
+    "epochs_of_server == epochs_asked_for if status == 'ok'",
+    ("last_end_s <= server.train_time_s", 0.01),
+    ("last_end_s >= server.train_time_s", 0.05),
+    "server.apply_s <= cell.gpus * server.train_time_s",
 )
 EPOCH_END = relations("end_s == score.train_time_s")
-APPLIED = relations("server.apply_s <= cell.gpus * server.train_time_s")
 # A worker also waits from the last update until it hears of it, which its own time includes.
 WAITED = relations(("link.wait_s <= train_time_s_of_worker", 0.1))
 
 
-@record_rule(
-    "contradictory-server",
-    "unusable",
-    "all",
-    "What the parameter servers counted does not agree in itself, with the workers, or with the "
-    "policy: tickets, pushes, updates, staleness, waits.",
-)
+@record_rule("contradictory-server", "unusable", "all")
 def contradictory_server(facts: Facts) -> Iterator[str]:
+    """What the parameter servers counted does not agree in itself, with the workers, or with the policy:
+    tickets, pushes, updates, staleness, waits.
+    """
     if not facts.servers:
         return
     yield from unless_hold(facts, SERVERS)
@@ -152,8 +148,9 @@ def faults_of_shards(facts: Facts) -> Iterator[str]:
     named = {
         "elements_of_shards": sum(numel * n for numel, n in shards),
         "all_elements_but_one_shards": numel * (total - 1),
+        "n_shards": total,
     }
-    yield from unless_hold(facts, SHARDS + (ONE_SHARD if total == 1 else ()), **named)
+    yield from unless_hold(facts, SHARDS, **named)
 
 
 def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
@@ -186,10 +183,9 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
             "pushes": pushes, "tickets": tickets, "skips": skips, "dropped": late, "updates": made,
             "highest_staleness": len(without_trailing_zeros(count)) - 1,
             "sum_of_staleness": sum(age * n for age, n in enumerate(count)),
+            "reassigned": server.get("reassigned"),
         }  # fmt: skip
-        if tickets and not facts.lost and not server.get("reassigned") and not facts.elastic:
-            yield from unless_hold(facts, PUSHES, shard, **figures)
-        yield from unless_hold(facts, UPDATES, shard, **figures)
+        yield from unless_hold(facts, SHARD, shard, **figures)
         busy = sum((link.get("tickets") or 0) >= BUSY for link in server["workers"])
         # Stale pushes may have been dropped; who takes over from a lost one begins anew.
         lossless = not late and not facts.lost and not server.get("reassigned")
@@ -197,14 +193,13 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
         if made == pushes and not waiting and lossless:
             # Each update makes the N - 1 batches in progress older by one, so that the mean is N - 1 where
             # each worker always has one; where all of them wait for all, half of that.
-            yield from unless_at_least(
+            yield from unless(
                 f"the mean staleness of pushes to {shard}",
                 figures["sum_of_staleness"] / max(1, pushes),
+                ">=",
                 f"what {busy} busy workers cannot avoid",
                 UNAVOIDABLE * max(0, busy - 1),
             )
-        if not skips and not facts.lost and facts.status == "ok" and not facts.ended_early:
-            yield from unless_hold(facts, STATED_UPDATES, shard, **figures)
     if facts.ended_early:
         return
     shards = [sum(c) for s in facts.servers for c in s["staleness"]]
@@ -222,34 +217,28 @@ def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator
     epochs = server.get("epochs") or ()
     if facts.ended_early:
         return  # the others trained on while one evaluated the epoch that ended it
-    if facts.status == "ok":
-        yield from unless_same(
-            f"epochs of {name}",
-            [e["epoch"] for e in epochs],
-            "what was asked for",
-            list(range(facts.passes_run)),
-        )
     ends = [e["end_s"] for e in epochs]
     yield from unless_rising(f"end_s of {name}", ends)
-    if ends:
-        yield from unless_hold(facts, LAST_END, name, server=server, last_end_s=ends[-1])
+    yield from unless_hold(
+        facts,
+        TIMES,
+        name,
+        server=server,
+        epochs_of_server=[e["epoch"] for e in epochs],
+        epochs_asked_for=list(range(facts.passes_run)),
+        last_end_s=ends[-1] if ends else None,
+    )
     if name == "server 0" and facts.finished and len(ends) == len(facts("time.epoch_times_s")):
         for i, (end, entry) in enumerate(zip(ends, facts("score.per_epoch"), strict=False), 1):
             yield from unless_hold(facts, EPOCH_END, f"epoch {i}", end_s=end, score=entry)
     if train_time_s is None:
         return
-    yield from unless_hold(facts, APPLIED, name, server=server)
     own = {w["rank"]: w.get("train_time_s") for w in facts.workers}
     for link in server["workers"]:
         # Of a worker that is not known or, in an elastic cell, came too late for a batch: the servers' time.
         its_time_s = own.get(link["worker"]) or train_time_s
-        yield from unless_hold(
-            facts,
-            WAITED,
-            f"worker {link['worker']} at {name}",
-            link=link,
-            train_time_s_of_worker=its_time_s,
-        )
+        of = f"worker {link['worker']} at {name}"
+        yield from unless_hold(facts, WAITED, of, link=link, train_time_s_of_worker=its_time_s)
 
 
 def without_trailing_zeros(counts: list[int]) -> list[int]:

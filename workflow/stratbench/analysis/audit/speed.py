@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import numpy as np
@@ -12,18 +12,16 @@ import numpy as np
 from stratbench.analysis.audit.across_cells.machines import OTHERS
 from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.audit.rule import (
+    Case,
     Evidence,
-    Found,
-    coordinates_of_cell,
-    coordinates_of_group,
-    coordinates_of_row,
     coordinates_of_strategy,
     record_rule,
     rule,
 )
+from stratbench.analysis.audit.times import ORDER
+from stratbench.analysis.records.columns import Row
 from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
 from stratbench.analysis.records.measures import ALONE
-from stratbench.cell.record import Record
 
 #: Ratios from which a figure is suspicious.
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
@@ -38,6 +36,9 @@ DIGITS = {
         ("total_s", "step_mean_ms", "setup_s", "warmup_s", "eval_s", "train_joules"), 9
     ),
 }
+#: The number of steps, and their median in ms, from which no two cells have the same percentiles: a GPU's
+#: events have a resolution of 0.5 us.
+MANY_STEPS, LONG_MS = 100, 1.0
 #: Limits as shares of a training time, and of a step.
 INPUT, SKEW = 0.10, 0.02
 #: Repeats are even at this relative standard deviation; the limit is what even ones exceed in one group of
@@ -45,14 +46,11 @@ INPUT, SKEW = 0.10, 0.02
 EVEN, BY_CHANCE = 0.03, 1000
 
 
-@rule(
-    "sharding-slow-alone",
-    "doubtful",
-    "time",
-    "With one worker there is nothing to communicate, so sharding cannot explain being slower than "
-    "the same training unsharded. Look at precision, wrap groups and the optimizer.",
-)
-def sharding_slow_alone(evidence: Evidence) -> Iterator[Found]:
+@rule("sharding-slow-alone", "doubtful", "time")
+def sharding_slow_alone(evidence: Evidence) -> Iterator[Case]:
+    """With one worker there is nothing to communicate, so sharding cannot explain being slower than the same
+    training unsharded. Look at precision, wrap groups and the optimizer.
+    """
     for group in evidence.groups:
         other = evidence.unsharded_rival_of(group)
         if group.gpus != 1 or other is None or not evidence.value_of(group, "shards_states"):
@@ -69,19 +67,14 @@ def sharding_slow_alone(evidence: Evidence) -> Iterator[Found]:
         if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
             continue
         times = f"{group.strategy} {its_s:.4g} s, {other.strategy} {other_s:.4g} s"
-        yield Found(
-            coordinates_of_strategy(group), f"on one worker: {times}: {its_s / other_s:.2f} times"
-        )
+        yield coordinates_of_strategy(group), f"on one worker: {times}: {its_s / other_s:.2f} times"
 
 
-@rule(
-    "superlinear",
-    "doubtful",
-    "time",
-    "N workers cannot do more than N times the work of one. Look at the baseline: a batch too large "
-    "for one worker's cache or memory, other settings, or a busy machine.",
-)
-def superlinear(evidence: Evidence) -> Iterator[Found]:
+@rule("superlinear", "doubtful", "time")
+def superlinear(evidence: Evidence) -> Iterator[Case]:
+    """N workers cannot do more than N times the work of one. Look at the baseline: a batch too large for one
+    worker's cache or memory, other settings, or a busy machine.
+    """
     column, cells = "throughput_samples_per_s", evidence.cells
     limited = cells[(cells["status"] == "timeout") & cells["time_limit_s"].notna()]
     stopped: defaultdict[Group, list[tuple[int, float]]] = defaultdict(list)
@@ -107,13 +100,13 @@ def superlinear(evidence: Evidence) -> Iterator[Found]:
             if there and here / there > limit:
                 name = "" if base.strategy == strategy else f"{base.strategy} "
                 text = f"{here / there:.2f} times as fast on {gpus} as {name}on {base.gpus}"
-                yield Found(coordinates_of_group(group), text)
+                yield group, text
         yield from superlinear_at_least(evidence, group, stopped[group.with_gpus(0)])
 
 
 def superlinear_at_least(
     evidence: Evidence, group: Group, stopped: Iterable[tuple[int, float]]
-) -> Iterator[Found]:
+) -> Iterator[Case]:
     """Finds superlinear speedups over the next fewer workers, if those ran into a time limit.
 
     `stopped`: the numbers of workers on which the strategy was stopped, and the least limit there.
@@ -129,20 +122,14 @@ def superlinear_at_least(
     least_s = limit_s - rest_s
     if least_s / time_s > SUPERLINEAR * group.gpus / few:
         text = f"at least {least_s / time_s:.1f} times as fast on {group.gpus} as on {few}"
-        yield Found(
-            coordinates_of_group(group),
-            f"{text}, which was stopped: {time_s:.6g} s, more than {least_s:.6g} s",
-        )
+        yield group, f"{text}, which was stopped: {time_s:.6g} s, more than {least_s:.6g} s"
 
 
-@rule(
-    "same-value-twice",
-    "unusable",
-    "time",
-    "Two measured times never agree to the last digit, nor do the proportions of their epochs: one is a "
-    "copy.",
-)
-def same_value_twice(evidence: Evidence) -> Iterator[Found]:
+@rule("same-value-twice", "unusable", "time")
+def same_value_twice(evidence: Evidence) -> Iterator[Case]:
+    """Two measured times never agree to the last digit, nor do the proportions of their epochs, or all
+    percentiles or phases of their steps: one is a copy.
+    """
     for column, digits in DIGITS.items():
         times = evidence.ok[column]
         twice = times.notna() & times.duplicated(keep=False)
@@ -152,52 +139,68 @@ def same_value_twice(evidence: Evidence) -> Iterator[Found]:
             if len(f"{value!r}".replace(".", "").strip("0")) >= digits:
                 cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
                 for row in rows.itertuples():
-                    yield Found(
-                        coordinates_of_row(row), f"{column} {value!r} in {' and in '.join(cells)}"
-                    )
-    alike: dict[tuple[float, ...], list[Record]] = defaultdict(list)
-    for record in evidence.records:
-        spans = record["time"]["epoch_times_s"]
-        if len(spans) > 2 and sum(spans) > 0:
-            alike[tuple(round(span / sum(spans), 9) for span in spans)].append(record)
-    for records in alike.values():
-        places = [record["cell"] for record in records]
-        cells = [f"{p['strategy']} {p['model']} on {p['gpus']}" for p in places]
-        for place in places if len(places) > 1 else ():
-            where = coordinates_of_cell(place)
-            yield Found(where, f"epochs in one proportion in {' and in '.join(cells)}")
+                    yield row, f"{column} {value!r} in {' and in '.join(cells)}"
+    for what, read_off in SERIES.items():
+        alike: dict[tuple[float, ...], list[Row]] = defaultdict(list)
+        for record in evidence.records:
+            if len(series := read_off(record["time"])) > 2:
+                alike[series].append(record["cell"])
+        for places in alike.values():
+            cells = [f"{p['strategy']} {p['model']} on {p['gpus']}" for p in places]
+            for place in places if len(places) > 1 else ():
+                yield place, f"{what} in {' and in '.join(cells)}"
 
 
-@rule(
-    "steps-uneven",
-    "note",
-    "time",
-    "Some steps take much longer than most: a straggler, a busy machine, or waits at a server.",
-)
-def steps_uneven(evidence: Evidence) -> Iterator[Found]:
+def epochs_in_proportion(time: Row) -> tuple[float, ...]:
+    """The epochs as shares of their sum."""
+    spans = time["epoch_times_s"]
+    return tuple(round(span / sum(spans), 9) for span in spans if sum(spans) > 0)
+
+
+def percentiles_of_steps(time: Row) -> tuple[float, ...]:
+    """The percentiles of the steps, with their ends; empty where so few or so short ones agree by chance."""
+    steps = time["step_ms"] or {}
+    listed = tuple(steps[name] for name in ORDER if steps.get(name))
+    many = (steps.get("count") or 0) >= MANY_STEPS and steps["p50"] >= LONG_MS
+    return listed if many and len(listed) == len(ORDER) else ()
+
+
+def phases_of_steps(time: Row) -> tuple[float, ...]:
+    """The phases of a mean step that took any time."""
+    return tuple(ms for ms in (time["breakdown_ms"] or {}).values() if ms)
+
+
+#: What never is the same in two cells to the last digit: the words for it, and how it is read off a record.
+SERIES: dict[str, Callable[[Row], tuple[float, ...]]] = {
+    "epochs in one proportion": epochs_in_proportion,
+    "the percentiles of the steps": percentiles_of_steps,
+    "the phases of a mean step": phases_of_steps,
+}
+
+
+@rule("steps-uneven", "note", "time")
+def steps_uneven(evidence: Evidence) -> Iterator[Case]:
+    """Some steps take much longer than most: a straggler, a busy machine, or waits at a server."""
     columns = [*GROUP, "repeat", "step_p50_ms", "step_p99_ms"]  # of all it would take long
     for row in evidence.of_any_loop[columns].itertuples():
         if row.step_p99_ms > UNEVEN_STEPS * row.step_p50_ms:
             figures = f"99th percentile {row.step_p99_ms:.4g} ms, median {row.step_p50_ms:.4g} ms"
-            yield Found(coordinates_of_row(row), figures)
+            yield row, figures
 
 
-@rule(
-    "repeats-uneven",
-    "doubtful",
-    "time",
-    "The repeats scatter more than repeats do: small differences between strategies mean little. Look at "
-    "what else ran on the machine.",
-)
-def repeats_uneven(evidence: Evidence) -> Iterator[Found]:
+@rule("repeats-uneven", "doubtful", "time")
+def repeats_uneven(evidence: Evidence) -> Iterator[Case]:
+    """The repeats scatter more than repeats do: small differences between strategies mean little. Look at
+    what else ran on the machine.
+    """
     for group, rows in evidence.groups.items():
         times = rows["train_time_s"].dropna().to_numpy(dtype=float)
         if len(times) < 2 or not times.min() > 0:
             continue
         deviation = float(np.std(np.log(times), ddof=1))
         if deviation > EVEN and deviation > deviation_by_chance(len(times)):
-            yield Found(
-                coordinates_of_group(group),
+            yield (
+                group,
                 f"standard deviation {deviation:.1%}: {times.min():.4g} to {times.max():.4g} s over "
                 f"{len(times)} repeats",
             )
@@ -211,14 +214,11 @@ def deviation_by_chance(repeats: int) -> float:
     return EVEN * math.sqrt(chdtri(repeats - 1, 1 / BY_CHANCE) / (repeats - 1))
 
 
-@record_rule(
-    "late-start",
-    "doubtful",
-    "time",
-    "The workers did not begin the epochs together, and the slowest worker's time counts: waiting for "
-    "a late start is charged to the strategy.",
-)
+@record_rule("late-start", "doubtful", "time")
 def late_start(facts: Facts) -> Iterator[str]:
+    """The workers did not begin the epochs together, and the slowest worker's time counts: waiting for a late
+    start is charged to the strategy.
+    """
     if facts.status != "ok" or facts("strategy.kind") != "collective":
         return  # a server's clock starts once, when all workers are ready
     together_s = sum(facts("time.start_skew_ms") or ()) / 1e3
@@ -227,40 +227,26 @@ def late_start(facts: Facts) -> Iterator[str]:
         yield f"{together_s:.4g} s of start skew in {train_s:.4g} s of training"
 
 
-@record_rule(
-    "recompiled",
-    "doubtful",
-    "time",
-    "torch.compile compiled while the training was timed: its steps hold seconds that are no training. "
-    "Look for what changes between steps, or train with more warmup_steps.",
-)
+@record_rule("recompiled", "doubtful", "time")
 def recompiled(facts: Facts) -> Iterator[str]:
+    """torch.compile compiled while the training was timed: its steps hold seconds that are no training. Look
+    for what changes between steps, or train with more warmup_steps.
+    """
     if count := facts("time.recompilations"):
         yield f"{count} compilations after the warm-up"
 
 
-@rule(
-    "input-bound",
-    "doubtful",
-    "time",
-    "The workers wait for data: the times say little about the strategy.",
-)
-def input_bound(evidence: Evidence) -> Iterator[Found]:
+@rule("input-bound", "doubtful", "time")
+def input_bound(evidence: Evidence) -> Iterator[Case]:
+    """The workers wait for data: the times say little about the strategy."""
     for row in evidence.rows:
         if row.data_ms > INPUT * row.step_mean_ms:
-            yield Found(
-                coordinates_of_row(row),
-                f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms",
-            )
+            yield row, f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms"
 
 
-@rule(
-    "synthetic-unlike-real",
-    "doubtful",
-    "time",
-    "Real data should train as fast as generated data; where not, reading it is measured.",
-)
-def synthetic_unlike_real(evidence: Evidence) -> Iterator[Found]:
+@rule("synthetic-unlike-real", "doubtful", "time")
+def synthetic_unlike_real(evidence: Evidence) -> Iterator[Case]:
+    """Real data should train as fast as generated data; where not, reading it is measured."""
     same = ["model", "strategy", "gpus", "global_batch", "precision"]
     column = "throughput_samples_per_s"
     if not evidence.ok["synthetic_data"].astype(str).eq("True").any():
@@ -273,4 +259,4 @@ def synthetic_unlike_real(evidence: Evidence) -> Iterator[Found]:
         )
         if max(made, real) > SYNTHETIC * min(made, real):
             figures = f"{made:.4g} samples/s on generated data, {real:.4g} on real"
-            yield Found({k: rows[k].iloc[0] for k in ("model", "strategy", "gpus")}, figures)
+            yield {k: rows[k].iloc[0] for k in ("model", "strategy", "gpus")}, figures

@@ -8,20 +8,12 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from stratbench.analysis.audit.checks import Facts, host_of, name_of_gpu, unless_at_most
-from stratbench.analysis.audit.rule import (
-    Evidence,
-    Found,
-    Key,
-    coordinates_of_cell,
-    key_of,
-    named,
-    record_rule,
-    rule,
-)
+from stratbench.analysis.audit.checks import Facts, host_of, name_of_gpu, unless
+from stratbench.analysis.audit.rule import Case, Evidence, Key, key_of, named, record_rule, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.samples import BUSY, Series, Timeline
 from stratbench.cell.record import Record
+from stratbench.cell.text.words import names_text
 
 #: The fewest samples of training by which a cell is judged: 5 s at the sampler's period of 0.5 s.
 SAMPLES = 10
@@ -69,14 +61,11 @@ def is_crowded(facts: Facts) -> bool:
     return bool(any(cores)) and max(loads, default=0.0) > CROWDED * max(cores)
 
 
-@record_rule(
-    "timeline-unlike-record",
-    "doubtful",
-    "time",
-    "The timeline is of another cell, or not of the whole cell: other hosts, GPUs or workers, a time "
-    "without samples, more or less training than the record has.",
-)
+@record_rule("timeline-unlike-record", "doubtful", "time")
 def timeline_unlike_record(facts: Facts) -> Iterator[str]:
+    """The timeline is of another cell, or not of the whole cell: other hosts, GPUs or workers, a time without
+    samples, more or less training than the record has.
+    """
     timeline = facts.timeline
     if timeline is None or not facts.whole:
         return
@@ -119,8 +108,7 @@ def described(kind: str, places: set[Any]) -> str:
         name if kind == "host" else f"{kind} {name}" + (f" of {node}" if node else "")
         for node, name in sorted(places)
     ]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
+    return names_text(names, 3)
 
 
 def count_in_training(one: Series) -> int:
@@ -156,33 +144,26 @@ def faults_of_span(facts: Facts, timeline: Timeline) -> Iterator[str]:
         )
 
 
-@rule(
-    "same-timeline-twice",
-    "doubtful",
-    "time",
-    "Two cells have the same samples to the last digit: one is a copy.",
-)
-def same_timeline_twice(evidence: Evidence) -> Iterator[Found]:
+@rule("same-timeline-twice", "doubtful", "time")
+def same_timeline_twice(evidence: Evidence) -> Iterator[Case]:
+    """Two cells have the same samples to the last digit: one is a copy."""
     alike: dict[str, list[Record]] = defaultdict(list)
     for record in evidence.records:
         timeline = evidence.timelines.get(key_of(record["cell"]))
-        told = [one.count for one in timeline.series.values() if one.overall] if timeline else ()
-        if sum(told) >= SAMPLES:
+        counts = [one.count for one in timeline.series.values() if one.overall] if timeline else ()
+        if sum(counts) >= SAMPLES:
             alike[timeline.digest].append(record)
     for records in alike.values():
         cells = [record["cell"] for record in records]
         for cell in cells if len(cells) > 1 else ():
-            yield Found(coordinates_of_cell(cell), f"the samples of {named(cells)}")
+            yield cell, f"the samples of {named(cells)}"
 
 
-@record_rule(
-    "idle-worker",
-    "unusable",
-    "time",
-    "A worker's GPU, or its process where it trains on the CPU, did next to nothing in the time in which "
-    "it is said to have trained: it computed elsewhere, or not at all.",
-)
+@record_rule("idle-worker", "unusable", "time")
 def idle_worker(facts: Facts) -> Iterator[str]:
+    """A worker's GPU, or its process where it trains on the CPU, did next to nothing in the time in which it
+    is said to have trained: it computed elsewhere, or not at all.
+    """
     phases = facts("time.breakdown_ms") or {}
     if facts.status != "ok" or is_crowded(facts):
         return
@@ -206,43 +187,37 @@ def idle_worker(facts: Facts) -> Iterator[str]:
             yield f"the {kind} of rank {rank} was busy in {mean:.3g} % of training{others}"
 
 
-@record_rule(
-    "contradictory-timeline",
-    "unusable",
-    "time",
-    "Samples of a GPU say more than it can do: memory, clock, power or utilisation.",
-)
+@record_rule("contradictory-timeline", "unusable", "time")
 def contradictory_timeline(facts: Facts) -> Iterator[str]:
+    """Samples of a GPU say more than it can do: memory, clock, power or utilisation."""
     for worker in facts.workers:
         one = facts.gpu_series(worker)
         for column, most, factor in BOUNDS if one else ():
             limit = value_at(worker["provenance"], most) if isinstance(most, str) else most
             if limit and column in one.overall:
-                yield from unless_at_most(
+                yield from unless(
                     f"{column} of rank {worker['rank']} in the timeline",
                     one.overall[column].most,
+                    "<=",
                     "the GPU's most" + (f" x {factor:g}" if factor != 1 else ""),
                     factor * limit,
                 )
 
 
-@rule(
-    "clock-low",
-    "doubtful",
-    "time",
-    "A GPU worked at a lower clock than others of its kind in this study, and was not at its power limit: "
-    "the times compare clocks, not strategies.",
-)
-def clock_low(evidence: Evidence) -> Iterator[Found]:
-    found: dict[str, list[tuple[Key, Record, dict[str, Any], Series]]] = defaultdict(list)
+@rule("clock-low", "doubtful", "time")
+def clock_low(evidence: Evidence) -> Iterator[Case]:
+    """A GPU worked at a lower clock than others of its kind in this study, and was not at its power limit:
+    the times compare clocks, not strategies.
+    """
+    by_gpu: dict[str, list[tuple[Key, Record, dict[str, Any], Series]]] = defaultdict(list)
     for record in evidence.records:
         key = key_of(record["cell"])
         facts = Facts(record, evidence.timelines.get(key))
         for worker in record["workers"] if facts.timeline else ():
             one, name = facts.gpu_series(worker), value_at(worker["provenance"], "gpu.name")
             if name and one and one.working_clock and one.working_clock.count >= SAMPLES:
-                found[name].append((key, record, worker, one))
-    for members in found.values():
+                by_gpu[name].append((key, record, worker, one))
+    for members in by_gpu.values():
         usual: dict[Key, list[float]] = defaultdict(list)
         for key, _, _, one in members:
             usual[key].append(one.working_clock.mean)
@@ -250,8 +225,8 @@ def clock_low(evidence: Evidence) -> Iterator[Found]:
         for _, record, worker, one in members:
             clock = one.working_clock.mean
             if clock < (1 - SLOW_CLOCK) * best and not is_at_its_limit(worker, one):
-                yield Found(
-                    coordinates_of_cell(record["cell"]),
+                yield (
+                    record["cell"],
                     f"rank {worker['rank']} worked at {clock:.0f} MHz, others at {best:.0f} MHz",
                 )
 
@@ -268,15 +243,11 @@ def is_at_its_limit(worker: dict[str, Any], one: Series) -> bool:
     return share is not None and share >= CAPPED_POWER
 
 
-@record_rule(
-    "loaded-machine",
-    "doubtful",
-    "time",
-    "Others used the machine while the cell trained: more processes wanted a core than the cell's own and "
-    "the cores explain, or cores were busy with none of the cell's processes.",
-    of="both",
-)
+@record_rule("loaded-machine", "doubtful", "time", of="both")
 def loaded_machine(facts: Facts) -> Iterator[str]:
+    """Others used the machine while the cell trained: more processes wanted a core than the cell's own and
+    the cores explain, or cores were busy with none of the cell's processes.
+    """
     if facts.status != "ok":
         return
     by_host: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -318,11 +289,11 @@ def load_while_running(
     The kernel's average forgets with a time constant of a minute: what was before is taken out. 0 where
     most of it is from before.
     """
-    told = [(before, after, total_s)]
+    spans = [(before, after, total_s)]
     if one is not None and "load_1m" in one.first:
-        told.append((one.first["load_1m"], one.last["load_1m"], one.last_s - one.first_s))
+        spans.append((one.first["load_1m"], one.last["load_1m"], one.last_s - one.first_s))
     loads = [0.0]
-    for begun, load, span_s in told:
+    for begun, load, span_s in spans:
         kept = math.exp(-span_s / LOAD_S)
         if kept < KEPT:
             loads.append((load - kept * (load if begun is None else begun)) / (1 - kept))

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 
-from stratbench.analysis.audit.across_cells.mixed import shortened
-from stratbench.analysis.audit.checks import (
-    ROUNDING,
-    Facts,
-    unless_absent,
-    unless_at_most,
-    unless_equal,
-    unless_rising,
-)
+from stratbench.analysis.audit.checks import ROUNDING, Facts, unless, unless_absent, unless_rising
 from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.records.derived import value_at
+from stratbench.cell.text.words import shortened
 
 #: The share by which the sum of the steps (the device's clock) may miss the time around them (the host's).
 STEPS = 0.05
@@ -30,18 +23,22 @@ LATE_S = 0.5
 SERVED, SERVED_S = 0.1, 0.5
 #: The most that two processes' clocks may differ at one moment, in s; start and end are in whole seconds.
 READINGS_S = 2.5
-PARTS = ("setup_s", "data_s", "warmup_s", "eval_s")
+PARTS = ("setup_s", "data_s", "warmup_s", "eval_s", "train_time_s")
 #: The number of steps from which they differ, and the least standard deviation as a share of their mean:
 #: clocks have a resolution of 0.5 us (events of a GPU) or 1 ns, and no step takes exactly as long.
 EVEN_STEPS, EVEN = 20, 1e-6
 ORDER = ("min", "p10", "p50", "p90", "p99", "max")
 
 # What follows from what; the rule below says which holds when.
-THROUGHPUT = relations("time.throughput_samples_per_s == batch.samples_applied / time.train_time_s")
-COLLECTIVE = relations("time.train_time_s == slowest_worker_s")
-SERVED_TIME = relations(
-    ("time.train_time_s == slowest_worker_s", SERVED, SERVED_S),
-    "time.train_time_s == slowest_server_s",
+TRAINING = relations(
+    "time.throughput_samples_per_s == batch.samples_applied / time.train_time_s",
+    "time.train_time_s == slowest_worker_s if not elastic and strategy.kind != 'server'",
+    (
+        "time.train_time_s == slowest_worker_s if not elastic and strategy.kind == 'server'",
+        SERVED,
+        SERVED_S,
+    ),
+    "time.train_time_s == slowest_server_s if not elastic",
 )
 STEPS_OF_WORKERS = relations(
     "time.step_ms.count == sum(workers.steps)",
@@ -51,7 +48,25 @@ STEPS_OF_WORKERS = relations(
         f"{SPARE_S} * len(workers)",
     ),
 )
-TOGETHER = relations(("worker.train_time_s >= slowest_worker_s / 2", ROUNDING, LATE_S))
+# Figures of four digits.
+OWN_TIMES = relations(
+    "len(worker.own_ms) <= worker.steps",
+    ("max(worker.own_ms) <= time.step_ms.max", 1e-3),
+    ("sum(worker.own_ms) / 1e3 <= worker.train_time_s", 1e-3, SPARE_S),
+    # The shortest of the steps that begin an epoch, each of which ends on the device after its issue.
+    ("worker.issue_ms <= time.step_ms.max", 1e-3, 1e3 * SPARE_S),
+    (
+        "worker.issue_ms / 1e3 * len(time.epoch_times_s) <= worker.train_time_s",
+        1e-3,
+        SPARE_S,
+    ),
+    # They make each step together.
+    (
+        "worker.train_time_s >= slowest_worker_s / 2 if strategy.kind == 'collective'",
+        ROUNDING,
+        LATE_S,
+    ),
+)
 PHASES = relations(
     ("sum_of_breakdown_ms == mean_step_of_workers_ms", STEPS, f"{1e3 * SPARE_S} / fewest_steps")
 )
@@ -73,29 +88,32 @@ PERCENTILES = relations(
     ("ms.mean <= 0.1*ms.p10 + 0.4*ms.p50 + 0.4*ms.p90 + 0.09*ms.p99 + 0.01*ms.max", 0.02),
 )
 SPREAD = relations(f"time.step_ms.std >= {EVEN} * time.step_ms.mean")
-EXPOSED = relations("time.breakdown_ms.exposed_communication == communication.exposed_ms")
-WAITED = relations("time.breakdown_ms.server_wait == communication.server_wait_ms")
+WAITED = relations(
+    "time.breakdown_ms.exposed_communication == communication.exposed_ms if time.breakdown_ms.backward",
+    "time.breakdown_ms.server_wait == communication.server_wait_ms if time.breakdown_ms.push",
+    "time.bubble_share == time.breakdown_ms.bubble / sum_of_breakdown_ms",
+)
 SLOWED = relations(
     "strategy.details.slowdown.sigma == asked_sigma",
     "strategy.details.slowdown.mean_factor >= strategy.details.slowdown.factor",
     ("time.breakdown_ms.slowdown >= slept_ms", 0.05),
 )
-WHOLE = relations(("time.total_s == from_started_to_finished_s", 0.01, READINGS_S))
-WITHIN_LIMIT = relations(("time.total_s <= time.time_limit_s", 0.05))
-AT_LIMIT = relations(("time.total_s >= time.time_limit_s", 0.02))
-LAST_EPOCH = relations("last_epoch.train_time_s <= time.total_s")
+WHOLE = relations(
+    *(f"time.{part} <= time.total_s" for part in PARTS),
+    ("time.total_s == from_started_to_finished_s", 0.01, READINGS_S),
+    # An elastic cell's limit counts from its first step.
+    ("time.total_s <= time.time_limit_s if status == 'ok' and not elastic", 0.05),
+    ("time.total_s >= time.time_limit_s if status == 'timeout' and not elastic", 0.02),
+    "last_epoch.train_time_s <= time.total_s if status == 'timeout'",
+)
 THREADS = relations("threads_of_a_worker == provenance.threads_per_worker")
 
 
-@record_rule(
-    "contradictory-time",
-    "unusable",
-    "time",
-    "Times of the record that follow from each other do not agree: throughput and training time, "
-    "epochs and their sum, steps and phases, training and the whole.",
-    of="both",
-)
+@record_rule("contradictory-time", "unusable", "time", of="both")
 def contradictory_time(facts: Facts) -> Iterator[str]:
+    """Times of the record that follow from each other do not agree: throughput and training time, epochs and
+    their sum, steps and phases, training and the whole.
+    """
     if facts.finished:
         yield from faults_of_training(facts)
         yield from faults_of_workers(facts)
@@ -110,12 +128,9 @@ def contradictory_time(facts: Facts) -> Iterator[str]:
 def faults_of_training(facts: Facts) -> Iterator[str]:
     """Checks the training time against samples, workers and servers."""
     train_time_s = facts("time.train_time_s")
-    yield from unless_hold(facts, THROUGHPUT)
     slowest = max((w["train_time_s"] for w in facts.workers if w["train_time_s"]), default=None)
     served = max((s["train_time_s"] for s in facts.servers), default=None)
-    if not facts.elastic:
-        kept = SERVED_TIME if facts("strategy.kind") == "server" else COLLECTIVE
-        yield from unless_hold(facts, kept, slowest_worker_s=slowest, slowest_server_s=served)
+    yield from unless_hold(facts, TRAINING, slowest_worker_s=slowest, slowest_server_s=served)
     if train_time_s is not None and not train_time_s > 0:
         yield f"time.train_time_s is {train_time_s}"
 
@@ -127,10 +142,12 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
     if None in own or None in steps or facts.elastic:
         return  # a broken step takes time and is none
     yield from unless_hold(facts, STEPS_OF_WORKERS)
-    if facts("strategy.kind") == "collective":
-        for worker in facts.workers:  # they make each step together
-            of = f"rank {worker['rank']}"
-            yield from unless_hold(facts, TOGETHER, of, worker=worker, slowest_worker_s=max(own))
+    for worker in facts.workers:
+        of = f"rank {worker['rank']}"
+        yield from unless_hold(facts, OWN_TIMES, of, worker=worker, slowest_worker_s=max(own))
+        if value_at(worker["provenance"], "device") == "cpu":
+            why = "although on a CPU host and device are one"
+            yield from unless_absent(f"{of}: worker.issue_ms", worker.get("issue_ms"), why)
     phases = facts("time.breakdown_ms")
     if phases and all(steps):
         yield from unless_hold(
@@ -159,8 +176,8 @@ def faults_of_epochs(facts: Facts) -> Iterator[str]:
     total = 0.0
     for i, (span, end) in enumerate(zip(spans, ends, strict=True), 1):
         total += span
-        yield from unless_equal(
-            f"train_time_s after epoch {i}", end, "the sum of time.epoch_times_s", total
+        yield from unless(
+            f"train_time_s after epoch {i}", end, "==", "the sum of time.epoch_times_s", total
         )
     if facts.whole and facts("strategy.kind") == "collective":
         first = facts.workers[0]
@@ -177,9 +194,8 @@ def faults_of_starts(facts: Facts) -> Iterator[str]:
         return
     for i, (skew_ms, begun) in enumerate(zip(skews, zip(*starts, strict=False), strict=False), 1):
         apart_ms = 1e3 * (max(begun) - min(begun))
-        yield from unless_equal(
-            f"start_skew_ms of epoch {i}", skew_ms, "what epoch_starts_s say", apart_ms, 1e-3, 0.01
-        )
+        what, formula = f"start_skew_ms of epoch {i}", "what epoch_starts_s say"
+        yield from unless(what, skew_ms, "==", formula, apart_ms, 1e-3, 0.01)
 
 
 def faults_of_steps(facts: Facts) -> Iterator[str]:
@@ -209,18 +225,15 @@ def faults_of_spread(facts: Facts) -> Iterator[str]:
     if len(set(skews)) == 1 < len(skews):
         yield f"the workers began {len(skews)} epochs {skews[0]:.6g} ms apart, to the last digit"
     for name in ("train_time_s", "epoch_starts_s"):
-        told = [str(worker[name]) for worker in facts.workers if worker.get(name)]
-        if len(set(told)) < len(told):
-            yield f"ranks have the same {name} to the last digit: {shortened(max(told, key=told.count))}"
+        texts = [str(worker[name]) for worker in facts.workers if worker.get(name)]
+        if len(set(texts)) < len(texts):
+            yield f"ranks have the same {name} to the last digit: {shortened(max(texts, key=texts.count))}"
 
 
 def faults_of_phases(facts: Facts) -> Iterator[str]:
     """Checks the phases of a step against its waits."""
-    phases, waits = facts("time.breakdown_ms") or {}, facts("communication") or {}
-    if "exposed_ms" in waits and phases.get("backward"):
-        yield from unless_hold(facts, EXPOSED)
-    if "server_wait_ms" in waits and phases.get("push"):
-        yield from unless_hold(facts, WAITED)
+    phases = facts("time.breakdown_ms")
+    yield from unless_hold(facts, WAITED, sum_of_breakdown_ms=phases and sum(phases.values()))
     if phases:
         yield from faults_of_slowdown(facts, phases)
 
@@ -240,41 +253,34 @@ def faults_of_slowdown(facts: Facts, phases: dict[str, float]) -> Iterator[str]:
         yield f"time.breakdown_ms.slowdown is {phase_ms}, although workers were to be slowed: {asked}"
         return
     # What one worker says that it slept; a phase is the mean over all workers.
-    if told := facts("strategy.details.slowdown"):
-        if told["factor"] not in (1, asked.get("factor", 1)):
-            yield f"the factor of a slowdown is {told['factor']:g}, but the settings say {asked}"
+    if stated := facts("strategy.details.slowdown"):
+        if stated["factor"] not in (1, asked.get("factor", 1)):
+            yield f"the factor of a slowdown is {stated['factor']:g}, but the settings say {asked}"
         if facts("restarts.count"):
             return  # each attempt measures anew what it sleeps
-        slept_ms = (told["mean_factor"] - 1) * told["step_without_ms"] / facts.gpus
+        slept_ms = (stated["mean_factor"] - 1) * stated["step_without_ms"] / facts.gpus
         yield from unless_hold(facts, SLOWED, asked_sigma=asked.get("sigma", 0), slept_ms=slept_ms)
 
 
 def faults_of_the_whole(facts: Facts) -> Iterator[str]:
     """Checks the cell from its start to its end, and against its limit."""
-    total_s, limit_s = facts("time.total_s"), facts("time.time_limit_s")
-    parts = {name: facts(f"time.{name}") for name in (*PARTS, "train_time_s")}
+    total_s = facts("time.total_s")
+    parts = {name: facts(f"time.{name}") for name in PARTS}
     known = {name: value for name, value in parts.items() if value is not None}
     for name, value in known.items():
-        yield from unless_at_most(f"time.{name}", value, "time.total_s", total_s)
         if facts.status == "ok" and not value > 0:
             yield f"time.{name} is {value}"
-    yield from unless_at_most(
-        f"the sum of {', '.join(known)}", sum(known.values()), "time.total_s", total_s, 0.1
+    yield from unless(
+        f"the sum of {', '.join(known)}", sum(known.values()), "<=", "time.total_s", total_s, 0.1
     )
-    started, finished = facts("provenance.started"), facts("provenance.finished")
+    started, finished, ran_s = facts("provenance.started"), facts("provenance.finished"), None
     if started and finished:
         span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
         ran_s = span.total_seconds() - (facts("restarts.between_s") or 0.0)
-        yield from unless_hold(facts, WHOLE, from_started_to_finished_s=ran_s)
-    if facts.status == "ok" and not facts.elastic:  # whose limit counts from its first step
-        yield from unless_hold(facts, WITHIN_LIMIT)
-    if facts.status == "timeout":
-        if limit_s is None:
-            yield "the cell ended at its time limit, but time.time_limit_s is absent"
-        if not facts.elastic:
-            yield from unless_hold(facts, AT_LIMIT)
-        if facts.epochs_run:
-            yield from unless_hold(facts, LAST_EPOCH, last_epoch=facts("score.per_epoch")[-1])
+    last = facts("score.per_epoch")[-1] if facts.epochs_run else None
+    yield from unless_hold(facts, WHOLE, from_started_to_finished_s=ran_s, last_epoch=last)
+    if facts.status == "timeout" and facts("time.time_limit_s") is None:
+        yield "the cell ended at its time limit, but time.time_limit_s is absent"
     threads = {w["provenance"]["host"].get("threads") for w in facts.workers if w["provenance"]}
     for count in threads - {None}:
         yield from unless_hold(facts, THREADS, threads_of_a_worker=count)

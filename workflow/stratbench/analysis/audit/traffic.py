@@ -7,15 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most
+from stratbench.analysis.audit.checks import Facts, unless
 from stratbench.analysis.audit.relations import relations, unless_hold
-from stratbench.analysis.audit.rule import (
-    Evidence,
-    Found,
-    coordinates_of_row,
-    record_rule,
-    rule,
-)
+from stratbench.analysis.audit.rule import Case, Evidence, record_rule, rule
 from stratbench.strategies import REGISTRY
 from stratbench.strategies.ps import node_by_placement
 
@@ -28,22 +22,20 @@ RING_PADDING = 1.3
 FIRST_READS = 4
 
 # What follows from what; the rule below says which holds when.
-BOTH_WAYS = relations("communication.sent_bytes_per_step == communication.received_bytes_per_step")
-ALONE = relations("communication.sent_bytes_per_step <= 0")  # one worker alone has nobody
 ON_ONE_NODE = relations(
     "communication.local_bytes_per_step == "
     "communication.sent_bytes_per_step + communication.received_bytes_per_step",
     "communication.busiest_link_bytes_per_batch == 0",
 )
-RATE = relations(
+TRAFFIC = relations(
+    "communication.sent_bytes_per_step == communication.received_bytes_per_step "
+    "if communication.method == 'ring'",
+    # One worker alone has nobody to send to.
+    "communication.sent_bytes_per_step <= 0 if communication.method == 'ring' and gpus == 1",
     "communication.implied_bytes_per_s == "
     "max(communication.sent_bytes_per_step, communication.received_bytes_per_step) "
-    "* mean(workers.steps) / time.train_time_s"
-)
-SERVER_RATE = relations(
-    "communication.busiest_server_bytes_per_s == bytes_of_busiest_server / time.train_time_s"
-)
-WAITS = relations(
+    "* mean(workers.steps) / time.train_time_s if finished",
+    "communication.busiest_server_bytes_per_s == bytes_of_busiest_server / time.train_time_s",
     # The mean of differences cut at 0 is at least the difference of the means over workers.
     "communication.exposed_ms >= communication.total_ms - communication.overlapped_ms",
     "communication.exposed_ms <= communication.total_ms",
@@ -54,22 +46,16 @@ WAITS = relations(
 )
 
 
-@rule(
-    "bandwidth-impossible",
-    "unusable",
-    "all",
-    "The parameters that this strategy has to move in this time exceed what hardware moves, so it "
-    "did not move them at every step.",
-)
-def bandwidth_impossible(evidence: Evidence) -> Iterator[Found]:
+@rule("bandwidth-impossible", "unusable", "all")
+def bandwidth_impossible(evidence: Evidence) -> Iterator[Case]:
+    """The parameters that this strategy has to move in this time exceed what hardware moves, so it did not
+    move them at every step.
+    """
     for row in evidence.rows:
         implied = implied_bytes_per_s(row)
         most = MOST_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > most:
-            yield Found(
-                coordinates_of_row(row),
-                f"{implied / 1e9:.0f} GB/s implied, {most / 1e9:.0f} thought possible",
-            )
+            yield row, f"{implied / 1e9:.0f} GB/s implied, {most / 1e9:.0f} thought possible"
 
 
 def implied_bytes_per_s(row: Any) -> float | None:
@@ -106,14 +92,11 @@ def least_bytes_per_s(row: Any) -> float | None:
     return float(copies * (row.gpus - 1) / row.gpus * one_copy / row.train_time_s)
 
 
-@record_rule(
-    "contradictory-traffic",
-    "unusable",
-    "time",
-    "Bytes and waits of communication do not agree with each other, with the model's size, or with "
-    "what the strategy says that it sends.",
-)
+@record_rule("contradictory-traffic", "unusable", "time")
 def contradictory_traffic(facts: Facts) -> Iterator[str]:
+    """Bytes and waits of communication do not agree with each other, with the model's size, or with what the
+    strategy says that it sends.
+    """
     if not facts("communication"):
         # A strategy need not state what it sends; one that does is checked against it.
         known = facts("strategy.traits.ring_copies") is not None or facts.servers
@@ -121,21 +104,37 @@ def contradictory_traffic(facts: Facts) -> Iterator[str]:
             yield "communication is absent, although the cell ended well"
         return
     sent, received = (facts(f"communication.{way}_bytes_per_step") for way in ("sent", "received"))
+    steps = [worker["steps"] for worker in facts.workers]
+    moved = [
+        sum(link["bytes_in"] + link["bytes_out"] for link in server["workers"])
+        for server in facts.servers
+        if facts.finished and None not in steps
+    ]
+    yield from unless_hold(
+        facts,
+        TRAFFIC,
+        bytes_of_busiest_server=max(moved, default=None),
+        most_steps_of_a_worker=max(filter(None, steps), default=None),
+    )
     if facts("communication.method") == "ring":
-        yield from unless_hold(facts, BOTH_WAYS)
         yield from faults_of_rings(facts, sent)
     if facts.servers and facts.whole:
         yield from faults_of_servers(facts, sent, received)
-    yield from faults_of_rates(facts, sent, received)
-    yield from faults_of_waits(facts)
 
 
 def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     """Checks collectives: as many copies of the parameters as the strategy states, and the buffers."""
     share = (facts.gpus - 1) / facts.gpus
     copies, size = facts("strategy.traits.ring_copies"), facts.trainable_bytes
-    if not share:
-        yield from unless_hold(facts, ALONE)
+    buffers = facts("memory.model_states.buffers_bytes") or 0
+    yield from unless(
+        "communication.total_ms",
+        facts("communication.total_ms"),
+        ">=",
+        "what is sent takes over the fastest link",
+        # Buffers are broadcast beside what is timed.
+        1e3 * max(0.0, sent - buffers) / MOST_BYTES_PER_S["collective"],
+    )
     if copies is None or size is None or not share:
         return
     shards = copies and facts("strategy.traits.shards_states")
@@ -143,10 +142,12 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     gathered = share * (facts.parameter_bytes if shards else size)
     whole = (copies - 1) * gathered + share * size if shards else share * copies * size
     least = whole
-    if shards and gathers_in_16_bits(facts):  # gradients are reduced in their own format
+    in_16_bits = facts("settings.precision") in ("fp16", "bf16")
+    # By policy parameters are gathered so; gradients are reduced in their own format.
+    if shards and in_16_bits and facts("strategy.options.mixed_precision") == "policy":
         least -= (copies - 1) * max(0.0, gathered - 2 * share * facts("model.parameters"))
     what = f"{copies:g} copies x (W - 1) / W of the parameters"
-    yield from unless_at_least("communication.sent_bytes_per_step", sent, what, least, 0.01)
+    yield from unless("communication.sent_bytes_per_step", sent, ">=", what, least, 0.01)
     # The strategy states the least that it sends; a sharded one may gather once more for backward, and
     # gather twice and reduce for each part of a batch; one that divides gradients alone may reduce each.
     parts, more = facts("settings.accumulate") or 1, 0.0
@@ -154,21 +155,15 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
         more = (3 * parts - 2) * gathered
     elif facts("strategy.traits.weight_parts") is None:
         more = 2 * (parts - 1) * gathered
-    buffers = facts("memory.model_states.buffers_bytes") or 0
     # A training ends with an exchange, even if the next one is not due yet.
     last = 2 * share * size / max(1, facts.steps_run)
-    yield from unless_at_most(
+    yield from unless(
         "communication.sent_bytes_per_step",
         sent,
+        "<=",
         f"{what} and the buffers, padded,",
         RING_PADDING * (whole + more + last) + 4 * buffers + 4096,
     )
-
-
-def gathers_in_16_bits(facts: Facts) -> bool:
-    """Whether the record says that parameters are gathered in fewer bits than they are kept in."""
-    in_16_bits = facts("settings.precision") in ("fp16", "bf16")
-    return in_16_bits and facts("strategy.options.mixed_precision") == "policy"
 
 
 def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
@@ -181,26 +176,18 @@ def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[st
     pushed = 0.5 if facts("strategy.options.wire") == "bfloat16" else 1.0
     for way, each, least in (("sent", sent, pushed * done), ("received", received, 0.9)):
         what = f"communication.{way}_bytes_per_step"
-        yield from unless_at_most(
-            what, each, "the parameters and buffers, framed,", 1.1 * (size + buffers) + 65536
+        yield from unless(
+            what, each, "<=", "the parameters and buffers, framed,", 1.1 * (size + buffers) + 65536
         )
-        yield from unless_at_least(what, each, "what the parameters need", least * size, 0.02)
+        yield from unless(what, each, ">=", "what the parameters need", least * size, 0.02)
     links = [link for server in facts.servers for link in server["workers"]]
     # The servers' sums include warm-up exchanges and first reads.
     extra = facts.gpus * ((facts("settings.warmup_steps") or 0) + FIRST_READS)
     for way, each, other_way in (("bytes_in", sent, "sent"), ("bytes_out", received, "received")):
-        moved = sum(link[way] for link in links)
-        what = f"{way} of all servers"
-        yield from unless_at_least(
-            what, moved, f"steps x {other_way}_bytes_per_step", steps * each, 0.01
-        )
-        yield from unless_at_most(
-            what,
-            moved,
-            f"(steps and warm-up) x {other_way}_bytes_per_step",
-            (steps + extra) * max(each, size),
-            0.01,
-        )
+        moved, of_step = sum(link[way] for link in links), f"{other_way}_bytes_per_step"
+        what, most = f"{way} of all servers", (steps + extra) * max(each, size)
+        yield from unless(what, moved, ">=", f"steps x {of_step}", steps * each, 0.01)
+        yield from unless(what, moved, "<=", f"(steps and warm-up) x {of_step}", most, 0.01)
     yield from faults_of_links(facts, sent, received, extra)
 
 
@@ -215,10 +202,7 @@ def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> I
     if None in (local, busiest, nodes):
         return
     both, steps = sent + received, sum(worker["steps"] for worker in facts.workers)
-    whats = (
-        "communication.local_bytes_per_step",
-        "communication.busiest_link_bytes_per_batch",
-    )
+    whats = ("communication.local_bytes_per_step", "communication.busiest_link_bytes_per_batch")
     if facts("strategy.name") not in REGISTRY:
         return
     if nodes == 1:
@@ -229,11 +213,9 @@ def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> I
         (whats[0], local, steps, counted_local, both),
         (whats[1], busiest, steps / facts.gpus, counted_busiest, max(sent, received)),
     ):
-        found = each * times
-        yield from unless_at_most(f"{what}, summed up,", found, "the servers'", counted, 0.01)
-        yield from unless_at_least(
-            f"{what}, summed up,", found, "the servers'", counted - extra * of_one, 0.01
-        )
+        what, total, least = f"{what}, summed up,", each * times, counted - extra * of_one
+        yield from unless(what, total, "<=", "the servers'", counted, 0.01)
+        yield from unless(what, total, ">=", "the servers'", least, 0.01)
 
 
 def counted_by_servers(facts: Facts, nodes: int) -> tuple[int, int]:
@@ -252,30 +234,3 @@ def counted_by_servers(facts: Facts, nodes: int) -> tuple[int, int]:
                 out[node] += gone
                 back[node] += come
     return local, max(*out, *back)
-
-
-def faults_of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]:
-    """Checks bytes per second against bytes per step and the training time."""
-    train_time_s = facts("time.train_time_s")
-    steps = [worker["steps"] for worker in facts.workers]
-    if not train_time_s or not facts.finished or None in steps:
-        return
-    yield from unless_hold(facts, RATE)
-    if facts.servers:
-        moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in facts.servers]
-        yield from unless_hold(facts, SERVER_RATE, bytes_of_busiest_server=max(moved))
-
-
-def faults_of_waits(facts: Facts) -> Iterator[str]:
-    """Checks the times of communication within a step."""
-    steps = [worker["steps"] for worker in facts.workers if worker["steps"]]
-    yield from unless_hold(facts, WAITS, most_steps_of_a_worker=max(steps, default=None))
-    if facts("communication.method") == "ring":
-        buffers = facts("memory.model_states.buffers_bytes") or 0  # broadcast beside what is timed
-        moved = max(0.0, facts("communication.sent_bytes_per_step") - buffers)
-        yield from unless_at_least(
-            "communication.total_ms",
-            facts("communication.total_ms"),
-            "what is sent takes over the fastest link",
-            1e3 * moved / MOST_BYTES_PER_S["collective"],
-        )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from stratbench.analysis.projection.projected import Projected
 from stratbench.analysis.records.score import Score
 from stratbench.strategies.base import Traits
+
+if TYPE_CHECKING:
+    from stratbench.analysis.decision.constraints import Constraints
 
 #: The basis of a time that was measured in a verdict's paired blocks.
 PAIRED_BLOCKS = "measured in paired blocks"
@@ -40,6 +44,8 @@ class Candidate:
     #: Whether it was trained for a number of steps and not evaluated.
     unscored: bool = False
     memory_bytes: float | None = None
+    #: The audit's rules that doubt its memory, where no answer depends on it: no claim rests on it then.
+    memory_doubts: list[str] = field(default_factory=list)
     states_bytes: float | None = None
     #: The memory of the GPU; None: not known, or no GPU.
     card_bytes: float | None = None
@@ -56,6 +62,10 @@ class Candidate:
     #: Whose score is the best.
     best_score: str = ""
     price_per_gpu_hour: float | None = None
+    #: Where workers came and went: for how long they all together held GPUs, in s, and how many were there on
+    #: average; None: all from start to end.
+    held_s: float | None = None
+    present: float | None = None
     #: Whether it has the repeats that its records say were planned before they ran.
     repeats_fixed: bool = False
     kind: str = ""
@@ -65,6 +75,11 @@ class Candidate:
     claim: tuple[str, str] | None = None
     #: The strategy on as many workers that a verdict found faster, and the verdict's reason.
     slower_than: tuple[str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        """It in a few words: `ddp × 4` is ddp on 4 workers."""
+        return f"{self.strategy} × {self.gpus}"
 
     @property
     def diverged(self) -> bool:
@@ -91,22 +106,44 @@ class Candidate:
         return "block" if self.basis == PAIRED_BLOCKS else "repeat"
 
     @property
+    def run(self) -> str:
+        """What one of its times is called: `run`, or `block`."""
+        return "run" if self.unit == "repeat" else self.unit
+
+    @property
+    def by_cost(self) -> bool:
+        """Whether it is ranked by cost: if there is a price."""
+        return self.price_per_gpu_hour is not None
+
+    @property
     def cost(self) -> float | None:
         """GPU-hours times price, without servers; None without a time or a price."""
         if self.time_s is None or self.price_per_gpu_hour is None:
             return None
-        return self.time_s / 3600 * self.gpus * self.price_per_gpu_hour
+        held_s = self.time_s * self.gpus if self.held_s is None else self.held_s
+        return held_s / 3600 * self.price_per_gpu_hour
 
     @property
     def objective(self) -> float:
         """The value to rank by: cost if there is a price, else training time; infinite if not known."""
-        value = self.time_s if self.price_per_gpu_hour is None else self.cost
+        value = self.cost if self.by_cost else self.time_s
         return float("inf") if value is None else value
+
+    @property
+    def sound_memory_bytes(self) -> float | None:
+        """Its memory, if the audit does not doubt it: what candidates may be preferred by."""
+        return None if self.memory_doubts else self.memory_bytes
 
     @property
     def mean_score(self) -> float | None:
         """The mean of the score over the repeats, as shown."""
         return float(self.scores.mean()) if len(self.scores) else None
+
+    def is_score_open(self, given: Constraints) -> bool:
+        """Whether its score may be worse than allowed; one that was not measured is not."""
+        if self.unscored or self.may_lose is None:
+            return False
+        return bool(self.may_lose > given.tolerance_of(self.score))
 
     def exclude(self, kind: str, why: str) -> None:
         """Exclude the candidate, unless it is excluded already."""

@@ -9,14 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.decision.candidate import (
-    DIVERGED,
-    PAIRED_BLOCKS,
-    PROJECTED,
-    Candidate,
-)
+from stratbench.analysis.decision.candidate import DIVERGED, PAIRED_BLOCKS, PROJECTED, Candidate
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.raced import Raced
+from stratbench.analysis.decision.raced import EXCLUDED, Raced
 from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
 from stratbench.analysis.projection.projected import Line, Projected
 from stratbench.analysis.records.groups import Group, Repeats, findings_by_group
@@ -26,6 +21,13 @@ from stratbench.strategies.base import Traits
 
 #: The audit's rule for scores which show that training did not work.
 FLOOR_RULE = "score-below-floor"
+#: Why a candidate is excluded, by the status of a cell that did not end well.
+KIND_OF_STATUS = EXCLUDED | {
+    "infeasible": "does not fit",
+    "unusable": UNUSABLE,
+    "incomparable": "other work",
+    "error": "failed",
+}
 
 
 def candidates_among(
@@ -41,21 +43,21 @@ def candidates_among(
     `projected`: on the number of workers that is asked for.
     """
     groups = Repeats(rows)
-    found = []
+    candidates = []
     for key, on_it in findings_by_group(findings, groups.all):
         candidate = measured_candidate(groups, key, constraints)
         if raced and key in raced:
             take_blocks(candidate, raced[key])
         exclude_by_records(candidate, groups.all[key], on_it, constraints)
-        found.append(candidate)
+        candidates.append(candidate)
     place = tuple(str(rows.iloc[0][name]) for name in ("experiment", "model"))
     here = {line[2]: made for line, made in (projected or {}).items() if line[:2] == place}
-    found += projected_candidates(found, constraints, here)
-    for candidate in found:
+    candidates += projected_candidates(candidates, constraints, here)
+    for candidate in candidates:
         exclude_by_constraints(candidate, constraints)
-    judge_scores(found, constraints)
-    exclude_by_race(found)
-    return found
+    judge_scores(candidates, constraints)
+    exclude_by_race(candidates)
+    return candidates
 
 
 def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
@@ -67,6 +69,7 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
     def most(column: str) -> float | None:
         return max(groups.values(group, column).values(), default=None)
 
+    cards = groups.values(group, "device_memory_bytes").values()
     score = score_of(frame)
     error = most("score_error")
     on_cpu = bool((ok["device_kind"] == "cpu").any())
@@ -83,15 +86,26 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
         test_samples=most("test_samples"),
         memory_bytes=most("peak_memory_bytes"),
         states_bytes=most("model_states_bytes"),
-        card_bytes=None if on_cpu else most("device_memory_bytes"),
+        card_bytes=None if on_cpu else min(cards, default=None),
         on_cpu=on_cpu,
         served=groups.are_served([group]),
         batchnorm=not (ok["batchnorm"].dropna().astype(str) == "False").any(),
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
+        **time_of_elastic_workers(groups, group),
         repeats_fixed=has_planned_repeats(frame),
     )
+
+
+def time_of_elastic_workers(groups: Repeats, group: Group) -> dict[str, float]:
+    """`held_s` and `present` of a group whose workers were jobs of their own; empty for others."""
+    columns = ("allocated_s", "idle_s", "train_time_s")
+    values = [list(groups.values(group, name).values()) for name in columns]
+    if not all(values):
+        return {}
+    held_s, idle_s, time_s = map(np.mean, values)
+    return {"held_s": float(held_s), "present": float((held_s - idle_s) / time_s)}
 
 
 def has_planned_repeats(frame: pd.DataFrame) -> bool:
@@ -135,31 +149,24 @@ def exclude_by_records(
         share = "" if len(rows) == len(frame) else f"{len(rows)} of {len(frame)} repeats: "
         reason = rows["reason"].iloc[0]
         limit = rows["time_limit_s"].max()
-        match status:
-            case "oom":
-                candidate.exclude("does not fit", f"{share}out of memory")
-            case "infeasible":
-                candidate.exclude("does not fit", f"{share}{reason} by the plan")
-            case "timeout":
-                over = "its time limit" if pd.isna(limit) else f"{limit:g} s"
-                candidate.exclude("too slow", f"{share}not done after {over}")
-            case "diverged":
-                candidate.exclude("worse score", f"{share}{DIVERGED}")
-            case "unusable":
-                candidate.exclude(UNUSABLE, f"{share}{reason}")
-            case "incomparable":
-                candidate.exclude("other work", f"{share}{reason.removeprefix('other work: ')}")
-            case "refused":
-                candidate.exclude("refused", f"{share}{reason}")
-            case "error":
-                candidate.exclude("failed", f"{share}{reason}")
+        over = "its time limit" if pd.isna(limit) else f"{limit:g} s"
+        whys = {
+            "oom": "out of memory",
+            "infeasible": f"{reason} by the plan",
+            "timeout": f"not done after {over}",
+            "diverged": DIVERGED,
+            "incomparable": str(reason).removeprefix("other work: "),
+        }
+        if status in KIND_OF_STATUS:
+            candidate.exclude(KIND_OF_STATUS[status], f"{share}{whys.get(status, reason)}")
     if candidate.time_s is None:
         untimed = "no training time recorded" if (frame["status"] == "ok").any() else "no record"
         candidate.exclude("not measured", untimed)
     for finding in findings:
         if finding["affects"] == "memory" and given.gpu_memory_gib is None:
-            continue
-        if finding["severity"] == "unusable":
+            if finding["severity"] != "note" and finding["rule"] not in candidate.memory_doubts:
+                candidate.memory_doubts.append(finding["rule"])
+        elif finding["severity"] == "unusable":
             text = f"the audit: {finding['rule']} ({finding['figures']})"
             candidate.exclude(UNUSABLE, text)
         elif finding["rule"] == FLOOR_RULE:
@@ -185,8 +192,14 @@ def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
     if given.gpu_memory_gib is not None:
         exclude_by_memory(candidate, given.gpu_memory_gib * GIB, given.memory_margin)
     time_s = candidate.time_s
-    if given.deadline_s is not None and time_s is not None and time_s > given.deadline_s:
-        candidate.exclude("too slow", f"{exceeding(time_s, given.deadline_s, 's')} are given")
+    if given.deadline_s is not None and time_s is not None:
+        most_s = candidate.reach[1]
+        if time_s > given.deadline_s:
+            candidate.exclude("too slow", f"{exceeding(time_s, given.deadline_s, 's')} are given")
+        elif most_s > given.deadline_s:
+            candidate.doubts.append(
+                f"it may take {exceeding(most_s, given.deadline_s, 's')} are given"
+            )
     stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
     if stops and not given.gang_scheduled:
         candidate.exclude("needs all workers", "the job stops when a worker is lost")
@@ -254,6 +267,8 @@ def projected_candidates(
             time_high_s=high_s,
             memory_bytes=made.memory_bytes,
             may_lose=None,
+            held_s=None,
+            present=None,
             claim=None,
             slower_than=None,
             doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),

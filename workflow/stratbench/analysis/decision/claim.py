@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import AgainstRival, Ranking
-from stratbench.cell.text.words import bytes_text, counted
-
-
-def times(c: Candidate) -> str:
-    """A candidate's name: `ddp × 4`."""
-    return f"{c.strategy} × {c.gpus}"
+from stratbench.cell.text.words import bytes_text, counted, joined_with_and, names_text
 
 
 def is_count_known(found: Sequence[Candidate], given: Constraints) -> bool:
@@ -65,48 +60,46 @@ def claim_of(
 ) -> Claim:
     """What the records of the candidates `found` allow to claim of the choice, and no more."""
     first = ranking.first
-    quick = "fast" if first.price_per_gpu_hour is None else "cheap"
+    quick = "cheap" if first.by_cost else "fast"
     of = [LEFT[kind].format(score=first.score.name) for kind in kept_out(found, first, LEFT)]
     best = " ".join([f"{quick.capitalize()}est", " and ".join(of)]).strip()
     but = f", but {first.score.name} may be lost" if score_open else ""
     margin = f"{100 * given.equivalence_margin:g} %"
+    ties = [c for c in ranking.compared if c.stand == "tied"]
     if first.projected:
-        tied = [c for c in ranking.compared if c.stand == "tied"]
-        told = f"{best} as projected" if not tied else f"Not told apart from {times(tied[0].rival)}"
+        text = f"{best} as projected" if not ties else f"Not told apart from {ties[0].rival.name}"
         where = counted(first.gpus, "worker")
-        return Claim("projected", f"{told}: nothing was measured on {where}.")
+        return Claim("projected", f"{text}: nothing was measured on {where}.")
     if not ranking.compared:
         return Claim("alone", f"The only one left{but}.")
     if len(first.times) < 2:
-        one = f"in one {'run' if first.unit == 'repeat' else first.unit} each"
-        if any(c.ratio < 1 for c in ranking.compared):
+        one = f"in one {first.run} each"
+        if any(c.ratio.value < 1 for c in ranking.compared):
             return Claim("one run", f"Within {margin} of the best, {one}{but}.")
         return Claim("one run", f"{best}, {one}{but}.")
-    ties = [c for c in ranking.compared if c.stand == "tied"]
     if not ties:
-        told = f"{best}{but}." if but else f"{best}: {behind(ranking.compared[0])}."
-        return Claim("winner", told)
-    names = " and ".join(times(c.rival) for c in ties[:2])
-    if len(ties) > 2:
-        names = f"{times(ties[0].rival)} and {len(ties) - 1} more"
+        text = f"{best}{but}." if but else f"{best}: {behind(ranking.compared[0])}."
+        return Claim("winner", text)
+    names = [c.rival.name for c in ties]
+    named = joined_with_and(names) if len(ties) == 2 else names_text(names, 1)
     most = given.equivalence_margin + 1e-12
     known_equal = ranking.at_most is not None and ranking.at_most <= most
-    if known_equal and all(c.ratio <= 1 + most for c in ties):
+    if known_equal and all(c.ratio.value <= 1 + most for c in ties):
         return Claim(
             "tie",
-            f"As {quick} as {names} within {margin}"
+            f"As {quick} as {named} within {margin}"
             f"{advantage(first, [c.rival for c in ties])}{but}.",
         )
-    return Claim("apart", f"Not told apart from {names}{but}.")
+    return Claim("apart", f"Not told apart from {named}{but}.")
 
 
 def behind(c: AgainstRival) -> str:
     """How much longer the next takes: `the next takes 9 % longer`, `takes 3.1 times as long`."""
-    by_cost = c.rival.price_per_gpu_hour is not None
-    if c.ratio >= 2:
-        many = f"{c.ratio:.1f} times as"
+    ratio, by_cost = c.ratio.value, c.rival.by_cost
+    if ratio >= 2:
+        many = f"{ratio:.1f} times as"
         return f"the next costs {many} much" if by_cost else f"the next takes {many} long"
-    more = share(c.ratio - 1)
+    more = share(ratio - 1)
     return f"the next costs {more} more" if by_cost else f"the next takes {more} longer"
 
 
@@ -121,9 +114,10 @@ def advantage(first: Candidate, ties: Sequence[Candidate]) -> str:
     """What the choice has before all that are as fast: fewer workers, or less memory."""
     if all(first.gpus < c.gpus for c in ties):
         return ", on fewer workers"
-    known = [c.memory_bytes for c in ties if c.memory_bytes is not None]
-    if first.memory_bytes and len(known) == len(ties):
-        saved = min(known) - first.memory_bytes
-        if saved >= 0.03 * first.memory_bytes:
+    known = [c.sound_memory_bytes for c in ties if c.sound_memory_bytes is not None]
+    own = first.sound_memory_bytes
+    if own and len(known) == len(ties):
+        saved = min(known) - own
+        if saved >= 0.03 * own:
             return f", and needs {bytes_text(saved)} less"
     return ""

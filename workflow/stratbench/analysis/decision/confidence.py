@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, Candidate
-from stratbench.analysis.decision.claim import share, times
+from stratbench.analysis.decision.claim import share
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import chance_difference
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import counted, names_text
 from stratbench.statistics.moderated import ROUGH
 
 LEVELS = ("low", "medium", "high")
@@ -44,10 +44,10 @@ def confidence_in(
     the highest level that it allows, and a few words that say it.
     """
     first, rivals = ranking.first, [c.rival for c in ranking.compared]
-    runs = counted(ranking.repeats, run_word(first))
-    told = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
+    runs = counted(ranking.repeats, first.run)
+    sentences = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
     level, claim = level_and_claim(ranking)
-    told.append(claim)
+    sentences.append(claim)
     limits = []
     if bool(slowed) == given.homogeneous:
         why = "workers were slowed on purpose" if slowed else "unequal workers were not measured"
@@ -55,39 +55,40 @@ def confidence_in(
     if not count_known:
         limits.append((0, f"nothing is known of {given.gpus} workers"))
     if first.claim is not None:
-        told.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
+        sentences.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
         # The verdict counts the blocks of all arms, and knows nodes, full runs and dependence.
         by_verdict = LEVELS.index(first.claim[1])
         level = by_verdict if rests_on_verdict(ranking) else min(level, by_verdict)
     elif first.basis == PAIRED_BLOCKS:
         level = min(level, 1)
-        told.append(f"The verdict on {counted(first.gpus, 'worker')} does not claim it.")
+        sentences.append(f"The verdict on {counted(first.gpus, 'worker')} does not claim it.")
     elif ranking.looked_again:
-        told.append(LOOKED_AGAIN)
+        sentences.append(LOOKED_AGAIN)
     limits.append((level, what_repeats_leave_open(ranking, given, level)))
     if score_open:
         limits.append((1, f"{runs}: the score is not certain"))
-    told_of_score = list(score_caveats(first, given))
     losable = first.may_lose is None or first.may_lose > given.tolerance_of(first.score)
     if losable and not score_open:
         limits.append(
             (1, "equal scores are assumed" if first.unscored else "the score is not known")
         )
-    doubts = list(sentences_on_doubts(ranking))
     limits += [(1, words) for words in doubts_in_short(ranking)]
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     if min(len(c.hosts) for c in (first, *rivals)) < 2:
         limits.append((1, f"{runs} on one host"))
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
-        told.append(
+        sentences.append(
             f"All {first.unit}s ran on {on}: others may order them differently." if hosts else ""
         )
-    told += [*told_of_score, *doubts]
+    if presence := unequal_presence(ranking, given.equivalence_margin):
+        limits.append((0, "not as many workers were there for each"))
+        sentences.append(presence)
+    sentences += [*score_caveats(first, given), *sentences_on_doubts(ranking)]
     if first.on_cpu:
         limits.append((1, "CPU processes, not GPUs"))
-        told.append("It holds for CPU processes on this machine and says nothing of GPUs.")
+        sentences.append("It holds for CPU processes on this machine and says nothing of GPUs.")
     if slowed and given.homogeneous:
-        told.append(
+        sentences.append(
             f"Workers were slowed on purpose ({'; '.join(slowed)}); yours are said to be equal."
         )
     lowest = min(cap for cap, _ in limits)
@@ -96,59 +97,75 @@ def confidence_in(
         why = f"{runs} on {counted(len(hosts), 'host')}, no doubts"
     elif not why:
         why = f"equal within {100 * given.equivalence_margin:g} %: either will do"
-    return Confidence(LEVELS[lowest], why, tuple(filter(None, told)))
-
-
-def run_word(first: Candidate) -> str:
-    """What a measurement of a candidate is called: `run`, or `block`."""
-    return "run" if first.unit == "repeat" else first.unit
+    return Confidence(LEVELS[lowest], why, tuple(filter(None, sentences)))
 
 
 def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) -> str:
     """What the repeats do not tell, in a few words; empty if they tell what matters."""
-    first, run = ranking.first, run_word(ranking.first)
-    runs = counted(ranking.repeats, run)
+    first = ranking.first
+    runs = counted(ranking.repeats, first.run)
     if first.projected:
         return "projected: not measured there"
     if not ranking.compared:
         return f"{runs}, without a rival"
     if ranking.at_most is None:
-        once = f"one {run} each" if len(first.times) < 2 else "some were measured once"
+        once = f"one {first.run} each" if len(first.times) < 2 else "some were measured once"
         return f"{once}: may be chance"
     if level and (ranking.is_clear or ranking.at_most <= given.equivalence_margin):
         return f"{runs} each" if ranking.is_clear and ranking.repeats < 3 else ""
     quickest = min(
-        (c for c in ranking.compared if c.low is not None and c.low < 1),
-        key=lambda c: c.low or 0.0,
+        (c for c in ranking.compared if c.ratio.low is not None and c.ratio.low < 1),
+        key=lambda c: c.ratio.low,
         default=None,
     )
     if quickest is None:
         return ""
-    least = 1 - (quickest.low or 0.0)
+    least = 1 - quickest.ratio.low
     less = "much less" if least > ROUGH * 5 else f"{share(least)} less"
-    return f"{times(quickest.rival)} may {'cost' if first.cost is not None else 'take'} {less}"
+    return f"{quickest.rival.name} may {'cost' if first.cost is not None else 'take'} {less}"
 
 
 def doubts_in_short(ranking: Ranking) -> Iterator[str]:
     """The audit's doubts on the choice, or on a rival that its reason names, in a few words."""
     first = ranking.first
     if first.doubts:
-        more = f" and {len(first.doubts) - 1} more" if len(first.doubts) > 1 else ""
-        yield f"doubted by the audit: {first.doubts[0]}{more}"
-    for c in (found.rival for found in ranking.nearest):
-        if [doubt for doubt in c.doubts if doubt not in first.doubts]:
-            yield f"{times(c)} is doubted by the audit: {c.doubts[0]}"
+        yield f"{whose(first.doubts[0])}{names_text(first.doubts, 1)}"
+    for c, others in doubted_rivals(ranking):
+        by = whose(others[0])
+        yield f"{c.name} is {by}{others[0]}" if by else f"{c.name}: {others[0]}"
+
+
+def whose(doubt: str) -> str:
+    """What stands before a doubt that is the name of a rule of the audit; other doubts are sentences."""
+    return "" if " " in doubt else "doubted by the audit: "
 
 
 def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
     """The doubts on the choice, and on the rivals that its reason names."""
-    first = ranking.first
-    if first.doubts:
-        yield f"Doubts: {', '.join(first.doubts)}."
+    if ranking.first.doubts:
+        yield f"Doubts: {', '.join(ranking.first.doubts)}."
+    for c, others in doubted_rivals(ranking):
+        yield f"Doubts on {c.strategy} on {c.gpus}: {', '.join(others)}."
+
+
+def doubted_rivals(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
+    """The rivals that the reason names, with the doubts on them that are not on the choice, too."""
     for c in (found.rival for found in ranking.nearest):
-        others = [doubt for doubt in c.doubts if doubt not in first.doubts]
-        if others:
-            yield f"Doubts on {c.strategy} on {c.gpus}: {', '.join(others)}."
+        if others := [doubt for doubt in c.doubts if doubt not in ranking.first.doubts]:
+            yield c, others
+
+
+def unequal_presence(ranking: Ranking, margin: float) -> str:
+    """A sentence on how many workers were there, if that differs by more than `margin`; else empty.
+
+    Of cells whose workers are jobs of their own: the time of such a training depends on when they came.
+    """
+    there = [c for c in (ranking.first, *(c.rival for c in ranking.nearest)) if c.present]
+    shares = [c.present / c.gpus for c in there if c.present]
+    if not shares or max(shares) <= (1 + margin) * min(shares):
+        return ""
+    numbers = ", ".join(f"{c.present:.2g} of {c.gpus} for {c.strategy}" for c in there)
+    return f"Workers came and went, and not as many were there on average: {numbers}."
 
 
 def rests_on_verdict(ranking: Ranking) -> bool:
@@ -163,8 +180,8 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     if first.projected:
         return 0, "An interval of 80 % stands behind it, and no measurement on as many workers."
     if measured := [c for c in ranking.compared if not c.rival.projected]:
-        at_most = max((0.0, *(1 / c.low - 1 for c in measured if c.low)))
-        known = all(c.low is not None for c in measured)
+        at_most = max((0.0, *(1 / c.ratio.low - 1 for c in measured if c.ratio.low)))
+        known = all(c.ratio.low is not None for c in measured)
         if len(measured) < len(ranking.compared):
             ranking = replace(ranking, compared=tuple(measured), at_most=at_most if known else None)
     elif ranking.compared:
@@ -177,15 +194,19 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     rivals = counted(len(ranking.compared), "rival")
     rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.compared), f"all {rivals}")
     if ranking.is_clear:
-        told = f"{over} it is told apart from {rivals} (95 %, all of them together)."
-        return (2 if repeats >= 3 else 1), told
+        text = f"{over} it is told apart from {rivals} (95 %, all of them together)."
+        return (2 if repeats >= 3 else 1), text
     ties = counted(len(ranking.tied), "rival")
-    open_to = "much faster" if ranking.at_most > 1 else f"up to {share(ranking.at_most)} faster"
-    told = (
+    open_to = (
+        "much faster"
+        if ranking.at_most > 1
+        else f"up to {share(max(ranking.at_most, 0.001))} faster"
+    )
+    text = (
         f"{over} it is not told apart from {ties}, and something may be {open_to} "
         "(95 %, all of them together)."
     )
-    return (1 if ranking.at_most <= ROUGH else 0), told
+    return (1 if ranking.at_most <= ROUGH else 0), text
 
 
 def score_caveats(first: Candidate, given: Constraints) -> Iterator[str]:

@@ -35,7 +35,6 @@ from stratbench.analysis.decision.sentences import (
 )
 from stratbench.analysis.decision.short import (
     Short,
-    is_score_open,
     lead_of,
     none_left,
     short_answer,
@@ -52,24 +51,15 @@ from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.text.words import MIB, folded, worker_noun
+from stratbench.statistics.intervals import Estimate
 from stratbench.study.config.consistency import check_model
 from stratbench.study.config.messages import ConfigError
 
 MATRIX_COLUMNS = (
-    *("experiment", "dataset", "model", "strategy", "gpus", "standing", "rank", "why", "basis"),
-    *(
-        "repeats",
-        "time_s",
-        "time_low_s",
-        "time_high_s",
-        "cost",
-        "memory_mib",
-        "score",
-        "score_name",
-        "score_unit",
-    ),
-    *("ratio_to_first", "low", "high", "may_lose", "doubts"),
-)
+    "experiment", "dataset", "model", "strategy", "gpus", "standing", "rank", "why", "basis", "repeats",
+    "time_s", "time_low_s", "time_high_s", "cost", "memory_mib", "score", "score_name", "score_unit",
+    "ratio_to_first", "low", "high", "may_lose", "doubts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,18 +86,7 @@ class Decision:
     @property
     def headline(self) -> str:
         """The choice and what is claimed of it: `ddp × 4. Fastest, in one run each.`"""
-        workers = f" × {self.short.gpus}" if self.short.gpus else ""
-        name = (
-            f"{self.short.strategy}{workers}"
-            if self.short.strategy
-            else "Nothing can be recommended"
-        )
-        return f"{name}. {self.short.claim}"
-
-    @property
-    def confidence_why(self) -> str:
-        """Why the confidence is what it is."""
-        return " ".join(self.sure)
+        return f"{self.short.name or 'Nothing can be recommended'}. {self.short.claim}"
 
 
 def decisions(
@@ -187,7 +166,7 @@ def decide(
         )
     noun = worker_noun(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
-    score_open = is_score_open(ranking.first, given)
+    score_open = ranking.first.is_score_open(given)
     sure = confidence_in(ranking, given, slowed, score_open, is_count_known(found, given))
     unknown = list(unanswered(found, ranking.first, noun, given, bool(slowed)))
     return Decision(
@@ -226,26 +205,16 @@ def matrix_rows(
             place, standing = 1, "recommended"
         elif against is not None:
             standing = "tied" if against.stand == "tied" else "possible"
-        values = (*where, c.strategy, c.gpus, standing, place, c.why, c.basis)
-        rows.append(
-            dict(zip(MATRIX_COLUMNS, values, strict=False))
-            | {
-                "repeats": len(c.times),
-                "time_s": c.time_s,
-                "time_low_s": c.time_low_s,
-                "time_high_s": c.time_high_s,
-                "cost": c.cost,
-                "memory_mib": c.memory_bytes and c.memory_bytes / MIB,
-                "score": c.mean_score,
-                "score_name": c.score.name,
-                "score_unit": c.score.shown_unit,
-                "ratio_to_first": against.ratio if against else 1.0 if place == 1 else None,
-                "low": against and against.low,
-                "high": against and against.high,
-                "may_lose": c.may_lose,
-                "doubts": "; ".join(c.doubts),
-            }
-        )
+        ratio = against.ratio if against else Estimate(1.0) if place == 1 else (None, None, None)
+        rows.append(dict(zip(MATRIX_COLUMNS, where, strict=False)) | {
+            "strategy": c.strategy, "gpus": c.gpus, "standing": standing, "rank": place, "why": c.why,
+            "basis": c.basis, "repeats": len(c.times), "time_s": c.time_s, "time_low_s": c.time_low_s,
+            "time_high_s": c.time_high_s, "cost": c.cost,
+            "memory_mib": c.memory_bytes and c.memory_bytes / MIB, "score": c.mean_score,
+            "score_name": c.score.name, "score_unit": c.score.shown_unit,
+            **dict(zip(("ratio_to_first", "low", "high"), ratio, strict=True)), "may_lose": c.may_lose,
+            "doubts": "; ".join(c.doubts),
+        })  # fmt: skip
     return tuple(rows)
 
 

@@ -44,20 +44,20 @@ def read_verdict(path: str) -> dict[str, Any] | None:
     if not path:
         return None
     try:
-        found = read_json(path)
+        verdict = read_json(path)
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("schema_version") != VERDICT_VERSION:
+    if not isinstance(verdict, dict) or verdict.get("schema_version") != VERDICT_VERSION:
         return None
-    if why := why_broken(found, path):
+    if why := why_broken(verdict, path):
         print(f"{path} is not used: {why}; `snakemake verdict` writes it anew", file=sys.stderr)
         return None
-    return found
+    return verdict
 
 
 def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
     """The results of a verdict for each strategy, model and number of workers in the race."""
-    found = {}
+    by_group = {}
     for bout in verdict["bouts"]:
         if bout["unusable"]:
             continue
@@ -71,7 +71,7 @@ def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
             state = states[arm]
             kind = EXCLUDED.get(state["state"])
             leads = arm == bout["leader"] and bout["claimed"]
-            found[Group(bout["experiment"], arm, bout["model"], bout["gpus"])] = Raced(
+            by_group[Group(bout["experiment"], arm, bout["model"], bout["gpus"])] = Raced(
                 times_s=pd.Series(times, dtype=float),
                 hosts=frozenset(bout["hosts"]),
                 on_cpu=bout["device"] == "cpu",
@@ -83,7 +83,7 @@ def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
                 else None,
                 claim=(bout["text"], bout["confidence"]) if leads else None,
             )
-    return found
+    return by_group
 
 
 def traits_from(said: Mapping[str, Any]) -> Traits:

@@ -17,6 +17,7 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.tolerance import UNUSABLE
 from stratbench.statistics import moderated
+from stratbench.statistics.intervals import Estimate
 
 #: A study is asked for so many repeats at most.
 MOST_REPEATS = 40
@@ -91,12 +92,10 @@ def standings_against_chosen(
 
 @dataclass(frozen=True)
 class AgainstRival:
-    """The ratio of the `rival`'s objective to that of the chosen; `low`, `high` are None without interval."""
+    """The ratio of the `rival`'s objective to that of the chosen, over so many repeats."""
 
     rival: Candidate
-    ratio: float
-    low: float | None
-    high: float | None
+    ratio: Estimate
     repeats: int
     #: `slower`, `tied` (a near tie, or no clear difference), or `unknown` if nothing tells.
     stand: str
@@ -162,7 +161,7 @@ class Ranking:
     def repeats(self) -> int:
         """The fewest repeats behind an interval; without a rival, those of the chosen one."""
         with_interval = [
-            c.repeats for c in self.compared if c.low is not None and not c.rival.projected
+            c.repeats for c in self.compared if c.ratio.low is not None and not c.rival.projected
         ]
         return min(with_interval, default=len(self.first.times))
 
@@ -173,7 +172,7 @@ class Ranking:
             return None
         if len(self.first.times) < 2:
             return f"measured in one {self.first.unit}"
-        if any(c.low is None and c.stand != "slower" for c in self.compared):
+        if any(c.ratio.low is None and c.stand != "slower" for c in self.compared):
             return "some rivals were measured once, or not at all"
         return None
 
@@ -271,16 +270,18 @@ def logs_by_repeat(bout: Sequence[Candidate], times: Sequence[pd.Series]) -> np.
 
     Repeats are paired by name: a block of a verdict is not paired with a cell's repeat.
     """
-    repeats = list(dict.fromkeys(repeat for found in times for repeat in found.index))
+    repeats = list(dict.fromkeys(repeat for series in times for repeat in series.index))
     per_second = [c.objective / c.time_s if c.time_s else np.nan for c in bout]
-    values = np.array([found.reindex(repeats).to_numpy(dtype=float) for found in times])
+    values = np.array([series.reindex(repeats).to_numpy(dtype=float) for series in times])
     return np.log(values.reshape(len(bout), -1) * np.array(per_second)[:, None])
 
 
 def preference_places(bout: Sequence[Candidate]) -> np.ndarray:
     """The order of preference among equals: fewer GPUs first, then less memory."""
     # Peaks that differ by a percent or two count as equal: they are compared in steps of 3 %.
-    steps = [np.inf if not c.memory_bytes else round(np.log(c.memory_bytes) / 0.03) for c in bout]
+    # A peak that the audit doubts is no reason for a preference.
+    held = [c.sound_memory_bytes for c in bout]
+    steps = [round(np.log(n_bytes) / 0.03) if n_bytes else np.inf for n_bytes in held]
     keys = [(c.gpus, step) for c, step in zip(bout, steps, strict=True)]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}
     return np.array([places[key] for key in keys], dtype=float)
@@ -301,14 +302,9 @@ def comparisons(
         known = bool(np.isfinite(found.low[i]))
         near = found.mean[i] <= np.log1p(margin) + 1e-12
         stand = "slower" if found.slower[i] else "tied" if near or known else "unknown"
-        yield AgainstRival(
-            rival=bout[i],
-            ratio=float(np.exp(found.mean[i])),
-            low=float(np.exp(found.low[i])) if known else None,
-            high=float(np.exp(found.high[i])) if known else None,
-            repeats=int(found.repeats[i]),
-            stand=stand,
-        )
+        log = Estimate(found.mean[i], *((found.low[i], found.high[i]) if known else ()))
+        ratio = log.mapped(lambda x: float(np.exp(x)))
+        yield AgainstRival(bout[i], ratio, int(found.repeats[i]), stand)
 
 
 def projected_comparison(
@@ -326,4 +322,4 @@ def projected_comparison(
     (low_s, high_s), (first_low_s, first_high_s) = rival.reach, first.reach
     low, high = per_s * low_s / first_high_s, per_s * high_s / first_low_s
     apart = low > 1 and ratio > 1 + margin
-    return AgainstRival(rival, ratio, low, high, 0, "slower" if apart else "tied")
+    return AgainstRival(rival, Estimate(ratio, low, high), 0, "slower" if apart else "tied")

@@ -10,13 +10,19 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import kept_out, share, times
+from stratbench.analysis.decision.claim import kept_out, share
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
 from stratbench.analysis.projection.projected import Projected
 from stratbench.analysis.records.measures import format_number
-from stratbench.cell.text.words import bytes_text, counted, hours_text, plural, short_time
-from stratbench.statistics.intervals import Estimate
+from stratbench.cell.text.words import (
+    bytes_text,
+    counted,
+    hours_text,
+    joined_with_and,
+    plural,
+    short_time,
+)
 from stratbench.statistics.moderated import ROUGH
 
 #: Characters of a reason that is quoted.
@@ -30,13 +36,13 @@ def name_of(c: Candidate, noun: str) -> str:
 
 def score_sentence(first: Candidate, noun: str, given: Constraints) -> str:
     """What the choice may lose in score, and against which strategy; empty if that is allowed."""
-    score, tolerance = first.score, given.tolerance_of(first.score)
-    if first.unscored or first.may_lose is None or first.may_lose <= tolerance:
+    if not first.is_score_open(given):
         return ""
+    score = first.score
     return (
         f"The {score.name} of {name_of(first, noun)} may be up to "
         f"{score.difference(first.may_lose, score.decimals - 1)} worse than that of {first.best_score} "
-        f"({tolerance:g} allowed)."
+        f"({given.tolerance_of(score):g} allowed)."
     )
 
 
@@ -54,7 +60,7 @@ def why_none(found: Sequence[Candidate]) -> str:
 def reason_of_nearest(held: Sequence[Candidate]) -> str:
     """Why the one is excluded that comes nearest of all of a kind, with its name if others say otherwise."""
     nearest = min(held, key=lambda c: math.inf if (lack := lacking(c)) is None else lack)
-    named = "" if len({c.why for c in held}) == 1 else f"the nearest, {times(nearest)}: "
+    named = "" if len({c.why for c in held}) == 1 else f"the nearest, {nearest.name}: "
     return textwrap.shorten(f"{named}{nearest.why}", MOST_OF_A_REASON, placeholder=" ...")
 
 
@@ -74,17 +80,19 @@ def lacking(c: Candidate) -> float | None:
 def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: Constraints) -> str:
     """Sentences with the numbers behind the choice: first its own, then those of its rivals."""
     first = ranking.first
-    told = [figures_of(first), *filter(None, [score_sentence(first, noun, given)])]
+    sentences = [figures_of(first), *filter(None, [score_sentence(first, noun, given)])]
     if first.served and first.cost is not None:
-        told.append("Its cost leaves out the processes of its servers (`processes` in cells.csv).")
+        sentences.append(
+            "Its cost leaves out the processes of its servers (`processes` in cells.csv)."
+        )
     if not given.homogeneous:
-        told += sentences_on_slow_workers(ranking)
-    told += [describe_rival(c, noun, given) for c in ranking.nearest]
-    told += filter(None, [sentence_on_refusals(found, noun, given)])
+        sentences += sentences_on_slow_workers(ranking)
+    sentences += [describe_rival(c, noun, given) for c in ranking.nearest]
+    sentences += filter(None, [sentence_on_refusals(found, noun, given)])
     if not ranking.compared:
         out = [c for c in found if c.kind]
-        told.append(f"Nothing else is left: {why_none(out)}." if out else "It has no rival.")
-    return " ".join(told)
+        sentences.append(f"Nothing else is left: {why_none(out)}." if out else "It has no rival.")
+    return " ".join(sentences)
 
 
 def figures_of(first: Candidate) -> str:
@@ -96,9 +104,12 @@ def figures_of(first: Candidate) -> str:
         parts.append(f"reaches {first.score.name} {first.score.text(first.mean_score)}")
     if first.memory_bytes is not None:
         above = " above its base" if first.on_cpu else ""
-        parts.append(f"has a peak of {bytes_text(first.memory_bytes)} a worker{above}")
-    *some, last = parts
-    return f"{', '.join(some)} and {last}." if some else f"{last}."
+        doubted = f" (doubted by the audit: {', '.join(first.memory_doubts)})"
+        parts.append(
+            f"has a peak of {bytes_text(first.memory_bytes)} a worker{above}"
+            f"{doubted if first.memory_doubts else ''}"
+        )
+    return f"{joined_with_and(parts)}."
 
 
 def figures_of_projection(first: Candidate, made: Projected) -> str:
@@ -115,15 +126,15 @@ def figures_of_projection(first: Candidate, made: Projected) -> str:
         if peak is None
         else f"a peak of up to {bytes_text(peak)} a worker"
     )
-    told = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
+    text = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
     if made.target_s is not None:
         low_s, middle_s, high_s = map(short_time, made.target_s)
         paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
-        told += (
+        text += (
             f" The target score takes {middle_s} of it (80 %: {low_s} to {high_s}), "
             f"{hours_text(made.target_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
         )
-    return f"{told} Evidence: {made.evidence}."
+    return f"{text} Evidence: {made.evidence}."
 
 
 def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constraints) -> str:
@@ -131,31 +142,25 @@ def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constrain
     refused = {c.strategy: c.not_projected for c in found if c.not_projected}
     if not refused or not any(c.projected for c in found):  # where none is, the headline says so
         return ""
-    told = "; ".join(f"{name} ({why})" for name, why in refused.items())
-    return f"Not projected to {counted(given.gpus, noun)}: {told}."
+    reasons = "; ".join(f"{name} ({why})" for name, why in refused.items())
+    return f"Not projected to {counted(given.gpus, noun)}: {reasons}."
 
 
 def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
     """A rival's time (cost) against the choice's."""
     name, paid = name_of(found.rival, noun), describe_amount(found.rival)
-    by_cost = found.rival.price_per_gpu_hour is not None
-    if found.ratio == 1:
+    ratio, by_cost = found.ratio.value, found.rival.by_cost
+    if ratio == 1:
         return f"{name} {'costs exactly as much' if by_cost else 'takes exactly as long'} ({paid})."
-    if found.ratio < 1:
+    if ratio < 1:
         return (
-            f"{name} {'costs' if by_cost else 'takes'} {share(1 - found.ratio)} less ({paid}), within the "
+            f"{name} {'costs' if by_cost else 'takes'} {share(1 - ratio)} less ({paid}), within the "
             f"{share(given.equivalence_margin)} that count as equal: of equals the one on fewer "
             f"{plural(noun)} comes first, then the one with less memory."
         )
-    return (
-        f"{name} takes {describe_ratio(found)} times the {'cost' if by_cost else 'time'} ({paid})."
-    )
-
-
-def describe_ratio(found: AgainstRival) -> str:
-    """The ratio, with its interval if it has one."""
-    shown = "{:.4f}" if f"{found.ratio:.2f}" == "1.00" else "{:.2f}"
-    return Estimate(found.ratio, found.low, found.high).text(shown.format, "{:.2f}".format)
+    shown = "{:.4f}" if f"{ratio:.2f}" == "1.00" else "{:.2f}"
+    many = found.ratio.text(shown.format, "{:.2f}".format)
+    return f"{name} takes {many} times the {'cost' if by_cost else 'time'} ({paid})."
 
 
 def describe_amount(c: Candidate) -> str:
@@ -191,7 +196,7 @@ def sentences_on_changes(
         yield f"More {first.unit}s: {what_repeats_say(ranking)}"
     yield from sentences_on_constraints(found, first)
     tolerance = given.tolerance_of(first.score)
-    if first.may_lose is not None and first.may_lose > tolerance:
+    if first.is_score_open(given):
         sure = [c for c in ranked if c.may_lose is not None and c.may_lose <= tolerance]
         if sure:
             yield (
@@ -210,20 +215,20 @@ def sentences_on_changes(
 
 def what_repeats_say(ranking: Ranking) -> str:
     """How many repeats it takes to tell a rival apart, at the noise of those that are there."""
-    told = "they would say whether this order holds."
+    text = "they would say whether this order holds."
     if ranking.first.unit != "repeat":  # a verdict says how many blocks
-        return told
+        return text
     if ranking.noise is None:
-        return f"{told} One tells nothing of the noise; five are a good start."
+        return f"{text} One tells nothing of the noise; five are a good start."
     noise, enough = ranking.noise, ranking.noise.repeats_for(ROUGH)
     takes = f"more than {MOST_REPEATS}" if enough is None else str(enough)
-    return f"{told} At your noise of {share(noise.sd)} a difference of {share(ROUGH)} takes {takes} repeats."
+    return f"{text} At your noise of {share(noise.sd)} a difference of {share(ROUGH)} takes {takes} repeats."
 
 
 def smaller_than(candidate: Candidate, first: Candidate) -> bool:
     """Whether it needs clearly less memory than the first, if their records can be compared."""
-    both = candidate.memory_bytes is not None and first.memory_bytes is not None
-    return both and not first.on_cpu and candidate.memory_bytes < 0.95 * first.memory_bytes
+    its, own = candidate.sound_memory_bytes, first.sound_memory_bytes
+    return None not in (its, own) and not first.on_cpu and its < 0.95 * own
 
 
 def sentences_on_constraints(found: Sequence[Candidate], first: Candidate | None) -> Iterator[str]:
@@ -255,7 +260,7 @@ def sentences_on_slow_workers(ranking: Ranking) -> Iterator[str]:
     ratio of their times. Nothing is said of costs.
     """
     first = ranking.first
-    if not first.traits.waits_for_slowest or first.price_per_gpu_hour is not None:
+    if not first.traits.waits_for_slowest or first.by_cost:
         return
     n, rivals = first.gpus, [c.rival for c in ranking.compared]
     free = [c for c in rivals if not c.traits.waits_for_slowest and c.gpus == n]
@@ -273,7 +278,10 @@ def excluded_strategies(found: Sequence[Candidate], usable: set[str]) -> Iterato
     for name in dict.fromkeys(c.strategy for c in found):
         if name not in usable:
             line = sorted((c for c in found if c.strategy == name), key=lambda c: c.gpus)
-            told: dict[str, list[str]] = {}
+            counts_by_reason: dict[str, list[str]] = {}
             for c in line:
-                told.setdefault(f"{c.kind}: {c.why}", []).append(str(c.gpus))
-            yield name, "; ".join(f"on {', '.join(on)} {why}" for why, on in told.items())
+                counts_by_reason.setdefault(f"{c.kind}: {c.why}", []).append(str(c.gpus))
+            yield (
+                name,
+                "; ".join(f"on {', '.join(on)} {why}" for why, on in counts_by_reason.items()),
+            )

@@ -5,7 +5,6 @@ One number and its unit a sentence, the rival last; `ddp × 2` is ddp on 2 worke
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import claim_of, times
+from stratbench.analysis.decision.claim import claim_of
 from stratbench.analysis.decision.confidence import Confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import chance_difference, shares_score
 from stratbench.analysis.records.measures import format_number
-from stratbench.cell.text.words import GIB, bytes_text, counted
+from stratbench.cell.text.words import GIB, bytes_text, counted, joined_with_and
+from stratbench.statistics.unpaired import mean_of_logs
 
 #: The number of runs from which a time has an interval of its own, and not the range of its runs.
 INTERVAL_FROM = 5
@@ -87,6 +87,11 @@ class Short:
     #: Where nothing can be recommended: what is the least that it takes, and what to try next.
     remedy: str = ""
 
+    @property
+    def name(self) -> str:
+        """The choice and its workers, where their number is known: `ddp × 4`; empty without a choice."""
+        return f"{self.strategy or ''}{f' × {self.gpus}' if self.gpus else ''}"
+
 
 def none_left(found: Sequence[Candidate], margin: float) -> Short:
     """The answer where every one of the candidates `found` is excluded.
@@ -106,7 +111,7 @@ def none_left(found: Sequence[Candidate], margin: float) -> Short:
 
 def what_would_fit(found: Sequence[Candidate], margin: float) -> str:
     """The least memory that any candidate is known to need, and what needs less."""
-    known = [(c.memory_bytes, times(c)) for c in found if c.memory_bytes is not None]
+    known = [(c.memory_bytes, c.name) for c in found if c.memory_bytes is not None]
     least = min(known, default=None)
     told = least and (
         f"The least that any needs is {bytes_text(least[0] * (1 + margin))} a worker "
@@ -114,13 +119,6 @@ def what_would_fit(found: Sequence[Candidate], margin: float) -> str:
     )
     tries = "More workers, activation checkpointing or a smaller batch need less"
     return f"{told or ''}{tries}: the plan says what would fit."
-
-
-def is_score_open(first: Candidate, given: Constraints) -> bool:
-    """Whether the score of the choice may be worse than allowed; one that was not measured is not."""
-    if first.unscored or first.may_lose is None:
-        return False
-    return bool(first.may_lose > given.tolerance_of(first.score))
 
 
 def short_answer(
@@ -132,10 +130,10 @@ def short_answer(
 ) -> Short:
     """The answer on the candidates `found` of one model; `unknown`: what was asked and is not known."""
     first = ranking.first
-    score_open = is_score_open(first, given)
+    score_open = first.is_score_open(given)
     claim = claim_of(found, ranking, given, score_open)
     score, score_note = score_texts(found, first, given)
-    memory, memory_note, share = memory_texts(first)
+    memory, memory_note, share_of_card = memory_texts(first)
     return Short(
         first.strategy,
         first.gpus,
@@ -143,13 +141,8 @@ def short_answer(
         KIND_OF_LEVEL.get(sure.level, claim.kind if claim.kind in KINDS else "low"),
         *value_texts(first),
         others=tuple(
-            {
-                "strategy": c.rival.strategy,
-                "gpus": c.rival.gpus,
-                "ratio": c.ratio,
-                "low": c.low,
-                "high": c.high,
-            }
+            {"strategy": c.rival.strategy, "gpus": c.rival.gpus}
+            | dict(zip(("ratio", "low", "high"), c.ratio, strict=True))
             for c in ranking.compared
         ),
         score=score,
@@ -158,7 +151,7 @@ def short_answer(
         score_open=score_open,
         memory=memory,
         memory_note=memory_note,
-        memory_share=share,
+        memory_share=share_of_card,
         why=sure.why,
     )
 
@@ -172,26 +165,23 @@ def value_texts(c: Candidate) -> tuple[str, str]:
         return f"{c.cost:.3g}", f"for {duration(c.time_s)}"
     if c.time_s is None:
         return "", ""
-    runs = counted(len(c.times), "run" if c.unit == "repeat" else c.unit)
     if not len(c.times):
         return duration(c.time_s), f"{amount(*c.reach)}–{duration(c.reach[1])} (80 %, projected)"
     if len(c.times) == 1:
-        return duration(c.time_s), f"one {'run' if c.unit == 'repeat' else c.unit}"
+        return duration(c.time_s), f"one {c.run}"
     low, high = interval_of(c.times.to_numpy(dtype=float))
-    note = "95 %" if len(c.times) >= INTERVAL_FROM else f"in {runs}"
+    note = "95 %" if len(c.times) >= INTERVAL_FROM else f"in {counted(len(c.times), c.run)}"
     span = f"{amount(low, high)}–{duration(high)}"
     return duration(c.time_s), f"{span} ({note})" if note == "95 %" else f"{span} {note}"
 
 
 def interval_of(values_s: np.ndarray) -> tuple[float, float]:
     """The 95 % interval of a geometric mean by Student's t; of few values their range."""
-    if len(values_s) < INTERVAL_FROM:
-        return float(values_s.min()), float(values_s.max())
-    from scipy.special import stdtrit  # takes 0.2 s
-
-    logs = np.log(values_s)
-    half = stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / math.sqrt(len(logs))
-    return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+    if len(values_s) >= INTERVAL_FROM:
+        _, low, high = mean_of_logs(np.log(values_s))
+        if low is not None and high is not None:
+            return low, high
+    return float(values_s.min()), float(values_s.max())
 
 
 def duration(seconds: float | None) -> str:
@@ -226,8 +216,8 @@ def score_texts(
     if first.may_lose is None:
         return text, "not compared"
     left = [c for c in found if not c.kind and c is not first]
-    if first.may_lose > tolerance:
-        lost = score.difference(first.may_lose, score.decimals - 1)
+    lost = score.difference(first.may_lose, score.decimals - 1)
+    if first.is_score_open(given):
         return text, f"may lose up to {lost} ({tolerance:g} allowed)"
     if left and all(shares_score(first, c) for c in left):
         return text, "the same in all"
@@ -237,7 +227,6 @@ def score_texts(
             by_chance = score.difference(chance, score.decimals - 1)
             return text, f"the best here; chance makes {by_chance}"
         return text, "the best"
-    lost = score.difference(first.may_lose, score.decimals - 1)
     return text, f"loses at most {lost} ({tolerance:g} allowed)"
 
 
@@ -245,10 +234,10 @@ def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
     """The peak of a worker, what it stands against, and the share of the card that it takes."""
     if first.memory_bytes is None:
         return "", "", None
-    if first.on_cpu:
-        return bytes_text(first.memory_bytes), "above its base", None
-    if not first.card_bytes:
-        return bytes_text(first.memory_bytes), "", None
+    if first.on_cpu or first.memory_doubts or not first.card_bytes:
+        base = "above its base" if first.on_cpu else ""
+        note = "doubted by the audit" if first.memory_doubts else base
+        return bytes_text(first.memory_bytes), note, None
     taken = first.memory_bytes / first.card_bytes
     held = first.memory_bytes / GIB
     peak = f"{held:.{1 if held >= 10 else 2}f} GiB"
@@ -263,12 +252,12 @@ def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
     sure = [(model, a) for model, a in answers if a.kind == "sure"]
     if not answers:
         return ""
-    told = []
+    sentences = []
     if sure:
-        names = [f"{a.strategy} × {a.gpus} for {model}" for model, a in sure]
+        names = [f"{a.name} for {model}" for model, a in sure]
         listed = "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
         verb = "answer is" if len(sure) == 1 else "answers are"
-        told.append(f"{number(len(sure)).capitalize()} {verb} sure: {listed}.")
+        sentences.append(f"{number(len(sure)).capitalize()} {verb} sure: {listed}.")
     else:
         questions = "question" if len(answers) == 1 else "questions"
         opening = f"{number(len(answers)).capitalize()} {questions}, no sure answer yet"
@@ -276,16 +265,16 @@ def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
             one, many = KINDS[answers[0][1].kind]
             same = {1: f"it {one}", 2: f"both {many}"}.get(len(answers), f"all {many}")
             return f"{opening}: {same}."
-        told.append(f"{opening}.")
+        sentences.append(f"{opening}.")
     groups = Counter(a.kind for _, a in answers)
     parts = []
     for kind, (one, many) in KINDS.items():
         if count := groups[kind]:
             parts.append(f"{number(count)} {one if count == 1 else many}")
     if parts:
-        text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
-        told.append(f"{text[0].upper()}{text[1:]}.")
-    return " ".join(told)
+        text = joined_with_and(parts)
+        sentences.append(f"{text[0].upper()}{text[1:]}.")
+    return " ".join(sentences)
 
 
 def number(count: int) -> str:

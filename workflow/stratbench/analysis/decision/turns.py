@@ -56,10 +56,10 @@ def sentences_on_links(
         and (t.slower, t.gpus) in rivals
     ]
     for word, sign in (("Slower", -1), ("Faster", 1)):
-        found = [t for t in here if sign * (t.nearest_gb_per_s - t.link_gb_per_s) > 0]
-        if not found:
+        turning = [t for t in here if sign * (t.nearest_gb_per_s - t.link_gb_per_s) > 0]
+        if not turning:
             continue
-        t = min(found, key=lambda t: abs(log(t.nearest_gb_per_s / t.link_gb_per_s)))
+        t = min(turning, key=lambda t: abs(log(t.nearest_gb_per_s / t.link_gb_per_s)))
         speeds = dict.fromkeys(
             f"{speed:.2g}" for speed in (t.turns_at_gb_per_s_low, t.turns_at_gb_per_s_high)
         )

@@ -91,15 +91,16 @@ def draw_curves(shown: Curves) -> tuple[Figure, int]:
     notes = noted(shown.notes)
     below = TOP + height + BELOW
     axes = new_sheet(below + LINE_HEIGHT * len(notes) + (4 if notes else 0))
-    x = x_scale(shown, LEFT, right)
-    y = y_scale(shown, TOP + height, TOP)
+    y = y_scale(shown, TOP + height)
+    left = left_of(y)
+    x = x_scale(shown, left, right)
     frame(axes, x, y, x_labels(shown, x), shown.x_name)
     if shown.ideal:
         draw_ideal(axes, shown, x, y)
     if shown.level:
         at = y.at(shown.level[0])
-        stroke(axes, [LEFT, right], [at, at], MUTED, dash="2 2.5", zorder=1.5)
-        write(axes, LEFT + 4, at - 8, shown.level[1], MUTED)
+        stroke(axes, [left, right], [at, at], MUTED, dash="2 2.5", zorder=1.5)
+        write(axes, left + 4, at - 8, shown.level[1], MUTED)
     for curve in shown.curves:
         draw_curve(axes, curve, shown.marks[curve.strategy], x, y)
     unnamed = put_names(axes, shown, x, y, column)
@@ -110,7 +111,7 @@ def draw_curves(shown: Curves) -> tuple[Figure, int]:
 
 def bars_show(shown: Curves) -> bool:
     """Whether any interval is longer than the mark on it."""
-    y = y_scale(shown, TOP + LEAST_HEIGHT, TOP)
+    y = y_scale(shown, TOP + LEAST_HEIGHT)
     return any(
         y.at(low) - y.at(high) > (CHOSEN_MARK if curve.chosen else MARK)
         for curve in shown.curves
@@ -135,18 +136,18 @@ def x_scale(shown: Curves, start: float, end: float) -> Scale:
     return Scale(low, high, start + 6, end, shown.x_log, shown.x_whole)
 
 
-def y_scale(shown: Curves, bottom: float, top: float) -> Scale:
-    """The vertical scale: from 0, or from below the lowest point."""
+def y_scale(shown: Curves, bottom: float) -> Scale:
+    """The vertical scale, up to TOP: from 0, or from below the lowest point."""
     values = [v for c in shown.curves for v in c.y if v == v]
     ends = [v for c in shown.curves for of in (c.low, c.high) for v in of if v == v]
     known = within_reach(values, ends)
     known += [shown.level[0]] if shown.level else []
     if shown.from_zero or shown.y_log:
-        flipped = padded(known, bottom, 2 * bottom - top, 6, shown.y_log)
-        return Scale(flipped.low, flipped.high, bottom, top, shown.y_log)
+        flipped = padded(known, bottom, 2 * bottom - TOP, 6, shown.y_log)
+        return Scale(flipped.low, flipped.high, bottom, TOP, shown.y_log)
     low, high = min(known, default=0.0), max(known, default=1.0)
     room = 0.06 * (high - low) or 0.5 * abs(high) or 0.5
-    return Scale(low - room, high + room, bottom, top)
+    return Scale(low - room, high + room, bottom, TOP)
 
 
 def x_labels(shown: Curves, scale: Scale) -> list[tuple[float, str]]:
@@ -155,17 +156,22 @@ def x_labels(shown: Curves, scale: Scale) -> list[tuple[float, str]]:
     return scale.labelled(ticks, shown.x_unit)
 
 
+def left_of(y: Scale) -> float:
+    """The pixel at which a plot begins, right of the texts of the vertical axis."""
+    return max(LEFT, 7 + max(text_width(tick_text(tick)) for tick in y.ticks()))
+
+
 def frame(axes: Axes, x: Scale, y: Scale, labels: Iterable[tuple[float, str]], name: str) -> None:
     """Draw the ticks of both axes; `labels`: pixels and texts of the horizontal one's."""
     for tick in y.ticks():
         at = y.at(tick)
-        stroke(axes, [LEFT, x.end], [at, at], LINE, zorder=1)
-        write(axes, LEFT - 5, at, tick_text(tick), MUTED, ha="right")
-    stroke(axes, [LEFT, x.end], [y.start, y.start], RULE, zorder=1.2)
+        stroke(axes, [x.start, x.end], [at, at], LINE, zorder=1)
+        write(axes, x.start - 5, at, tick_text(tick), MUTED, ha="right")
+    stroke(axes, [x.start, x.end], [y.start, y.start], RULE, zorder=1.2)
     for at, text in labels:
         stroke(axes, [at, at], [y.start, y.start + 4], RULE, zorder=1.2)
         write(axes, at, y.start + 12, text, MUTED, ha="center")
-    write(axes, (LEFT + x.end) / 2, y.start + 28, name, MUTED, ha="center")
+    write(axes, (x.start + x.end) / 2, y.start + 28, name, MUTED, ha="center")
 
 
 def draw_ideal(axes: Axes, shown: Curves, x: Scale, y: Scale) -> None:

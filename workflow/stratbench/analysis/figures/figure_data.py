@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.figures.marks import Mark, marks_by_strategy
+from stratbench.analysis.records.groups import bases_by_strategy
 from stratbench.analysis.records.measures import DOUBT, Measure, measures_of
 from stratbench.analysis.records.score import Score, score_of
 from stratbench.analysis.tables.tables import rules_by_severity
@@ -90,9 +91,8 @@ class FigureData:
 
 def marks_of(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
     """The mark of every strategy in rows of cells.csv, and of those in `also`."""
-    bases = cells.groupby("strategy")["strategy_base"].first()
-    known = {str(name): base for name, base in bases.items() if isinstance(base, str)}
-    return marks_by_strategy((name, known.get(name)) for name in {*map(str, bases.index), *also})
+    bases = bases_by_strategy(cells)
+    return marks_by_strategy((name, bases.get(name)) for name in {*cells["strategy"], *also})
 
 
 def figure_data_of(

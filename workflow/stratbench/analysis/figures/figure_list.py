@@ -34,6 +34,7 @@ class Plot:
         return f"{named[0].upper()}{named[1:]}"
 
 
+# fmt: off
 #: Figures by name, in the order of the report.
 PLOTS: dict[str, Plot] = {
     p.name: p
@@ -41,32 +42,18 @@ PLOTS: dict[str, Plot] = {
         Plot("training_time", "Dot chart", primary=True),
         Plot("speedup_vs_single", "Line chart", primary=True),
         Plot("memory", "Dot chart", "Peak memory of a worker", primary=True),
-        Plot(
-            "score", "Line chart by epoch", "score by epoch", "epochs", primary=True, by_count=True
-        ),
         Plot("breakdown", "Bar chart", "Where a step's time goes", "breakdown_ms", primary=True),
+        Plot("tradeoff", "Scatter chart", "score against training time", "epochs", primary=True),
         Plot("throughput", "Line chart", "Training throughput (counts/s)"),
         Plot("speedup", "Line chart"),
         Plot("score_over_time", "Line chart by time", "score over training time", "epochs"),
-        Plot("tradeoff", "Scatter chart", "score against training time", "epochs"),
-        Plot(
-            "staleness",
-            "Line chart by staleness",
-            "Staleness of the pushes to servers",
-            "staleness",
-        ),
+        Plot("staleness", "Line chart by staleness", "Staleness of the pushes to servers", "staleness"),
         Plot("utilisation", "Dot chart", needs="utilisation_pct"),
-        Plot(
-            "utilisation_timelines",
-            "Line charts by time",
-            "Utilisation of each worker over time",
-            "utilisation_pct",
-        ),
-        Plot(
-            "memory_timelines",
-            "Line charts by time",
-            "Memory of each worker over time",
-            "utilisation_pct",
-        ),
+        Plot("utilisation_timelines", "Line charts by time", "Utilisation of each worker over time",
+            "utilisation_pct"),
+        Plot("memory_timelines", "Line charts by time", "Memory of each worker over time",
+            "utilisation_pct"),
+        Plot("score", "Line chart by epoch", "score by epoch", "epochs", primary=True, by_count=True),
     )
 }
+# fmt: on

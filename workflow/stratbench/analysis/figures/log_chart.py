@@ -47,21 +47,21 @@ def log_chart(
     ys += [y for s in series for p in s.fan for y in p[1:]]
     x_of = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     y_of = _scale(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
-    told = [*_axes(x_of, y_of, x_ticks, _ticks(min(ys), max(ys)), text_of_x, text_of_y)]
-    told += [
+    parts = [*_axes(x_of, y_of, x_ticks, _ticks(min(ys), max(ys)), text_of_x, text_of_y)]
+    parts += [
         f'<text class="t" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" '
         f'text-anchor="middle">{escape(x_title)}</text>',
         f'<text class="t" transform="translate(11 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" '
         f'text-anchor="middle">{escape(y_title)}</text>',
     ]
     for s in series:
-        told += _fan(s, x_of, y_of)
+        parts += _fan(s, x_of, y_of)
     for s in series:
-        told += _lines(s, x_of, y_of)
-    told += _names(series, y_of)
+        parts += _lines(s, x_of, y_of)
+    parts += _names(series, y_of)
     return Markup(
         f'<svg class="log-chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(label)}">{"".join(told)}</svg>'
+        f'aria-label="{escape(label)}">{"".join(parts)}</svg>'
     )
 
 
@@ -76,11 +76,11 @@ def _ticks(low: float, high: float) -> list[float]:
     """Round numbers from `low` to `high`: powers of ten, with 2 and 5 times them where there are few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        found = [f * 10.0**d for d in decades for f in factors]
-        found = [t for t in found if low * 0.97 <= t <= high * 1.03]
-        if len(found) >= 4:
+        ticks = [f * 10.0**d for d in decades for f in factors]
+        ticks = [t for t in ticks if low * 0.97 <= t <= high * 1.03]
+        if len(ticks) >= 4:
             break
-    return found
+    return ticks
 
 
 def _axes(

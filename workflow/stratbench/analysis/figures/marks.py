@@ -26,17 +26,29 @@ class Hue:
 
 @dataclass(frozen=True)
 class Mark:
-    """How a strategy is drawn: its family's hue and shape, and its own filling and dash."""
+    """How a strategy is drawn: its family's hue and shape, and by its number in it its filling and dash."""
 
     family: str
-    #: `full`, `open` or `half`.
-    fill: str
-    #: Lengths of dashes and gaps, as SVG takes them; empty: a full line.
-    dash: str
+    index: int
 
     @property
     def shape(self) -> str:
         return FAMILIES[self.family].shape
+
+    @property
+    def fill(self) -> str:
+        """`full`, `open` or `half`, for figures, in which dashes and names tell, too."""
+        return list(FILLS)[self.index % 3]
+
+    @property
+    def dash(self) -> str:
+        """Lengths of dashes and gaps, as SVG takes them; empty: a full line."""
+        return DASHES[self.index % len(DASHES)]
+
+    @property
+    def alone(self) -> str:
+        """Shape and filling, one of FILLS, for where a mark is all that there is of a strategy."""
+        return f"{self.shape} {list(FILLS)[self.index % len(FILLS)]}"
 
     @property
     def variable(self) -> str:
@@ -57,15 +69,26 @@ FAMILIES = {
     "engines": Hue("star", ("#185451", "#789290"), ("#8dcecf", "#537070")),
     "other": Hue("cross", ("#272622", "#8e8d8b"), ("#eae8e2", "#6b6b68")),
 }
-#: Member i of a family has FILLS[i % 3] and DASHES[i % 5]: fifteen differ.
-FILLS = ("full", "open", "half")
+#: Fillings: the boxes (left, top, width, height; of a mark of radius 1 around 0) that are painted of a shape.
+FILLS = {
+    "full": ((-2, -2, 4, 4),),
+    "open": (),
+    "half": ((-2, -2, 2, 4),),
+    "bar": ((-0.3, -2, 0.6, 4),),
+    "sides": ((-2, -2, 1.65, 4), (0.35, -2, 1.65, 4)),
+    "upper": ((-2, -2, 4, 2),),
+    "right": ((0, -2, 2, 4),),
+    "lower": ((-2, 0, 4, 2),),
+    "dot": ((-0.4, -0.4, 0.8, 0.8),),
+}
+#: Member i of a family has in figures filling i % 3 and DASHES[i % 5]: fifteen differ.
 DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
 
 
 def mark_of(family: str, index: int) -> Mark:
     """The mark of the `index`-th strategy of a family; an unknown family is drawn as `other`."""
     known = family if family in FAMILIES else "other"
-    return Mark(known, FILLS[index % len(FILLS)], DASHES[index % len(DASHES)])
+    return Mark(known, index)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -39,11 +40,6 @@ class Drawn:
     caption: str
 
 
-def told(sentences: Iterable[str]) -> str:
-    """Sentences as a caption."""
-    return " ".join(sentence for sentence in sentences if sentence)
-
-
 # ---------------------------------------------------------------- rows
 
 
@@ -52,7 +48,7 @@ def rows_figure(data: FigureData, measure: Measure) -> Drawn:
     rows = data.rows(measure.name)
     if measure.name == "utilisation":  # nearly the same on any count
         rows = rows[rows["gpus"] == data.shown_count]
-    unit, factor = unit_of(data, measure, rows["value"])
+    unit, factor = unit_of(measure, rows["value"])
     of_time = measure.name == "training_time"
     reference = chosen_value(data, rows)
     several = rows["gpus"].nunique() > 1
@@ -87,10 +83,10 @@ def rows_figure(data: FigureData, measure: Measure) -> Drawn:
         limit=(card, "the card") if card else None,
         head=("best" if of_time else f"on {data.shown_count}") if several else "",
     )
-    return Drawn(draw_rows(shown), told(rows_caption(data, measure, rows, shown)))
+    return Drawn(draw_rows(shown), " ".join(rows_caption(data, measure, rows, shown)))
 
 
-def unit_of(data: FigureData, measure: Measure, values: pd.Series) -> tuple[str, float]:
+def unit_of(measure: Measure, values: pd.Series) -> tuple[str, float]:
     """The unit of an axis and the factor to it from the summary's."""
     if measure.unit == "s" and values.min() >= HOURS_FROM_S:
         return "h", 1 / 3600
@@ -144,16 +140,23 @@ def outcome_of(text: str) -> str:
 
 def words_of(rows: pd.DataFrame, several: bool) -> str:
     """How the cells of a strategy ended that have no value: `OOM on 2, 4`."""
-    found: dict[str, list[str]] = {}
+    outcomes: dict[str, list[str]] = {}
     for row in rows.sort_values("gpus").itertuples():
         if row.value != row.value:
-            found.setdefault(outcome_of(row.text), []).append(str(row.gpus))
+            outcomes.setdefault(outcome_of(row.text), []).append(str(row.gpus))
         elif row.ok < row.cells:
             lost = f"{row.cells - row.ok} of {row.cells} {row.outcome.split(' × ')[-1]}"
-            found.setdefault(lost, []).append(str(row.gpus))
+            outcomes.setdefault(lost, []).append(str(row.gpus))
     if not several:
-        return "; ".join(found)
-    return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in found.items())
+        return "; ".join(outcomes)
+    return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in outcomes.items())
+
+
+def notes_of(rows: pd.DataFrame) -> Iterator[str]:
+    """A line for each strategy of which some repeats have no value, on one number of workers."""
+    for name, found in rows.groupby("strategy", sort=False):
+        if words := words_of(found, False):
+            yield f"{name}: {words}"
 
 
 def told_of(
@@ -203,10 +206,7 @@ def card_of(
 
 
 def rows_caption(
-    data: FigureData,
-    measure: Measure,
-    rows: pd.DataFrame,
-    shown: Rows,
+    data: FigureData, measure: Measure, rows: pd.DataFrame, shown: Rows
 ) -> Iterator[str]:
     """What the figure of rows shows."""
     noun = plural(worker_noun(data.cells["device_kind"]))
@@ -285,8 +285,20 @@ def scaling_figure(data: FigureData, measure: Measure) -> Drawn:
         notes=notes,
         named_first=by_end(curves, measure.better != "lower"),
     )
+    drawn = rows[rows["strategy"].isin([c.strategy for c in curves])]
+    sentences = scaling_caption(measure, drawn, shown)
+    return named_curves(shown, sentences, data.doubt_note(drawn["flags"]))
+
+
+def named_curves(
+    shown: Curves, sentences: Iterable[str], last_sentences: Iterable[str] = ()
+) -> Drawn:
+    """The figure of lines; its caption also says how many of them have no name, if any."""
     figure, unnamed = draw_curves(shown)
-    return Drawn(figure, told(scaling_caption(data, measure, rows, shown, unnamed)))
+    drawn, words = len(shown.curves), list(sentences)
+    if unnamed:
+        words.append(f"{drawn - unnamed} of {drawn} strategies are named; the table has all.")
+    return Drawn(figure, " ".join([*words, *last_sentences]))
 
 
 def by_end(curves: Sequence[Curve], higher: bool) -> list[str]:
@@ -295,35 +307,19 @@ def by_end(curves: Sequence[Curve], higher: bool) -> list[str]:
     return sorted(ends, key=lambda name: ends[name], reverse=higher)
 
 
-def scaling_caption(
-    data: FigureData,
-    measure: Measure,
-    rows: pd.DataFrame,
-    shown: Curves,
-    unnamed: int,
-) -> Iterator[str]:
-    """What the figure of lines over worker counts shows."""
-    curves = shown.curves
+def scaling_caption(measure: Measure, drawn: pd.DataFrame, shown: Curves) -> Iterator[str]:
+    """What the figure of lines over worker counts shows; `drawn`: the summary rows behind the lines."""
     if measure.baseline:
         against = (
             "the same strategy on one worker" if measure.baseline == "self" else measure.baseline
         )
         yield f"Throughput as a multiple of that of {against}."
-        best = max(curves, key=lambda c: max(v for v in c.y if v == v), default=None)
+        best = max(shown.curves, key=lambda c: max(v for v in c.y if v == v), default=None)
         if best is not None:
             value, count = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
             yield f"The most is {value:.2f}: {best.strategy} × {count}."
-    drawn = rows[rows["strategy"].isin([c.strategy for c in curves])]
     if bars_show(shown):
         yield from spread_words(drawn, "Bars")
-    yield from unnamed_words(unnamed, len(curves))
-    yield from data.doubt_note(drawn["flags"])
-
-
-def unnamed_words(unnamed: int, drawn: int) -> Iterator[str]:
-    """How many lines have no name, if any."""
-    if unnamed:
-        yield f"{drawn - unnamed} of {drawn} strategies are named; the table has all."
 
 
 def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
@@ -331,8 +327,7 @@ def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
     score = data.score
     epochs = data.epochs[data.epochs["gpus"] == count]
     rows = data.rows(measure.name)
-    rows = rows[rows["gpus"] == count]
-    flags = {r.strategy: r.flags for r in rows.itertuples()}
+    flags = {r.strategy: r.flags for r in rows[rows["gpus"] == count].itertuples()}
     curves, repeats = [], 0
     for name, found in epochs.groupby("strategy", sort=False):
         by_epoch = (found["score"] * score.factor).groupby(found["epoch"])
@@ -350,29 +345,32 @@ def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
                 DOUBT if flags.get(name) else "",
             )
         )
-    least = score.least_possible
-    figure, unnamed = draw_curves(
-        Curves(
-            curves,
-            data.marks,
-            "epoch",
-            x_whole=True,
-            from_zero=False,
-            level=None if least is None else (least, f"least possible: {least:.3g}"),
-            notes=[f"{r.strategy}: {outcome_of(r.text)}" for r in rows.itertuples() if r.value != r.value],
-            named_first=by_end(curves, score.better == "higher"),
+    sentences = [f"Over the whole test set, after each epoch, {score.shown_unit}."]
+    if repeats and data.choice:
+        sentences.append(
+            f"Lines: medians of the repeats; bars: lowest to highest of {data.choice[0]}."
         )
-    )  # fmt: skip
-    return Drawn(
-        figure,
-        told(
-            [
-                f"Over the whole test set, after each epoch, {score.shown_unit}.",
-                f"Lines: medians of the repeats; bars: lowest to highest of {data.choice[0]}."
-                if repeats and data.choice
-                else "",
-                *unnamed_words(unnamed, len(curves)),
-                *data.doubt_note(flags.values()),
-            ]
-        ),
+    doubts = data.doubt_note(flags.values())
+    return score_curves(data, curves, count, sentences, doubts, x_name="epoch", x_whole=True)
+
+
+def score_curves(
+    data: FigureData,
+    curves: Sequence[Curve],
+    count: int,
+    sentences: Iterable[str],
+    last_sentences: Iterable[str] = (),
+    **axis: Any,
+) -> Drawn:
+    """A figure of scores on `count` workers, with the least possible one; `axis`: the horizontal one."""
+    least, rows = data.score.least_possible, data.rows("score")
+    shown = Curves(
+        curves,
+        data.marks,
+        from_zero=False,
+        level=None if least is None else (least, f"least possible: {least:.3g}"),
+        notes=list(notes_of(rows[rows["gpus"] == count])),
+        named_first=by_end(curves, data.score.better == "higher"),
+        **axis,
     )
+    return named_curves(shown, sentences, last_sentences)

@@ -19,12 +19,7 @@ import matplotlib.pyplot as plt
 
 from stratbench.analysis.figures.figure_data import FigureData, figure_data_of
 from stratbench.analysis.figures.figure_list import INDEX, PLOTS
-from stratbench.analysis.figures.measured import (
-    Drawn,
-    rows_figure,
-    scaling_figure,
-    score_figure,
-)
+from stratbench.analysis.figures.measured import Drawn, rows_figure, scaling_figure, score_figure
 from stratbench.analysis.figures.sheet import RC, save_figure
 from stratbench.analysis.figures.timelines import has_timelines, memory_figure, utilisation_figure
 from stratbench.analysis.figures.tradeoffs import (

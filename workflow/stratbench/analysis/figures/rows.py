@@ -80,6 +80,14 @@ class Rows:
     #: What stands above the values in words.
     head: str = ""
 
+    @classmethod
+    def of_ratios(
+        cls, rows: Sequence[Row], marks: Mapping[str, Mark], margin: float, head: str = ""
+    ) -> Rows:
+        """Rows of ratios; those within `margin` of 1 count as equal."""
+        band = (1 / (1 + margin), 1 + margin)
+        return cls(rows, marks, log=True, unit="×", band=band, head=head)
+
 
 def draw_rows(shown: Rows) -> Figure:
     """The figure; rows are drawn in the order given."""
@@ -116,6 +124,14 @@ def shows_intervals(shown: Rows) -> bool:
 def name_column(names: Iterator[tuple[str, bool]]) -> float:
     """The width of the column of marks and names; with each name, whether it is the chosen one's."""
     return min(MOST_NAME, 26 + max((text_width(*name) for name in names), default=0))
+
+
+def put_name(
+    axes: Axes, strategy: str, mark: Mark, chosen: bool, middle: float, end: float
+) -> None:
+    """Draw a strategy's mark and write its name, in a column that ends at pixel `end`."""
+    put_mark(axes, 7, middle, mark, chosen, 8.5)
+    write(axes, 18, middle, shortened(strategy, end - 26, chosen), bold=chosen)
 
 
 def scale_of(shown: Rows) -> Scale:
@@ -179,9 +195,7 @@ def draw_row(
 ) -> None:
     """Draw one strategy."""
     mark, middle = shown.marks[row.strategy], top + ROW / 2
-    put_mark(axes, 7, middle, mark, row.chosen, 8.5)
-    name = shortened(row.strategy, scale.start - 26, row.chosen)
-    write(axes, 18, middle, name, bold=row.chosen)
+    put_name(axes, row.strategy, mark, row.chosen, middle, scale.start)
     stroke(axes, [scale.start, scale.end], [middle, middle], LINE, zorder=1)
     for point, lane in zip(row.points, lanes, strict=True):
         draw_point(axes, point, mark, middle + lane * LANE, scale)

@@ -42,11 +42,11 @@ class Scale:
 
     def ticks(self) -> list[float]:
         """Round values on the scale, about MOST_TICKS of them."""
-        found = self._log_ticks() if self.log else []
-        if len(found) < 2:
+        ticks = self._log_ticks() if self.log else []
+        if len(ticks) < 2:
             steps = MaxNLocator(MOST_TICKS, steps=[1, 2, 2.5, 5, 10], integer=self.whole)
-            found = [float(t) for t in steps.tick_values(self.low, self.high)]
-        inside = [t for t in found if self._inside(t)]
+            ticks = [float(t) for t in steps.tick_values(self.low, self.high)]
+        inside = [t for t in ticks if self._inside(t)]
         return inside if len(inside) > 1 else [self.low, self.high]
 
     def _inside(self, value: float) -> bool:
@@ -56,11 +56,11 @@ class Scale:
     def _log_ticks(self) -> list[float]:
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for firsts in _FIRSTS:
-            found = [first * 10.0**decade for decade in decades for first in firsts]
-            found = [tick for tick in found if self._inside(tick)]
-            if len(found) >= 3:
+            ticks = [first * 10.0**decade for decade in decades for first in firsts]
+            ticks = [tick for tick in ticks if self._inside(tick)]
+            if len(ticks) >= 3:
                 break
-        return found[:: max(1, -(-len(found) // (MOST_TICKS + 2)))]
+        return ticks[:: max(1, -(-len(ticks) // (MOST_TICKS + 2)))]
 
     def labelled(self, ticks: Iterable[float], unit: str = "") -> list[tuple[float, str]]:
         """Pixels and texts of the ticks that have room beside each other; the last one has the unit."""

@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.measured import Drawn, outcome_of, told
-from stratbench.analysis.figures.rows import name_column
+from stratbench.analysis.figures.measured import Drawn, outcome_of
+from stratbench.analysis.figures.rows import name_column, put_name
 from stratbench.analysis.figures.scales import Scale
 from stratbench.analysis.figures.sheet import (
     BAD,
@@ -23,8 +23,6 @@ from stratbench.analysis.figures.sheet import (
     box,
     colour_of,
     new_sheet,
-    put_mark,
-    shortened,
     stroke,
     write,
 )
@@ -58,15 +56,15 @@ def has_timelines(data: FigureData) -> bool:
 def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: str) -> Drawn:
     """A small panel per strategy: its first repeat on its most workers; all share the axes."""
     cells = [cell_of(data, name) for name in data.strategies]
-    found = [read_timeline(data.study_dir, cell) for cell in cells]
-    lines = [[] if t is None else list(worker_lines(t, what)) for t in found]
+    timelines = [read_timeline(data.study_dir, cell) for cell in cells]
+    lines = [[] if t is None else list(worker_lines(t, what)) for t in timelines]
     times = [t.max() for of in lines for _, t, _ in of]
     values = [v.max() for of in lines for _, _, v in of]
     left, right = name_column((name, data.is_chosen(name)) for name in data.strategies), WIDTH - 56
     x = Scale(0, max([*times, 1e-3]), left, right)
     bottom = 8 + len(cells) * (PANEL + BETWEEN)
     axes = new_sheet(bottom + AXIS)
-    for i, (cell, timeline, of) in enumerate(zip(cells, found, lines, strict=True)):
+    for i, (cell, timeline, of) in enumerate(zip(cells, timelines, lines, strict=True)):
         top = 8 + i * (PANEL + BETWEEN)
         y = Scale(0, max([*values, 1e-3]), top + PANEL, top)
         draw_panel(axes, data, cell, x, y)
@@ -90,11 +88,11 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     caption = [f"The first repeat on the most workers ({workers}).", "Shaded: training."]
     if any(name.startswith("server") for of in lines for name, _, _ in of):
         caption.append("Dashed: servers.")
-    kinds = {"gpu" if (t["kind"] == "gpu").any() else "process" for t in found if t is not None}
+    kinds = {"gpu" if (t["kind"] == "gpu").any() else "process" for t in timelines if t is not None}
     if unit == "MiB":
         caption += ["The device's memory in use."] * ("gpu" in kinds)
         caption += ["The process's resident set."] * ("process" in kinds)
-    return Drawn(axes.figure, told(caption))
+    return Drawn(axes.figure, " ".join(caption))
 
 
 def highest_text(value: float, unit: str) -> str:
@@ -113,9 +111,7 @@ def cell_of(data: FigureData, strategy: str) -> pd.Series:
 def draw_panel(axes: Axes, data: FigureData, cell: pd.Series, x: Scale, y: Scale) -> None:
     """Draw the name and the ground of a strategy's panel."""
     strategy, middle = str(cell["strategy"]), (y.start + y.end) / 2
-    chosen = data.is_chosen(strategy)
-    put_mark(axes, 7, middle, data.marks[strategy], chosen, 8.5)
-    write(axes, 18, middle, shortened(strategy, x.start - 26, chosen), bold=chosen)
+    put_name(axes, strategy, data.marks[strategy], data.is_chosen(strategy), middle, x.start)
     stroke(axes, [x.start, x.end], [y.start, y.start], RULE, zorder=1.5)
     stroke(axes, [x.start, x.end], [y.end, y.end], LINE, zorder=1)
 

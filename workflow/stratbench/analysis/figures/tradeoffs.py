@@ -10,17 +10,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from stratbench.analysis.figures.curves import (
-    LEFT,
     TOP,
     Curve,
     Curves,
-    draw_curves,
     frame,
+    left_of,
     spread,
 )
 from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.measured import Drawn, by_end, told, unnamed_words
-from stratbench.analysis.figures.rows import ROW, name_column
+from stratbench.analysis.figures.measured import Drawn, by_end, named_curves, score_curves
+from stratbench.analysis.figures.rows import ROW, name_column, put_name
 from stratbench.analysis.figures.scales import Scale, padded
 from stratbench.analysis.figures.sheet import (
     INK,
@@ -40,6 +39,7 @@ from stratbench.analysis.figures.sheet import (
     write,
 )
 from stratbench.analysis.records.measures import ALONE, DOUBT, format_number
+from stratbench.cell.text.words import names_text
 
 #: What is drawn of a step, in order of time: words, the colour, whether filled, and the phases in it.
 PARTS = (
@@ -55,6 +55,8 @@ REST = ("rest", "muted", False)
 MOST_NAMED = 7
 #: The height of the scatter chart's plot.
 SCATTER = 210
+#: How far above its point a name stands.
+ABOVE = 13
 
 
 def breakdown_figure(data: FigureData) -> Drawn:
@@ -78,8 +80,7 @@ def breakdown_figure(data: FigureData) -> Drawn:
     for i, name in enumerate(order):
         middle, chosen = top + ROW * (i + 0.5), data.is_chosen(str(name))
         mark = data.marks[str(name)]
-        put_mark(axes, 7, middle, mark, chosen, 8.5)
-        write(axes, 18, middle, shortened(str(name), start - 26, chosen), bold=chosen)
+        put_name(axes, str(name), mark, chosen, middle, start)
         done = 0.0
         for part, colour, filled in drawn:
             width = float(parts.loc[name, part])
@@ -89,7 +90,7 @@ def breakdown_figure(data: FigureData) -> Drawn:
         full = colour_of(mark, True) if chosen else MUTED
         text = f"{format_number(done, None)} ms"
         write(axes, scale.at(done) + 6, middle, text, full, bold=chosen)
-    return Drawn(axes.figure, told(breakdown_caption(data, parts)))
+    return Drawn(axes.figure, " ".join(breakdown_caption(data, parts)))
 
 
 def parts_of(steps: pd.DataFrame) -> pd.DataFrame:
@@ -130,8 +131,8 @@ def breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
     yield f"Mean step of all workers on {data.workers(data.shown_count)}."
     hidden = [str(name) for name in parts.index if parts.loc[name, "communication"] == 0]
     if data.shown_count > 1 and hidden:
-        names = ", ".join(hidden[:3]) + (f" and {len(hidden) - 3} more" if len(hidden) > 3 else "")
-        yield f"What {names} send{'s' if len(hidden) == 1 else ''} is part of forward and backward."
+        sent = names_text(hidden, 3)
+        yield f"What {sent} send{'s' if len(hidden) == 1 else ''} is part of forward and backward."
 
 
 def score_over_time_figure(data: FigureData) -> Drawn:
@@ -145,41 +146,28 @@ def score_over_time_figure(data: FigureData) -> Drawn:
         values = (middle["score"] * score.factor).tolist()
         chosen = data.is_chosen(str(name))
         curves.append(Curve(str(name), middle["train_time_s"].tolist(), values, chosen=chosen))
-    least = score.least_possible
-    figure, unnamed = draw_curves(
-        Curves(
-            curves,
-            data.marks,
-            "training time",
-            x_unit="s",
-            x_ticks=(),
-            from_zero=False,
-            level=None if least is None else (least, f"least possible: {least:.3g}"),
-            named_first=by_end(curves, score.better == "higher"),
-        )
-    )
     sentences = [f"{score.name.capitalize()}, {score.shown_unit}, on {data.workers(count)}."]
     if len(alone):
         sentences.append(f"{ALONE} is on one.")
     if (rows.groupby(["strategy", "epoch"]).size() > 1).any():
         sentences.append("Medians of the repeats.")
-    return Drawn(figure, told([*sentences, *unnamed_words(unnamed, len(curves))]))
+    return score_curves(data, curves, count, sentences, x_name="training time", x_unit="s")
 
 
 def tradeoff_figure(data: FigureData) -> Drawn:
     """Every strategy and number of workers by time and score, and a line of those that none beats in both."""
-    found = [
+    measured = [
         data.rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
         for name in ("training_time", "score")
     ]
-    points = pd.concat(found, axis=1).dropna()
+    points = pd.concat(measured, axis=1).dropna()
     times, scores = (points[name].to_numpy(dtype=float) for name in points)
     scores = scores.round(data.score.decimals)  # what rounding makes equal beats nothing
     axes = new_sheet(TOP + SCATTER + 36)
-    x = padded(times, LEFT, WIDTH - 8, 12, True)
     # Differences far below the tolerance would look like a lot.
     room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
     y = Scale(min(scores, default=0) - room, max(scores, default=1) + room, TOP + SCATTER, TOP)
+    x = padded(times, left_of(y), WIDTH - 8, 12, True)
     frame(axes, x, y, x.labelled(x.ticks(), "s"), "training time")
     front = are_unbeaten(times, data.score.sign * scores)
     order = [i for i in np.argsort(times) if front[i]]
@@ -194,21 +182,22 @@ def tradeoff_figure(data: FigureData) -> Drawn:
         if chosen or (front[i] and len(named) < MOST_NAMED):
             doubt = DOUBT if flags.get((strategy, gpus)) else ""
             named.append((*at, f"{strategy} × {gpus}{doubt}", strategy, chosen))
-    places = spread([across[1] for across in named], TOP, TOP + SCATTER - 4)
-    for (across, _, text, strategy, chosen), place in zip(named, places, strict=True):
-        room = max(across, WIDTH - across) - 12
-        text = shortened(text, room, chosen)
-        left = across + 10 + text_width(text, chosen) < WIDTH
+    # Above the marks: beside them others lie, whose score is often the same.
+    places = spread([down - ABOVE for _, down, *_ in named], TOP, TOP + SCATTER - 4)
+    for (across, down, text, strategy, chosen), place in zip(named, places, strict=True):
+        beside = 10 if abs(place - down) < ABOVE - 2 else -4
+        text = shortened(text, max(across, WIDTH - across) - beside - 2, chosen)
+        left = across + beside + text_width(text, chosen) < WIDTH
         colour = colour_of(data.marks[strategy], True) if chosen else INK
         side = {"ha": "left" if left else "right", "bold": chosen, "zorder": 6}
-        write(axes, across + (10 if left else -10), place, text, colour, **side)
+        write(axes, across + (beside if left else -beside), place, text, colour, **side)
     unit = data.score.shown_unit
     caption = [
         f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
         "The line joins those that no other beats in both.",
         *data.doubt_note(flags.values()),
     ]
-    return Drawn(axes.figure, told(caption))
+    return Drawn(axes.figure, " ".join(caption))
 
 
 def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -230,17 +219,14 @@ def staleness_figure(data: FigureData) -> Drawn:
         places = [float(i) for i in range(len(shares))]
         chosen = data.is_chosen(str(name))
         curves.append(Curve(str(name), places, (100 * shares).tolist(), chosen=chosen))
-    figure, unnamed = draw_curves(
-        Curves(
-            curves,
-            data.marks,
-            "updates that a push is behind",
-            x_whole=True,
-            named_first=by_end(curves, True),
-        )
+    shown = Curves(
+        curves,
+        data.marks,
+        "updates that a push is behind",
+        x_whole=True,
+        named_first=by_end(curves, True),
     )
-    caption = f"Share of the pushes, %, on {data.workers(data.shown_count)}."
-    return Drawn(figure, told([caption, *unnamed_words(unnamed, len(curves))]))
+    return named_curves(shown, [f"Share of the pushes, %, on {data.workers(data.shown_count)}."])
 
 
 def shares_by_value(counts: list[list[int]]) -> np.ndarray:

@@ -22,10 +22,7 @@ from stratbench.analysis.records.groups import Repeats
 from stratbench.cell.files import write_atomic
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
-COLUMNS_OF = {
-    "training_time_s": ("train_time_s", 1.0),
-    "accuracy_percent": ("score_final", 100.0),
-}
+COLUMNS_OF = {"training_time_s": ("train_time_s", 1.0), "accuracy_percent": ("score_final", 100.0)}
 #: What a published cell and ours have in common.
 PLACE = ["measure", "dataset", "model", "strategy", "gpus"]
 #: The strategy by which others of its kind are divided.
@@ -75,17 +72,10 @@ def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for group, repeats in groups.ok.items():
         for measure, (column, scale) in COLUMNS_OF.items():
-            values = groups.values(group, column, "time" if scale == 1.0 else "score")
-            if values:
-                place = (
-                    measure,
-                    repeats["dataset"].iloc[0],
-                    group.model,
-                    group.strategy,
-                    group.gpus,
-                )
-                median = float(np.median(list(values.values())))
-                rows.append((*place, scale * median, group.experiment))
+            median = groups.median(group, column, "time" if scale == 1.0 else "score")
+            if median is not None:
+                place = (repeats["dataset"].iloc[0], group.model, group.strategy, group.gpus)
+                rows.append((measure, *place, scale * median, group.experiment))
     return pd.DataFrame(rows, columns=[*PLACE, "ours", "experiment"]).drop_duplicates(PLACE)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -30,18 +29,8 @@ def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
     their variances are pooled.
     """
     paired = [figure for figure in figures if figure.pair is not None]
-    ratios = paired_ratios(
-        [figure.pair for figure in paired], [figure.served for figure in paired], len(paired)
-    )
-    found = dict(zip(map(id, paired), ratios, strict=True))
-    with_ends = []
-    for figure in figures:
-        _, *ends = found.get(id(figure), (None, None, None))
-        if None not in ends:
-            low, high = sorted(map(figure.scale, ends))
-            figure = replace(figure, low=low, high=high)
-        with_ends.append(figure)
-    return with_ends
+    ratios = iter(paired_ratios([f.pair for f in paired], [f.served for f in paired], len(paired)))
+    return [figure if figure.pair is None else figure.with_ends(next(ratios)) for figure in figures]
 
 
 def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
@@ -128,7 +117,7 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
     # Without the audit: the question here is what the paper prints, right or wrong.
     own = {version: published_groups(version)[0] for version in ("v1", "v2")}
-    notes = published.explanations().set_index("about")
+    notes = published.explanations().set_index("about").to_dict("index")
     rows = []
     for claim in published.published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
@@ -137,23 +126,18 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
             for groups in (ours, others, own[claim["version"]])
         )
         limits = (claim["low"], claim["high"])
-        agrees = verdict_on(found, *limits)
-        note = notes.loc[claim["id"]] if agrees == FAILS and claim["id"] in notes.index else None
-        in_the_paper = (
-            f"{verdict_on(theirs, *limits)}: {describe_figures(theirs)}" if theirs else ""
-        )
+        agrees, theirs_agree = verdict_on(found, *limits), verdict_on(theirs, *limits)
+        note = notes.get(claim["id"])
+        in_the_paper = f"{theirs_agree}: {describe_figures(theirs)}" if theirs else ""
         if rest := describe_weak_figures(metric, claim) if theirs else "":
             in_the_paper += f" ({rest})"
-        if verdict_on(theirs, *limits) == HOLDS and claim["id"] in notes.index:
-            in_the_paper += f". But: {notes.loc[claim['id'], 'explanation']}"
-        rows.append(
-            claim
-            | {
-                "holds": agrees,
-                "figures": describe_figures(found) + describe_single_repeats(found),
-                "elsewhere": describe_figures(elsewhere),
-            }
-            | {"in_the_paper": in_the_paper}
-            | ({} if note is None else {"explanation": note["explanation"], "rule": note["rule"]})
-        )
+        if theirs_agree == HOLDS and note:
+            in_the_paper += f". But: {note['explanation']}"
+        told = {
+            "holds": agrees,
+            "figures": describe_figures(found) + describe_single_repeats(found),
+            "elsewhere": describe_figures(elsewhere),
+            "in_the_paper": in_the_paper,
+        }
+        rows.append(claim | told | (note if note and agrees == FAILS else {}))
     return pd.DataFrame(rows, columns=list(CLAIM_COLUMNS))

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from stratbench.analysis.records.groups import Group, Repeats
-from stratbench.statistics.intervals import mean_ratio
+from stratbench.statistics.intervals import Estimate, mean_ratio
 
 #: Metrics of claims.csv that the paper's own audit judges too: of memory, and of the model's size with
 #: the factor from its number of parameters.
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
-SIZES = {
-    "parameters of vgg16 in fp32 (MB)": 4e-6,
-    "parameters of vgg16 / 4 (millions)": 1e-6 / 4,
-}
+SIZES = {"parameters of vgg16 in fp32 (MB)": 4e-6, "parameters of vgg16 / 4 (millions)": 1e-6 / 4}
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,13 @@ class ClaimFigure:
     scale: Callable[[float], float] = float
     served: bool = False
 
+    def with_ends(self, ratio: Estimate) -> ClaimFigure:
+        """The figure with the interval of its ratio, if that has one."""
+        if ratio.low is None:
+            return self
+        low, high = sorted(map(self.scale, ratio[1:]))
+        return replace(self, low=low, high=high)
+
 
 def ratio_figure(
     groups: Repeats,
@@ -59,10 +63,10 @@ def ratio_figure(
         return None
     for stopped, ended, upward in ((one, other, True), (other, one, False)):
         least_s = least_time_s(groups, stopped, ended)
-        values = groups.values(ended, column, concerns)
-        if least_s is None or least_s <= 0 or not values:
+        ended_s = groups.median(ended, column, concerns)
+        if least_s is None or least_s <= 0 or ended_s is None:
             continue
-        ratio = least_s / float(np.median(list(values.values())))
+        ratio = least_s / ended_s
         ends = (ratio, np.inf) if upward else (0.0, 1 / ratio)
         low, high = sorted(scale(end) for end in ends)
         return ClaimFigure(label, scale(ratio if upward else 1 / ratio), low, high, "bound")
@@ -217,8 +221,7 @@ METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
         "{model}",
     ),
     "training time of any strategy / of ddp": ratios(
-        lambda group: (group, group.with_strategy("ddp")) if group.strategy != "ddp" else None,
-        _ANY,
+        lambda group: (group, group.with_strategy("ddp")) if group.strategy != "ddp" else None, _ANY
     ),
     **{name: parameters_of_vgg16(scale) for name, scale in SIZES.items()},
 }

@@ -6,7 +6,7 @@ the text makes (on memory, on sizes) are judged by the bounds of these rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import pandas as pd
 from stratbench.analysis.audit import RULES, SEVERITIES, audit
 from stratbench.analysis.paper import published
 from stratbench.analysis.paper.metrics import MEMORY_RATIO, SIZES
-from stratbench.analysis.records.findings import AUDIT_COLUMNS, read_audit
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.cell.files import write_atomic
+from stratbench.cell.text.words import joined_with_and
 from stratbench.study.config.result_sets import VERSIONS
 
 PAPER_AUDIT_COLUMNS = ("version", *AUDIT_COLUMNS)
@@ -77,7 +78,7 @@ def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, 
                 "model": claim.model,
                 "explanation": "The size that is stated is not that of the model.",
                 "figures": f"{claim.claim}: it is {real:.0f}; {stated:g} fits "
-                f"{joined_with_and(others) or 'none'}",
+                f"{joined_with_and(others) if others else 'none'}",
             }
 
 
@@ -103,17 +104,6 @@ def findings_between_versions() -> Iterator[dict[str, Any]]:
             "says what was changed.",
             "figures": f"{measure}: {row['v1']:g} in v1, {row['v2']:g} in v2",
         }
-
-
-def joined_with_and(values: Sequence[Any]) -> str:
-    """The values as a list in words: `1, 2 and 4`."""
-    texts = [str(value) for value in values]
-    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
-
-
-def read_paper_audit(path: Path) -> pd.DataFrame:
-    """Reads paper_audit.csv."""
-    return read_audit(path)
 
 
 def write_paper_audit(path: Path) -> None:

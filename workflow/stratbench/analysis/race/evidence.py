@@ -12,14 +12,7 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.block_rules import MATRIX_REPEATS
-from stratbench.cell.blocks import (
-    Block,
-    BlockError,
-    Place,
-    block_files,
-    read_block,
-    trained_digest,
-)
+from stratbench.cell.blocks import Block, BlockError, Place, block_files, read_block, trained_digest
 from stratbench.cell.coordinates import Cell
 from stratbench.strategies import strategy_class, traits_of
 from stratbench.strategies.base import Traits

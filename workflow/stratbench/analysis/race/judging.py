@@ -169,20 +169,8 @@ def judge(
     )
     low, high = mean - reported, mean + reported
     return Look(
-        leader,
-        blocks,
-        sets,
-        alike,
-        unlike,
-        mean,
-        bound,
-        low,
-        high,
-        slower,
-        rivals,
-        at_most,
-        decided,
-    )
+        leader, blocks, sets, alike, unlike, mean, bound, low, high, slower, rivals, at_most, decided
+    )  # fmt: skip
 
 
 def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

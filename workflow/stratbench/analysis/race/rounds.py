@@ -39,10 +39,7 @@ class Course:
         self._level = checks.level_scatter(evidence)
         self._arms = max((len(bout.arms) for bout in evidence.bouts), default=0)
         self._race = judging.Race(
-            self._array("served"),
-            self._array("equal"),
-            self._array("arms"),
-            evidence.margin,
+            self._array("served"), self._array("equal"), self._array("arms"), evidence.margin
         )
         while self.states and self._advance():
             pass

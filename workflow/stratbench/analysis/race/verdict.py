@@ -15,7 +15,7 @@ from stratbench.analysis.race.state import Drop, Judged, State
 from stratbench.cell.block_rules import MATRIX_REPEATS, MOST_OFF
 from stratbench.cell.blocks import VERDICT_VERSION, Block
 from stratbench.cell.files import finite
-from stratbench.cell.seal import sealed
+from stratbench.cell.seal import with_seal
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.statistics.moderated import ROUGH
 
@@ -36,7 +36,7 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
     unusable = [f"{b['experiment']}, {b['model']} on {b['gpus']}: {b['unusable']}"
                 for b in bouts if b["unusable"]]  # fmt: skip
     matrix = [bout["matrix_gpu_hours"] for bout in bouts if len(bout["arms"]) > 1]
-    return sealed({
+    return with_seal({
         "schema_version": VERDICT_VERSION,
         "study": course.evidence.study,
         "margin": margin,
@@ -317,11 +317,7 @@ def score_state(course: Course, state: State, arm: str) -> str:
 
 
 def confidence_in(
-    course: Course,
-    state: State,
-    blocks: list[Block],
-    claim: str,
-    doubts: list[str],
+    course: Course, state: State, blocks: list[Block], claim: str, doubts: list[str]
 ) -> tuple[str, str]:
     """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules."""
     last = course.claimed(state)
@@ -336,6 +332,12 @@ def confidence_in(
         )
         told.append(
             f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently{which}."
+        )
+    if layouts := sorted({block.scattered_as for block in blocks if block.scattered_as}):
+        sure = sure and len(layouts) > 1
+        ways = ", ".join(" + ".join(map(str, layout)) for layout in layouts)
+        told.append(
+            f"Scattered workers lay on nodes as {ways}: otherwise their order may be another."
         )
     if any(block.device == "cpu" for block in blocks):
         sure = False

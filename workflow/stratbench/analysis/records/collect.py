@@ -9,7 +9,6 @@ it is `incomparable`. No cell is left out.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import sys
@@ -29,9 +28,8 @@ from stratbench.analysis.records.columns import (
 from stratbench.analysis.records.same_work import judge_same_work
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import replacing
+from stratbench.cell.files import write_rows
 from stratbench.cell.record import Record
-from stratbench.cell.settings import Settings
 from stratbench.cell.text.words import counted
 from stratbench.study.config.config import Study
 
@@ -83,17 +81,6 @@ def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> 
     return next(reached, None)
 
 
-def describe_other_settings(rec: record.Record, settings: Settings) -> str | None:
-    """A sentence on how a record's settings differ from the config's for its cell; None if they do not."""
-    wanted = json.loads(settings.as_json())
-    stated = rec["settings"]
-    differing = [key for key in wanted if stated.get(key) != wanted[key]]
-    if not differing:
-        return None
-    told = (f"{key} {stated.get(key)} (config: {wanted[key]})" for key in differing)
-    return f"was trained with {', '.join(told)}; delete it to train its cell again"
-
-
 def status_without_record(log_dir: Path) -> Row:
     """Status and reason of a cell without a record: `error` if a failure left evidence, else `missing`."""
     reason = record.failure_reason(log_dir)
@@ -128,7 +115,7 @@ def rows_of_cell(
                 f"{path} holds the record of another cell: {record.cell_of(rec)}"
             )
         if asked.study is not None and (
-            other := describe_other_settings(rec, asked.study.settings(cell))
+            other := record.describe_other_settings(rec, asked.study.settings(cell))
         ):
             raise record.RecordError(f"{path} {other}")
         found = row_of_record(rec, path.with_name("timeline.csv"))
@@ -179,25 +166,12 @@ def collect(
     read: Callable[[Path], Record] = record.read,
 ) -> list[Row]:
     """Write both files; returns the rows of cells that should have a usable record and have none."""
-    without: list[Row] = []
-    with (
-        replacing(out) as cells_path,
-        replacing(epochs_out) as epochs_path,
-        open(cells_path, "x", newline="", encoding="utf-8") as cells_file,
-        open(epochs_path, "x", newline="", encoding="utf-8") as epochs_file,
-    ):
-        cells_csv = csv.DictWriter(cells_file, COLUMNS)
-        epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
-        cells_csv.writeheader()
-        epochs_csv.writeheader()
-        found = list(rows_of_cells(cells, study_dir, asked or Expected(), read))
-        judge_same_work([row for row, _ in found])
-        for row, epochs in found:
-            cells_csv.writerow(row)
-            epochs_csv.writerows(epochs)
-            if row["status"] in UNMEASURED:
-                without.append(row)
-    return without
+    listed = list(rows_of_cells(cells, study_dir, asked or Expected(), read))
+    rows = [row for row, _ in listed]
+    judge_same_work(rows)
+    write_rows(epochs_out, EPOCH_COLUMNS, (epoch for _, epochs in listed for epoch in epochs))
+    write_rows(out, COLUMNS, rows)
+    return [row for row in rows if row["status"] in UNMEASURED]
 
 
 def describe_missing(without: Sequence[Row], total: int) -> str:

@@ -304,8 +304,8 @@ def types_in_schema(path: str) -> list[str]:
         node = node.get("items", node)
         options = [node, *node.get("anyOf", ()), *node.get("oneOf", ())]
         node = next((o["properties"][key] for o in options if key in o.get("properties", ())), {})
-    found = node.get("type", [])
-    return [found] if isinstance(found, str) else found
+    types = node.get("type", [])
+    return [types] if isinstance(types, str) else types
 
 
 # The table sorted by source, prepared once: `row_of_record` runs for every record.
@@ -351,14 +351,6 @@ def on_one_line(text: str) -> str:
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
-def text_types(*more: str) -> dict[str, type[object]]:
-    """The types for `pandas.read_csv` that keep columns of text as text, whatever they hold.
-
-    `more`: further columns of text, for files that have columns of their own besides some of cells.csv.
-    """
-    return dict.fromkeys((*(c.name for c in CELL_COLUMNS if c.is_text), *more), object)
-
-
 def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
     """A CSV file that has columns of cells.csv among its own, as a pandas.DataFrame.
 
@@ -367,11 +359,13 @@ def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
     """
     import pandas as pd  # not at the top: `collect` does not need it
 
-    dtype = text_types(*text) | types
-    found = pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
+    # Text stays text, whatever it looks like.
+    texts = (*(c.name for c in CELL_COLUMNS if c.is_text), *text)
+    dtype = dict.fromkeys(texts, object) | types
+    table = pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
     # The copy has one block for each type: frames are cut into groups often, and many blocks are slow.
     # Columns of type `str` would each be one block.
-    return found.copy()
+    return table.copy()
 
 
 def read_cells(path: Path) -> Any:

@@ -82,8 +82,8 @@ def device_name(record: Record) -> str | None:
 
 def device_memory_bytes(record: Record) -> float | None:
     """Memory of the smallest GPU of the workers; None without one."""
-    found = texts_of_workers(record, "gpu.memory_bytes")
-    return min(map(float, found), default=None)
+    sizes = texts_of_workers(record, "gpu.memory_bytes")
+    return min(map(float, sizes), default=None)
 
 
 def hosts(record: Record) -> str | None:
@@ -255,11 +255,11 @@ def timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
     if timeline is None:
         return {}
     kind = "gpu" if device_kind == "cuda" else "process"
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     series = timeline.of_kind(kind)
     if kind == "gpu" and series:
         count = sum(one.count for one in series.values())
-        found["throttled_share"] = sum(one.slowed for one in series.values()) / count
+        figures["throttled_share"] = sum(one.slowed for one in series.values()) / count
     used = [
         one.training[BUSY[kind]]
         for (_, name), one in series.items()
@@ -267,5 +267,5 @@ def timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
     ]
     if used:
         whole = sum(values.mean * values.count for values in used)
-        found["utilisation_pct"] = whole / sum(values.count for values in used)
-    return found
+        figures["utilisation_pct"] = whole / sum(values.count for values in used)
+    return figures

@@ -9,17 +9,9 @@ import pandas as pd
 from stratbench.analysis.records.columns import read_table
 
 AUDIT_COLUMNS = (
-    "rule",
-    "severity",
-    "affects",
-    "experiment",
-    "strategy",
-    "model",
-    "gpus",
-    "repeat",
-    "figures",
+    "rule", "severity", "affects", "experiment", "strategy", "model", "gpus", "repeat", "figures",
     "explanation",
-)
+)  # fmt: skip
 
 
 def read_audit(path: Path) -> pd.DataFrame:

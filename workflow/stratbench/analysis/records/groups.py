@@ -44,6 +44,12 @@ def rows_by_group(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
     return {Group(*key): rows for key, rows in frame.groupby(GROUP, sort=False)}
 
 
+def bases_by_strategy(cells: pd.DataFrame) -> dict[str, str]:
+    """The strategy that each strategy, or variant of one, is by its records; only where they say so."""
+    known = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
+    return dict(zip(known["strategy"], known["strategy_base"], strict=True))
+
+
 def findings_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> Iterator[tuple[Group, list[Row]]]:
@@ -99,9 +105,14 @@ class Repeats:
 
     def common(self, groups: Sequence[Group], column: str, concerns: str = "") -> np.ndarray:
         """The values of the repeats that all `groups` have, shape [groups, repeats]."""
-        found = [self.values(group, column, concerns) for group in groups]
-        shared = [repeat for repeat in found[0] if all(repeat in values for values in found)]
-        return np.array([[values[repeat] for repeat in shared] for values in found])
+        by_group = [self.values(group, column, concerns) for group in groups]
+        shared = [repeat for repeat in by_group[0] if all(repeat in values for values in by_group)]
+        return np.array([[values[repeat] for repeat in shared] for values in by_group])
+
+    def median(self, group: Group, column: str, concerns: str = "") -> float | None:
+        """The median of `values`; None without any."""
+        values = list(self.values(group, column, concerns).values())
+        return float(np.median(values)) if values else None
 
     def are_served(self, groups: Iterable[Group]) -> bool:
         """Whether parameter servers take part in any of the groups."""

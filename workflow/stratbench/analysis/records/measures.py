@@ -108,134 +108,53 @@ _SPEEDUP = (
     "entered the weights. They do in cells of one experiment, but where a server drops late pushes."
 )
 
+# fmt: off
 MEASURES: dict[str, Measure] = {
     m.name: m
     for m in (
         Measure("training_time", "Training time", "train_time_s"),
-        Measure(
-            "throughput", "Training throughput", _THROUGHPUT, better="higher", named_by="counts"
-        ),
-        Measure(
-            "achieved",
-            "Achieved arithmetic rate",
-            "achieved_flops_per_s",
-            "GFLOP/s",
-            better="higher",
-        ),
+        Measure("throughput", "Training throughput", _THROUGHPUT, better="higher", named_by="counts"),
+        Measure("achieved", "Achieved arithmetic rate", "achieved_flops_per_s", "GFLOP/s", better="higher"),
         Measure("mfu", "Model FLOPs utilisation (MFU)", "mfu", "%", better="higher"),
-        Measure(
-            "speedup",
-            "Speedup over one worker",
-            _THROUGHPUT,
-            own_definition=f"Against the same strategy with one worker. {_SPEEDUP}",
-            better="higher",
-            baseline="self",
-            decimals=2,
-        ),
-        Measure(
-            "efficiency",
-            "Scaling efficiency",
-            _THROUGHPUT,
+        Measure("speedup", "Speedup over one worker", _THROUGHPUT,
+            own_definition=f"Against the same strategy with one worker. {_SPEEDUP}", better="higher",
+            baseline="self", decimals=2),
+        Measure("efficiency", "Scaling efficiency", _THROUGHPUT,
             own_definition="Speedup over the same strategy with one worker, divided by the number of "
-            "workers.",
-            better="higher",
-            baseline="self",
-            per_worker=True,
-            decimals=2,
-        ),
-        Measure(
-            "speedup_vs_single",
-            "Speedup over single",
-            _THROUGHPUT,
+            "workers.", better="higher", baseline="self", per_worker=True, decimals=2),
+        Measure("speedup_vs_single", "Speedup over single", _THROUGHPUT,
             own_definition="Against strategy single, a bare training loop in one process, which has no "
-            f"cost of distribution. {_SPEEDUP}",
-            better="higher",
-            baseline="single",
-            decimals=2,
-        ),
-        Measure(
-            "efficiency_vs_single",
-            "Efficiency against single",
-            _THROUGHPUT,
+            f"cost of distribution. {_SPEEDUP}", better="higher", baseline="single", decimals=2),
+        Measure("efficiency_vs_single", "Efficiency against single", _THROUGHPUT,
             own_definition="Speedup over strategy single, divided by the number of workers.",
-            better="higher",
-            baseline="single",
-            per_worker=True,
-            decimals=2,
-        ),
-        Measure(
-            "time_vs_ddp",
-            "Training time against ddp",
-            "train_time_s",
-            own_definition="Training time divided by that of ddp on as many workers.",
-            baseline="ddp",
-            decimals=2,
-        ),
-        Measure(
-            "time_vs_sync",
-            "Training time against ps-sync",
-            "train_time_s",
+            better="higher", baseline="single", per_worker=True, decimals=2),
+        Measure("time_vs_ddp", "Training time against ddp", "train_time_s",
+            own_definition="Training time divided by that of ddp on as many workers.", baseline="ddp",
+            decimals=2),
+        Measure("time_vs_sync", "Training time against ps-sync", "train_time_s",
             own_definition="Training time divided by that of ps-sync on as many workers.",
-            baseline="ps-sync",
-            decimals=2,
-        ),
-        Measure(
-            "memory",
-            "Peak memory per worker",
-            "peak_memory_bytes",
-            "MiB",
-            concerns="memory",
-            decimals=0,
-        ),
-        Measure(
-            "model_states",
-            "Model states per worker",
-            "model_states_bytes",
-            "MiB",
-            concerns="memory",
-        ),
-        Measure(
-            "memory_reduction",
-            "Memory reduction against ddp",
-            "peak_memory_bytes",
+            baseline="ps-sync", decimals=2),
+        Measure("memory", "Peak memory per worker", "peak_memory_bytes", "MiB", concerns="memory",
+            decimals=0),
+        Measure("model_states", "Model states per worker", "model_states_bytes", "MiB", concerns="memory"),
+        Measure("memory_reduction", "Memory reduction against ddp", "peak_memory_bytes",
             own_definition="Peak memory per worker of ddp on as many workers, divided by it. Sharding "
             "divides the model states by the number of workers at most, and activations not at all. "
-            "On a CPU weights and momentum are in neither peak.",
-            better="higher",
-            baseline="ddp",
-            inverted=True,
-            concerns="memory",
-            decimals=2,
-        ),
+            "On a CPU weights and momentum are in neither peak.", better="higher", baseline="ddp",
+            inverted=True, concerns="memory", decimals=2),
         Measure("sent_per_step", "Sent by a worker in a step", "sent_bytes_per_step", "MiB"),
-        Measure(
-            "bandwidth",
-            "Implied bandwidth of a worker",
-            "implied_bytes_per_s",
-            "GB/s",
-            better=None,
-        ),
+        Measure("bandwidth", "Implied bandwidth of a worker", "implied_bytes_per_s", "GB/s", better=None),
         Measure("energy", "Energy of the GPUs per sample", "joules_per_sample"),
         Measure("time_to_target", "Training time to the target score", "time_to_target_s"),
         Measure("time_to_result", "Time to the result, queue included", "time_to_result_s"),
-        Measure(
-            "score",
-            "Test score after the last epoch",
-            "score_final",
-            better="higher",
-            concerns="score",
-            named_by="score",
-        ),
+        Measure("score", "Test score after the last epoch", "score_final", better="higher",
+            concerns="score", named_by="score"),
         Measure("perplexity", "Perplexity per token", "perplexity", concerns="score"),
-        Measure(
-            "utilisation",
-            "Utilisation while training",
-            "utilisation_pct",
-            better="higher",
-            decimals=1,
-        ),
+        Measure("utilisation", "Utilisation while training", "utilisation_pct", better="higher",
+            decimals=1),
     )
 }
+# fmt: on
 
 
 def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
@@ -258,6 +177,11 @@ def format_number(value: float, decimals: int | None) -> str:
         magnitude = abs(value)
         decimals = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
     return f"{value:.{decimals}f}"
+
+
+def marked(text: str, flags: str) -> str:
+    """The text of a figure, with a mark if the audit's `flags` doubt it."""
+    return f"{text} {DOUBT}" if flags else text
 
 
 def status_label(status: str, time_limit_s: float | None, reason: str | None = None) -> str:

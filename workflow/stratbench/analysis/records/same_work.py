@@ -50,11 +50,7 @@ def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
     """
     others = [r for r in beside if r["strategy"] != row["strategy"]]
     ours = [r for r in others if r["strategy_kind"] != "own"]
-    for chosen in (
-        [r for r in ours if r["equals_ddp"]],
-        ours,
-        others,
-    ):
+    for chosen in ([r for r in ours if r["equals_ddp"]], ours, others):
         if chosen:
             return [r for r in chosen if r["gpus"] == row["gpus"]] or chosen
     return []

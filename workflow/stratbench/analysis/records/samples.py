@@ -122,8 +122,10 @@ def _values_of(place: dict[str, int], sample: Sample) -> dict[str, float]:
 
 
 def _by_column(place: dict[str, int], samples: Sequence[Sample]) -> dict[str, Values]:
-    found = {name: Values.of([sample.values[i] for sample in samples]) for name, i in place.items()}
-    return {name: values for name, values in found.items() if values is not None}
+    by_column = {
+        name: Values.of([sample.values[i] for sample in samples]) for name, i in place.items()
+    }
+    return {name: values for name, values in by_column.items() if values is not None}
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
         return None
     place, moment = ([names[name] for name in listed] for listed in (PLACE, MOMENT))
     wanted = {kind: [names[name] for name in listed] for kind, listed in COLUMNS.items()}
-    found: defaultdict[tuple[str, str, str], list[Sample]] = defaultdict(list)
+    samples_of: defaultdict[tuple[str, str, str], list[Sample]] = defaultdict(list)
     digest = hashlib.sha256()
     for row in rows:
         if len(row) < len(names):  # cut short by a kill
@@ -168,11 +170,10 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
             continue
         t_s, phase, reasons = (row[at] for at in moment)
         values = [_number(row[at]) for at in wanted[kind]]
-        found[node, kind, name].append(Sample(float(t_s), phase, reasons, values))
+        samples_of[node, kind, name].append(Sample(float(t_s), phase, reasons, values))
         digest.update(repr(values).encode())
     return Timeline(
-        {key: Series.of(key[1], samples) for key, samples in found.items()},
-        digest.hexdigest(),
+        {key: Series.of(key[1], samples) for key, samples in samples_of.items()}, digest.hexdigest()
     )
 
 

@@ -81,5 +81,5 @@ _SAID = {
 
 def score_of(rows: pd.DataFrame) -> Score:
     """The score that rows of cells.csv of one experiment state; accuracy if they state none."""
-    found = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
-    return Score(**{name: values.iloc[0] for name, values in found.items() if len(values)})
+    stated = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
+    return Score(**{name: values.iloc[0] for name, values in stated.items() if len(values)})

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 from markupsafe import Markup
 
 from stratbench.analysis.figures.marks import (
@@ -136,15 +135,12 @@ def named(other: Mapping[str, Any]) -> str:
 
 
 def answer_rows(
-    answers: Sequence[Mapping[str, Any]],
-    names: Sequence[tuple[str, str | None]],
-    margin: float,
+    answers: Sequence[Mapping[str, Any]], bases: Mapping[str, str | None], margin: float
 ) -> Iterator[dict[str, Any]]:
-    """A row for each answer of answers.json. `names`: pairs of a study's strategies and their bases."""
+    """A row for each answer of answers.json. `bases`: those of a study's strategies, by name."""
     listed = {a["short"]["strategy"] for a in answers if a["short"]["strategy"]}
     listed |= {o["strategy"] for a in answers for o in a["short"]["others"]}
-    known = dict(names)
-    marks = marks_by_strategy([*names, *((name, name) for name in listed if name not in known)])
+    marks = marks_by_strategy(({name: name for name in listed} | dict(bases)).items())
     for answer in answers:
         short = answer["short"]
         name = short["strategy"]
@@ -169,20 +165,12 @@ def ticks() -> list[dict[str, Any]]:
     return [{"x": at(t), "text": f"{t:g}×"} for t in TICKS]
 
 
-def named_bases(cells: pd.DataFrame) -> list[tuple[str, str | None]]:
-    """Pairs of strategies and their base strategies, from rows of cells.csv."""
-    bases = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
-    return list(zip(bases["strategy"], bases["strategy_base"], strict=True))
-
-
-def first_screen(
-    names: Sequence[tuple[str, str | None]], decided: Mapping[str, Any]
-) -> dict[str, Any]:
+def first_screen(bases: Mapping[str, str | None], decided: Mapping[str, Any]) -> dict[str, Any]:
     """What a page's first screen prints: a row for each answer, and the marks' colours and shapes.
 
-    `names` as in `answer_rows`; `decided`: the content of answers.json.
+    `bases` as in `answer_rows`; `decided`: the content of answers.json.
     """
-    rows = list(answer_rows(decided["answers"], names, decided["equivalence_margin"]))
+    rows = list(answer_rows(decided["answers"], bases, decided["equivalence_margin"]))
     shown = {family for row in rows for family in row["families"]}
     of = "Cost" if decided["by_cost"] else "Time"
     return {

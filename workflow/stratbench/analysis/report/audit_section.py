@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import SEVERITIES
-from stratbench.analysis.paper import paper_audit
-from stratbench.cell.text.words import counted
+from stratbench.analysis.records.findings import read_audit
+from stratbench.cell.text.words import counted, names_text
 
 #: The most places and strategies that a line of the list names.
 MOST_NAMED = 3
@@ -60,9 +60,9 @@ def where_text(found: Sequence[Mapping[str, Any]]) -> str:
     names = names or list(
         dict.fromkeys(row["experiment"] for row in found if pd.notna(row["experiment"]))
     )
-    listed = ", ".join(names[:MOST_NAMED])
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{listed}{more}, {len(found)} places" if names else f"{len(found)} places"
+    return (
+        f"{names_text(names, MOST_NAMED)}, {len(found)} places" if names else f"{len(found)} places"
+    )
 
 
 def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -113,13 +113,12 @@ def audit_lead(rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str
         return "Each record is checked against itself and against the others."
     if not doubts:
         return "None of the doubts is about a choice or the rival nearest to one."
-    names = ", ".join(rule["name"] for rule in doubts[:MOST_NAMED])
-    more = f" and {len(doubts) - MOST_NAMED} more" if len(doubts) > MOST_NAMED else ""
-    return f"What touches a choice or the rival nearest to it: {names}{more}."
+    names = names_text([rule["name"] for rule in doubts], MOST_NAMED)
+    return f"What touches a choice or the rival nearest to it: {names}."
 
 
 def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
     """The rules with findings in paper_audit.csv; each place has the version of the paper."""
-    findings = paper_audit.read_paper_audit(path)
+    findings = read_audit(path)
     both = findings["version"] == "both"
     return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stratbench.analysis.decision.answer_line import answer_line
+from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import counted
 
 
@@ -22,9 +22,9 @@ def answer_lines(folder: Path) -> Iterator[str]:
     yield decided["lead"]
     for d in decided["answers"]:
         yield answer_line(d)
-    found = Counter(row["severity"] for row in read_rows(folder / "audit.csv"))
-    tally = [f"{found[severity]} {severity}" for severity in ("unusable", "doubtful")]
-    yield f"Audit: {', '.join(tally)}, {found['note']} to note."
+    counts = Counter(row["severity"] for row in read_rows(folder / "audit.csv"))
+    tally = [f"{counts[severity]} {severity}" for severity in ("unusable", "doubtful")]
+    yield f"Audit: {', '.join(tally)}, {counts['note']} to note."
     skews_ms = [float(row["start_skew_ms"] or "nan") for row in read_rows(folder / "cells.csv")]
     known_ms = sorted(skew for skew in skews_ms if skew == skew)
     if known_ms:
@@ -32,9 +32,3 @@ def answer_lines(folder: Path) -> Iterator[str]:
             f"Start skew of an epoch's workers: median {statistics.median(known_ms):.1f} ms, "
             f"largest {known_ms[-1]:.1f} ms in {counted(len(known_ms), 'cell')}."
         )
-
-
-def read_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file, each as values by column."""
-    with path.open(newline="", encoding="utf-8") as f:
-        yield from csv.DictReader(f)

@@ -19,7 +19,7 @@ import pandas as pd
 from stratbench.analysis.audit import SEVERITIES
 from stratbench.analysis.figures.marks import FAMILIES, FILLS, corners, marks_by_strategy
 from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
-from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.records.groups import GROUP, bases_by_strategy
 from stratbench.analysis.records.measures import FACTORS
 from stratbench.analysis.records.score import score_of
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
@@ -53,9 +53,16 @@ def label_of(name: str, unit: str) -> str:
     return words.replace("_", " ")
 
 
-def shown_in(unit: str) -> tuple[str, float]:
-    """The unit in which values are shown, with the factor to it."""
-    return next(((shown, by) for (own, shown), by in FACTORS.items() if own == unit), (unit, 1.0))
+def shown_in(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
+    """The unit in which a column's values are shown, with the factor to it.
+
+    Scores of different units are shown as in the records.
+    """
+    if column.name in SCORES and cells["score_unit"].dropna().nunique() <= 1:
+        score = score_of(cells)
+        return score.shown_unit, score.factor
+    units = ((shown, by) for (own, shown), by in FACTORS.items() if own == column.unit)
+    return next(units, (column.unit, 1.0))
 
 
 def rounded(value: float) -> float | int:
@@ -84,16 +91,9 @@ def column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
     if not series.notna().any():
         return None
     if column.kind == "number":
-        by = shown_in(column.unit)[1]
-        if column.name in SCORES and shares_score(cells):
-            by = score_of(cells).factor
+        by = shown_in(column, cells)[1]
         return [None if v is None else rounded(v * by) for v in present(series.astype(float))]
     return [None if v is None else str(v) for v in present(series)]
-
-
-def shares_score(cells: pd.DataFrame) -> bool:
-    """Whether all scores have one unit; if not, they are shown as in the records."""
-    return cells["score_unit"].dropna().nunique() <= 1
 
 
 def present(series: pd.Series) -> list[Any]:
@@ -108,9 +108,7 @@ def columns_of(cells: pd.DataFrame) -> Iterator[Row]:
             continue
         if (values := column_values(column, cells)) is None:
             continue
-        unit = shown_in(column.unit)[0]
-        if column.name in SCORES and shares_score(cells):
-            unit = score_of(cells).shown_unit
+        unit = shown_in(column, cells)[0]
         yield {
             "name": column.name,
             "label": label_of(column.name, column.unit),
@@ -145,10 +143,7 @@ def audit_of(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     """The audit's rules that have findings, and the indices of these rules for each cell."""
     rules: dict[tuple[str, str, str, str], int] = {}
     rule_at = [
-        rules.setdefault(
-            (f["rule"], f["severity"], f["affects"], f["explanation"]),
-            len(rules),
-        )
+        rules.setdefault((f["rule"], f["severity"], f["affects"], f["explanation"]), len(rules))
         for f in findings
     ]
     found = zip(cells["status"], findings_by_cell(cells, findings), strict=True)
@@ -189,8 +184,7 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
     `cells`: rows of cells.csv, with a column `set` if there are several sets; `findings`: rows of
     audit.csv, also with `set` if there are several.
     """
-    told = cells.dropna(subset=["strategy_base"])
-    bases = dict(zip(told["strategy"], told["strategy_base"], strict=True))
+    bases = bases_by_strategy(cells)
     marks = marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
     hues = {name: [hue.light[0], hue.dark[0]] for name, hue in FAMILIES.items()}
     return {
@@ -199,9 +193,10 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
         "first": FIRST,
         # Colours are pairs, for light and for dark paper; a marker is a shape and its filling.
-        "styles": {name: [hues[m.family], f"{m.shape} {m.fill}"] for name, m in marks.items()},
+        "styles": {name: [hues[m.family], m.alone] for name, m in marks.items()},
         "colours": list(hues.values())[1:],
         "markers": [f"{hue.shape} {fill}" for fill in FILLS for hue in FAMILIES.values()],
+        "fills": FILLS,
         "shapes": {
             hue.shape: [[round(x, 3), round(y, 3)] for x, y in corners(hue.shape)]
             for hue in FAMILIES.values()

@@ -6,7 +6,6 @@ python -m stratbench.analysis.report.links --folder results/STUDY/links
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import statistics
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.figures.log_chart import Series, log_chart
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import read_rows, write_atomic
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import bytes_text, short_time
 from stratbench.telemetry.collective_cost import Layout, Link, cost_of
@@ -32,7 +31,7 @@ def links_section(folder: Path) -> dict[str, Any] | None:
     if not (folder / "links.csv").exists() or not (folder / "times.csv").exists():
         return None
     try:
-        links, times = _rows(folder / "links.csv"), _rows(folder / "times.csv")
+        links, times = read_rows(folder / "links.csv"), read_rows(folder / "times.csv")
         kinds = list(dict.fromkeys((r["library"], r["kind"]) for r in links))
         return {
             "rows": [_line(r) for r in links],
@@ -43,11 +42,6 @@ def links_section(folder: Path) -> dict[str, Any] | None:
         raise ValueError(
             f"{folder}: are no measured links ({error!r}); measure them again"
         ) from error
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def _line(r: dict[str, str]) -> dict[str, Any]:

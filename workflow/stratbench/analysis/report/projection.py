@@ -23,6 +23,8 @@ from stratbench.cell.text import pages
 from stratbench.cell.text.words import bytes_text, folded, hours_text, short_time
 
 TEMPLATES = Path(__file__).parent / "templates"
+#: Trainings that see so many times as many samples as others take longer for that.
+MOST_MORE_SAMPLES = 1.5
 #: How the table calls a rule.
 SHORT_RULES = {"counts and published losses": "counts", "replay on measured links": "links"}
 
@@ -120,6 +122,8 @@ def _chart(
 def _line(r: Mapping[str, Any], aim: str) -> dict[str, Any]:
     """A count of a strategy, in words; `aim`: the columns of what its training takes begin with it."""
     projected = r["kind"] == "projected"
+    by = SHORT_RULES.get(r["rule"], r["rule"]) if projected else "measured"
+    by_host = projected and not pd.isna(r.get("host_s"))  # a table of before has no such column
     time_s = "target_s" if aim else "train_s"
     return {
         "strategy": r["strategy"],
@@ -136,7 +140,7 @@ def _line(r: Mapping[str, Any], aim: str) -> dict[str, Any]:
         "cost": _text(r[f"{aim}cost"], "{:.3g}".format),
         "memory": _text(r["memory_bytes"], bytes_text),
         "memory_range": _range(r, "memory", "_bytes", bytes_text),
-        "by": SHORT_RULES.get(r["rule"], r["rule"]) if projected else "measured",
+        "by": f"{by}, host" if by_host else by,
     }
 
 
@@ -152,6 +156,14 @@ def _range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[float], s
 
 def _cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
     """Which strategy and count takes the least time, and which the fewest GPU-hours."""
+    # Of weak scaling in a fixed number of steps more workers see more samples.
+    seen = rows["train_s"] / rows["step_s"] * rows["workers"].where(rows["scaling"] == "weak", 1)
+    if seen.max() > MOST_MORE_SAMPLES * seen.min():
+        yield (
+            "Which count takes the least time is not told: trainings of a fixed number of steps see more "
+            "samples on more workers."
+        )
+        return
     time_s, hours = "target_s" if aim else "train_s", f"{aim}gpu_hours"
     what = "to the target score" if aim else "for the whole training"
     for title, column in (("least time", time_s), (f"fewest {noun}-hours", hours)):
@@ -176,17 +188,29 @@ def _cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
 def _evidence(rows: pd.DataFrame) -> Iterator[str]:
     """From what each strategy is projected."""
     for strategy, group in rows[rows["kind"] == "projected"].groupby("strategy", sort=False):
-        yield f"{strategy}: {group['evidence'].iloc[0]}."
+        by_evidence = list(group.groupby("evidence", sort=False)["workers"])
+        for evidence, counts in by_evidence:
+            on = f" on {', '.join(f'{n:.0f}' for n in counts)}" if len(by_evidence) > 1 else ""
+            yield f"{strategy}{on}: {evidence}."
 
 
 def _refused(rows: pd.DataFrame) -> Iterator[str]:
-    """What is not projected and why, each reason once; of a strategy the first count's."""
+    """What is not projected and why, each reason once; beyond all projected counts the first one's."""
     alike: dict[tuple[str, str], list[str]] = {}
-    for strategy, group in rows[rows["kind"] == "refused"].groupby("strategy", sort=False):
-        counts = sorted(group["workers"])
-        from_on = f"from {counts[0]:.0f} on" if len(counts) > 1 else f"{counts[0]:.0f}"
-        why = group.sort_values("workers")["why"].iloc[0]
-        alike.setdefault((from_on, why), []).append(str(strategy))
+    for strategy, group in rows.groupby("strategy", sort=False):
+        projected = group[group["kind"] == "projected"]["workers"].max()
+        refused = group[group["kind"] == "refused"].sort_values("workers")
+        between = refused[refused["workers"] < projected]
+        beyond = refused[~(refused["workers"] < projected)]
+        reasons = [(f"{r.workers:.0f}", r.why) for r in between.itertuples()]
+        if len(beyond):
+            first = beyond.iloc[0]
+            from_on = (
+                f"from {first['workers']:.0f} on" if len(beyond) > 1 else f"{first['workers']:.0f}"
+            )
+            reasons.append((from_on, first["why"]))
+        for key in reasons:
+            alike.setdefault(key, []).append(str(strategy))
     for (counts, why), strategies in alike.items():
         yield f"Not projected: {', '.join(strategies)}, {counts}: {why}."
 

@@ -18,16 +18,13 @@ from stratbench.analysis.audit.across_cells.confounding import confounded_host
 from stratbench.analysis.decision.raced import read_verdict
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.groups import bases_by_strategy
 from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.records.same_work import YES
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore
-from stratbench.analysis.report.answer_rows import first_screen, named_bases
-from stratbench.analysis.report.audit_section import (
-    audit_lead,
-    audit_rules,
-    paper_audit_rules,
-)
+from stratbench.analysis.report.answer_rows import first_screen
+from stratbench.analysis.report.audit_section import audit_lead, audit_rules, paper_audit_rules
 from stratbench.analysis.report.links import links_section
 from stratbench.analysis.report.projection import projection_section
 from stratbench.analysis.report.sections import (
@@ -43,6 +40,7 @@ from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (
     doubt_note,
     has_table,
+    rules_by_severity,
     spread_note,
     wide_rows,
     workers_are,
@@ -66,10 +64,18 @@ STATUS_WORDS = {
 }
 
 
+#: What the table of runs tells of an experiment: columns of cells.csv, by their headings.
+RUNS = {
+    "data set": "dataset", "strategies": "strategy", "models": "model", "workers": "gpus",
+    "repeats": "repeat", "task": "task", "epochs or steps": "epochs", "global batch": "global_batch",
+    "precision": "precision", "device": "device_name", "host": "host", "torch": "torch",
+}  # fmt: skip
+
+
 def distinct_values(rows: pd.DataFrame, column: str) -> str:
     """The distinct values of a column as text, for the table of runs."""
-    found = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
-    return ", ".join(found) or "not recorded"
+    texts = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
+    return ", ".join(texts) or "not recorded"
 
 
 def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
@@ -77,23 +83,11 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = worker_noun(rows["device_kind"])
-        lines.append(
-            {
-                "experiment": str(experiment),
-                "data set": distinct_values(rows, "dataset"),
-                "strategies": distinct_values(rows, "strategy"),
-                "models": distinct_values(rows, "model"),
-                "workers": f"{distinct_values(rows, 'gpus')} {plural(noun)}",
-                "repeats": str(rows["repeat"].nunique()),
-                "task": distinct_values(rows, "task"),
-                "epochs or steps": length_of_training(rows),
-                "global batch": distinct_values(rows, "global_batch"),
-                "precision": distinct_values(rows, "precision"),
-                "device": distinct_values(rows, "device_name"),
-                "host": distinct_values(rows, "host"),
-                "torch": distinct_values(rows, "torch"),
-            }
-        )
+        told = {words: distinct_values(rows, column) for words, column in RUNS.items()}
+        told["workers"] += f" {plural(noun)}"
+        told["repeats"] = str(rows["repeat"].nunique())
+        told["epochs or steps"] = length_of_training(rows)
+        lines.append({"experiment": str(experiment)} | told)
     return lines
 
 
@@ -207,7 +201,10 @@ def note_on_experiment(rows: pd.DataFrame) -> str:
 
 
 def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
-    """The best of summary rows; None for a tie: less than `margin` ahead, or overlapping spreads."""
+    """The best of summary rows; None for a tie: less than `margin` ahead, or overlapping spreads.
+
+    None, too, if some of its repeats have no value, or the audit calls it unusable.
+    """
     valued = [row for row in rows if pd.notna(row["value"])]
     if measure.better is None or len(valued) < 2:
         return None
@@ -218,7 +215,20 @@ def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
             return True
         return bool(row["low"] <= best["high"] and best["low"] <= row["high"])  # False without any
 
-    return None if any(map(ties, others)) else best
+    unusable = "unusable" in rules_by_severity([best["flags"]])
+    partial = best["ok"] < best["cells"]
+    return None if unusable or partial or any(map(ties, others)) else best
+
+
+def table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
+    """The values of a table's cell; `row`: its summary row, None where the study has no such cell."""
+    if row is None:
+        return {"text": NO_CELL, "rest": "", "sort": "", "kind": "none", "flags": ""}
+    text, rest, sort, kind = row["text"], "", "", "failed"
+    if pd.notna(row["value"]):
+        text, _, rest = text.partition(" ")
+        sort, kind = row["value"], "best" if row is best else ""
+    return {"text": text, "rest": rest, "sort": sort, "kind": kind, "flags": row["flags"]}
 
 
 def table_values(
@@ -235,29 +245,14 @@ def table_values(
         for model in {model for model, _, _ in lines}
         for count in counts
     }
-    body = []
-    for model, strategy, found in lines:
-        cells = []
-        for count in counts:
-            row = found.get(count)
-            if row is None:
-                none = {"text": NO_CELL, "rest": "", "sort": "", "kind": "none", "flags": ""}
-                cells.append(none)
-                continue
-            valued = pd.notna(row["value"])
-            text, _, rest = row["text"].partition(" ") if valued else (row["text"], "", "")
-            is_best = row is best[model, count]
-            kind = "best" if is_best else "" if valued else "failed"
-            cells.append(
-                {
-                    "text": text,
-                    "rest": rest,
-                    "sort": row["value"] if valued else "",
-                    "kind": kind,
-                    "flags": row["flags"],
-                }
-            )
-        body.append({"model": model, "strategy": strategy, "cells": cells})
+    body = [
+        {
+            "model": model,
+            "strategy": strategy,
+            "cells": [table_cell(found.get(n), best[model, n]) for n in counts],
+        }
+        for model, strategy, found in lines
+    ]
     noun = worker_noun(rows["device_kind"])
     return {
         "id": measure.name,
@@ -341,6 +336,7 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
 
         verdict = verdict_section(verdict, cells)
     counts = cells["status"].value_counts()
+    trained = cells.loc[cells["status"] == "ok", ["experiment", "model", "strategy", "gpus"]]
     audited = audit_rules(findings, decided["answers"])
     return {
         "study": str(cells["study"].iloc[0]),
@@ -348,7 +344,7 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
         "verdict": verdict,
         "measured": measured_on(cells),
-        **first_screen(named_bases(cells), decided),
+        **first_screen(bases_by_strategy(cells), decided),
         "strategies": list(strategy_lines(cells)),
         "experiments": list(experiment_sections(folder, cells, decided)),
         "numbered": list(read_paper_tables(folder / "tables" / "paper")),
@@ -358,7 +354,9 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "paper_audit": paper_audit_rules(folder / "paper_audit.csv"),
         "paper": paper_section(folder),
         "links": links_section(study_dir / "links"),
-        "projections": projection_section(study_dir / "projection.csv", trained_on(cells)),
+        "projections": projection_section(
+            study_dir / "projection.csv", set(trained.itertuples(index=False, name=None))
+        ),
         "predictions": prediction_lines(prediction) if prediction.exists() else [],
         "on_cpu": (cells["device_kind"] == "cpu").any(),
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
@@ -369,14 +367,6 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
     }
-
-
-def trained_on(cells: pd.DataFrame) -> set[tuple[str, str, str, int]]:
-    """Experiment, model, strategy and count of all finished trainings."""
-    ok = cells[cells["status"] == "ok"]
-    return set(
-        zip(*(ok[name] for name in ("experiment", "model", "strategy", "gpus")), strict=True)
-    )
 
 
 def render(values: dict[str, Any]) -> str:

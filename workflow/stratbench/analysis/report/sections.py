@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.paper import published
+from stratbench.analysis.records.groups import bases_by_strategy
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import MIB
 from stratbench.strategies import REGISTRY, strategy_class
@@ -63,9 +64,9 @@ def published_cell_line(row: dict[str, Any]) -> dict[str, Any]:
 
 def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
     """Name, summary and rule of each strategy in the study; a variant has those of its strategy."""
-    bases = cells.groupby("strategy", sort=False)["strategy_base"].first()
-    for name, base in bases.items():
-        of = base if isinstance(base, str) else name
+    bases = bases_by_strategy(cells)
+    for name in cells["strategy"].unique():
+        of = bases.get(name, name)
         if of not in REGISTRY:  # only records say of which strategy it is a variant
             untold = "a variant, of which there is no record."
             yield {"name": name, "summary": untold, "rule": untold}
@@ -87,27 +88,30 @@ def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
     }
     known = cells.dropna(subset=["device_kind"])
     groups = known.groupby(list(columns.values()), dropna=False, sort=False)
-    found = [
+    lines = [
         {name: "" if pd.isna(v) else str(v) for name, v in zip(columns, key, strict=True)}
         | {"cells": len(rows), "experiments": ", ".join(dict.fromkeys(rows["experiment"]))}
         for key, rows in groups
     ]
-    return sorted(found, key=lambda line: -line["cells"])
+    return sorted(lines, key=lambda line: -line["cells"])
 
 
 def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """A row for each strategy, model and worker count with parameter servers (repeats added up)."""
     known = cells[cells["staleness"].notna()]
-    found = []
+    lines = []
     keys = ["experiment", "strategy", "model", "gpus"]
     for key, rows in known.groupby(keys, sort=False):
         counts = [json.loads(text) for text in rows["staleness"]]
         pushes = sum(map(sum, counts))
         weighted = sum(i * count for c in counts for i, count in enumerate(c))
-        worker_s = (rows["train_time_s"] * rows["gpus"]).sum()
-        wait = rows["server_wait_s"].sum() / worker_s if worker_s else float("nan")
+        # Of a cell that was stopped nobody knows for how long its servers held workers back.
+        timed = rows[rows["train_time_s"] > 0]
+        # A worker waits for all servers at the same time.
+        worker_s = (timed["train_time_s"] * timed["gpus"] * timed["servers"]).sum()
+        wait = timed["server_wait_s"].sum() / worker_s if worker_s else float("nan")
         moved = (rows["server_bytes"] / rows["train_time_s"]).median()
-        found.append(
+        lines.append(
             dict(zip(keys, key, strict=True))
             | {
                 "updates": whole_number(rows["updates_applied"].median()),
@@ -118,14 +122,14 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
                 "lost": f"{rows['server_lost'].sum():.0f}",
             }
         )
-    return found
+    return lines
 
 
 def prediction_lines(path: Path) -> list[dict[str, Any]]:
     """A row for each experiment and strategy with the errors of the plan, from prediction.csv."""
     rows = pd.read_csv(path)
     rows = rows[rows["status"] != "unusable"] if "status" in rows else rows
-    found = []
+    lines = []
     for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):
         line = {"experiment": experiment, "strategy": strategy, "cells": len(held)}
         for what in ("peak_mib", "states_bytes", "sent_bytes"):
@@ -134,8 +138,8 @@ def prediction_lines(path: Path) -> list[dict[str, Any]]:
             line[what] = "exact" if same.all() else describe_errors(errors)
         timed = held["train_s_in_range"].dropna().astype(bool)
         line["time"] = f"{timed.sum()} of {len(timed)}" if len(timed) else ""
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def describe_errors(percent: pd.Series) -> str:

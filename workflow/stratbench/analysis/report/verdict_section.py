@@ -37,7 +37,7 @@ def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str
 
 def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table of claims, and its rivals."""
-    matrix = bout["matrix_gpu_hours"]
+    matrix, at_most = bout["matrix_gpu_hours"], bout["at_most"]
     spent = bout["block_gpu_hours"] + bout["full_run_gpu_hours"]
     return {
         "experiment": bout["experiment"],
@@ -49,15 +49,9 @@ def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
         "blocks": bout["blocks"],
         "spent": f"{spent:.3g}" if matrix is None else f"{spent:.3g} of {matrix:.3g}",
         "interval": nearest_interval(bout),
-        "at_most": at_most_text(bout),
+        "at_most": f"{100 * at_most:.1f} %" if at_most is not None and bout["claimed"] else "",
         "rivals": [rival_line(ratio) for ratio in bout["ratios"] if ratio["state"] != "leader"],
     }
-
-
-def at_most_text(bout: Mapping[str, Any]) -> str:
-    """The share by which something may be faster than the leader; empty if hardly anything is known."""
-    known = bout["at_most"] is not None and bout["claimed"]
-    return f"{100 * bout['at_most']:.1f} %" if known else ""
 
 
 def nearest_interval(bout: Mapping[str, Any]) -> str:
@@ -118,16 +112,8 @@ def interval_figures(
         if len(known) < 2 or bout["leader"] is None:
             continue
         with plt.rc_context(RC):
-            figure = draw_rows(
-                Rows(
-                    [ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])],
-                    marks,
-                    log=True,
-                    unit="×",
-                    band=(1 / (1 + verdict["margin"]), 1 + verdict["margin"]),
-                )
-            )
-            svg = svg_of(figure)
+            rows = [ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
+            svg = svg_of(draw_rows(Rows.of_ratios(rows, marks, verdict["margin"])))
         title = f"{bout['model']}, {bout['workers']}"
         yield {
             "title": title,

@@ -14,11 +14,12 @@ from typing import Any
 
 import pandas as pd
 
+from stratbench.analysis.records.groups import bases_by_strategy
 from stratbench.analysis.records.measures import (
-    DOUBT,
     NO_CELL,
     Measure,
     format_number,
+    marked,
     measures_by_experiment,
 )
 
@@ -35,39 +36,24 @@ class NumberedTable:
     largest_only: bool = False
 
 
+# fmt: off
 TABLES = {
     t.name: t
     for t in (
-        NumberedTable(
-            "table_3", "Training time of DDP and FSDP (s)", ("ddp", "fsdp"), ("training_time",)
-        ),
-        NumberedTable(
-            "table_4",
-            "Test score of the synchronous and the asynchronous server",
-            ("ps-sync", "ps-async"),
-            ("score",),
-        ),
-        NumberedTable(
-            "table_5",
-            "Training time of the synchronous and the asynchronous server (s)",
-            ("ps-sync", "ps-async"),
-            ("training_time",),
-        ),
-        NumberedTable(
-            "table_6",
+        NumberedTable("table_3", "Training time of DDP and FSDP (s)", ("ddp", "fsdp"), ("training_time",)),
+        NumberedTable("table_4", "Test score of the synchronous and the asynchronous server",
+            ("ps-sync", "ps-async"), ("score",)),
+        NumberedTable("table_5", "Training time of the synchronous and the asynchronous server (s)",
+            ("ps-sync", "ps-async"), ("training_time",)),
+        NumberedTable("table_6",
             "Training time of the synchronous and the modified asynchronous server (s)",
-            ("ps-sync", "ps-async-modified"),
-            ("training_time",),
-        ),
-        NumberedTable(
-            "table_7",
-            "Standard, modified and staleness-mitigated asynchronous server",
+            ("ps-sync", "ps-async-modified"), ("training_time",)),
+        NumberedTable("table_7", "Standard, modified and staleness-mitigated asynchronous server",
             ("ps-async", "ps-async-modified", "ps-dana", "ps-ormo", "ps-preview"),
-            ("score", "training_time"),
-            largest_only=True,
-        ),
+            ("score", "training_time"), largest_only=True),
     )
 }
+# fmt: on
 #: Titles by name, including table 8.
 TITLES = {name: table.title for name, table in TABLES.items()} | {
     "table_8": "The strategies compared, each on the most workers of its experiment (range over models)"
@@ -118,7 +104,7 @@ def numbered_table(
 def text_as_in_the_paper(row: object) -> str:
     """The text of a summary row; a time limit as the paper prints it (`>3000`), and the audit's mark."""
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
-    return f"{text} {DOUBT}" if row.flags else text
+    return marked(text, row.flags)
 
 
 def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
@@ -133,11 +119,9 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
         workers = int(rows["gpus"].iloc[0])
         of = f"{experiment}/{strategy}/{{}}/{workers}gpu"
-        by_measure: dict[str, list[dict[str, Any]]] = {}
-        for row in rows.to_dict("records"):
-            by_measure.setdefault(row["measure"], []).append(row)
+        listed = rows.to_dict("records")
         for measure, quality in QUALITIES.items():
-            line = by_measure.get(measure, [])
+            line = [row for row in listed if row["measure"] == measure]
             known = [row for row in line if pd.notna(row["value"])]
             found.append(
                 {
@@ -171,10 +155,7 @@ def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
     """Table 8 for readers: a row for each strategy, a column for each property and for outcomes."""
     lines = []
     for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
-        texts = {
-            row.property: f"{row.text} {DOUBT}" if row.flags else row.text
-            for row in rows.itertuples()
-        }
+        texts = {row.property: marked(row.text, row.flags) for row in rows.itertuples()}
         first = rows.iloc[0]
         place = {"experiment": experiment, "strategy": strategy, "workers": str(first["workers"])}
         lines.append(place | texts | {"not finished": first["outcomes"] or NO_CELL})
@@ -185,8 +166,7 @@ def paper_tables(
     cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
 ) -> Iterator[tuple[str, pd.DataFrame]]:
     """Name and texts of each of tables 3 to 8, including empty ones; the last comes from `qualities`."""
-    known = cells.dropna(subset=["strategy_base"])
-    bases = dict(zip(known["strategy"], known["strategy_base"], strict=True))
+    bases = bases_by_strategy(cells)
     measures = measures_by_experiment(cells)
     for table in TABLES.values():
         yield table.name, numbered_table(summary, bases, measures, table)

@@ -6,6 +6,7 @@ Tables, figures and the report all take their numbers from here, so that they ca
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,9 @@ from stratbench.analysis.records.measures import (
 from stratbench.statistics.intervals import Estimate, mean_ratio, median_and_spread, paired_ratios
 
 SUMMARY_COLUMNS = (
-    *GROUP,
-    "measure",
-    "unit",
-    "cells",
-    "ok",
-    "outcome",
-    "value",
-    "low",
-    "high",
-    "spread",
-    "text",
+    *GROUP, "measure", "unit", "cells", "ok", "outcome", "value", "low", "high", "spread", "text",
     "flags",
-)
+)  # fmt: skip
 
 
 def describe_outcome(frame: pd.DataFrame) -> str:
@@ -61,16 +52,34 @@ def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     """The median of a measure and the ends of its spread; if there are none, `text` says why."""
     found = list(groups.values(group, measure.column).values())
     if not found:
-        steps = groups.all[group]["steps"].dropna()
-        unscored = measure.concerns == "score" and len(steps)
-        why = (
-            f"n/a (not evaluated: {steps.iloc[0]:.0f} steps)" if unscored else "n/a (not recorded)"
-        )
-        return {"text": why_none(groups, group) or why}
+        return {"text": why_none(groups, group) or f"n/a ({why_unknown(groups, group, measure)})"}
     median, low, high, spread = median_and_spread([value * measure.scale for value in found])
-    return {"value": median} | (
-        {"low": low, "high": high, "spread": spread} if len(found) > 1 else {}
-    )
+    row = {"value": median} | lacking(groups, group, measure, len(found))
+    return row | ({"low": low, "high": high, "spread": spread} if len(found) > 1 else {})
+
+
+def why_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
+    """Why cells that ended well may have no value of a measure."""
+    rows = groups.all[group]
+    if measure.name == "time_to_target" and rows["target_score"].notna().any():
+        return "target not reached"
+    steps = rows["steps"].dropna()
+    if measure.concerns == "score" and len(steps):
+        return f"not evaluated: {steps.iloc[0]:.0f} steps"
+    return "not recorded"
+
+
+def lacking(groups: Repeats, group: Group, measure: Measure, known: int, why: str = "") -> Row:
+    """The number of repeats behind a figure and what came of the others, if some that ended well are not."""
+    ok = len(groups.ok[group])
+    if known == ok:
+        return {}
+    why = why or why_unknown(groups, group, measure)
+    others = [
+        describe_outcome(groups.all[group]),
+        f"{ok - known} × {why}" if ok - known > 1 else why,
+    ]
+    return {"ok": known, "outcome": ", ".join(filter(None, others))}
 
 
 def why_none(groups: Repeats, group: Group) -> str:
@@ -107,9 +116,10 @@ def ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
         pair[0] /= group.gpus
     if measure.inverted:
         pair = pair[::-1]
+    paired = lacking(groups, group, measure, pair.shape[1], "without a baseline")
     if baseline == group:  # certain, so without an interval
-        return {"value": mean_ratio(*pair)}
-    return {"pair": pair, "served": groups.are_served((group, baseline))}
+        return {"value": mean_ratio(*pair)} | paired
+    return {"pair": pair, "served": groups.are_served((group, baseline))} | paired
 
 
 def fill_ratios(rows: list[Row]) -> None:
@@ -139,7 +149,7 @@ def cell_text(row: Row, measure: Measure) -> str:
 
 
 def doubts_by_group(
-    findings: list[Row], groups: dict[Group, pd.DataFrame]
+    findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], list[str]]:
     """The rules that doubt a group's time, memory or score: (what, *group) to rules."""
     doubts: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)

@@ -17,7 +17,8 @@ import pandas as pd
 from stratbench.analysis.audit import RULES, SEVERITIES
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
-from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, measures_of
+from stratbench.analysis.records.groups import GROUP, Group
+from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, marked, measures_of
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.tables.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
 from stratbench.analysis.tables.summary import summarise
@@ -123,21 +124,17 @@ def wide_rows(
     """
     rows = summary[summary["measure"] == measure.name]
     rows = rows[rows["experiment"] == cells["experiment"].iloc[0]]
-    found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
-    for row in rows.to_dict("records"):
-        by_count = found.setdefault(row["model"], {}).setdefault(row["strategy"], {})
-        by_count[int(row["gpus"])] = row
-    lines = [
-        (model, strategy, by_count)
-        for model, strategies in found.items()
-        for strategy, by_count in strategies.items()
-    ]
-    return sorted({int(n) for n in rows["gpus"]}), lines
+    counts = sorted({int(n) for n in rows["gpus"]})
+    listed = rows.to_dict("records")
+    return counts, lines_by_model((Group(*(row[name] for name in GROUP)), row) for row in listed)
 
 
-def marked_text(row: Mapping[str, Any]) -> str:
-    """The text of a summary row, with a mark if the audit doubts the figure."""
-    return f"{row['text']} {DOUBT}" if row["flags"] else str(row["text"])
+def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str, dict[int, Any]]]:
+    """(model, strategy, entry by worker count), from the entries of groups of one experiment."""
+    found: dict[str, dict[str, dict[int, Any]]] = {}
+    for group, entry in entries:
+        found.setdefault(group.model, {}).setdefault(group.strategy, {})[int(group.gpus)] = entry
+    return [(model, *line) for model, lines in found.items() for line in lines.items()]
 
 
 def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
@@ -167,7 +164,7 @@ def wide_table(
     `counts` and `lines` come from `wide_rows`.
     """
     texts = (
-        (model, strategy, {n: marked_text(row) for n, row in by_count.items()})
+        (model, strategy, {n: marked(row["text"], row["flags"]) for n, row in by_count.items()})
         for model, strategy, by_count in lines
     )
     return table_by_count(counts, texts, worker_noun(cells["device_kind"]))

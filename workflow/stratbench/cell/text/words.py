@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -56,6 +56,18 @@ def plural(noun: str) -> str:
     return noun + ("es" if noun.endswith("s") else "s")
 
 
+def names_text(names: Sequence[str], most: int = 4) -> str:
+    """Names in a sentence; of more than `most` the first: `a, b, c, d and 2 more`."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def joined_with_and(values: Iterable[object]) -> str:
+    """The values as a list in words: `1, 2 and 4`."""
+    *texts, last = map(str, values)
+    return f"{', '.join(texts)} and {last}" if texts else last
+
+
 def worker_noun(device_kinds: Iterable[object]) -> str:
     """What workers on these kinds of device are called: `worker` where kinds differ or none is known."""
     nouns = [WORKER_NOUNS[kind] for kind in WORKER_NOUNS.keys() & set(device_kinds)]
@@ -68,10 +80,10 @@ COLUMNS = 100
 
 def folded(lines: Iterable[str]) -> str:
     """Lines for a terminal, each broken at COLUMNS; what is broken goes on two columns further in."""
-    found: list[str] = []
+    wrapped: list[str] = []
     for line in "\n".join(lines).split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
-        found += textwrap.wrap(
+        wrapped += textwrap.wrap(
             line.strip(),
             COLUMNS,
             initial_indent=indent,
@@ -79,7 +91,7 @@ def folded(lines: Iterable[str]) -> str:
             break_long_words=False,
             break_on_hyphens=False,
         ) or [""]
-    return "\n".join(found)
+    return "\n".join(wrapped)
 
 
 def printable(text: str) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -30,12 +31,10 @@ KILLED = "its process was killed (out of memory?)"
 
 
 class Result(Protocol):
-    """What a process finds. It is kept if it has no `fault`, which may be mended elsewhere."""
+    """What a process finds, a dataclass. It is kept if it has no `fault`, which may be mended elsewhere."""
 
     @property
     def fault(self) -> str | None: ...
-
-    def as_dict(self) -> dict[str, Any]: ...
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self: ...
@@ -89,7 +88,7 @@ def results_of(
             except BrokenProcessPool:
                 result = results[key] = kind.failed(KILLED)
             if result.fault is None:
-                entry = {"of": key_parts(job.asked), "result": result.as_dict()}
+                entry = {"of": key_parts(job.asked), "result": asdict(result)}
                 write_atomic(paths[key], json.dumps(entry) + "\n")
             done += job.weight
             if i % -(-len(missing) // 10) == 0 or i == len(missing):

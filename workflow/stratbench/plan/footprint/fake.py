@@ -209,7 +209,7 @@ def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module)
 
 
 def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
-    for part, tensors in strategy.kept().items():
+    for part, tensors in strategy.kept_tensors().items():
         trace.tag(part, tensors)
     for replica in replicas_of(strategy):
         trace.tag("gradients" if replica.as_view else "buckets", replica.buckets)

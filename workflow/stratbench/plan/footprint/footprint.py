@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -192,12 +192,9 @@ class Footprint:
             payload[kind] = payload.get(kind, 0) + n_bytes
         return payload
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Footprint:
-        """The inverse of `as_dict`, also after JSON."""
+        """The inverse of `asdict`, also after JSON."""
         moments = [
             Moment(
                 m["phase"],

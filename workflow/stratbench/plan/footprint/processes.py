@@ -14,11 +14,17 @@ IMPORTED = ["stratbench.workload.with_torch", "stratbench.plan.footprint.fake"]
 def pool_of(n_processes: int) -> ProcessPoolExecutor:
     """A pool of processes. All pools of this process share one import of PyTorch.
 
-    They see no GPU: on fake tensors some of PyTorch's code would take the way of real ones.
+    They see no GPU: on fake tensors some of PyTorch's code would take the way of real ones. OSError with
+    the folder's name where their semaphores cannot be made.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    return ProcessPoolExecutor(n_processes, mp_context=context, initializer=prepare)
+    try:
+        return ProcessPoolExecutor(n_processes, mp_context=context, initializer=prepare)
+    except OSError as e:
+        if e.filename or not e.errno:
+            raise
+        raise OSError(e.errno, os.strerror(e.errno), "/dev/shm") from e
 
 
 def prepare() -> None:

@@ -104,7 +104,7 @@ class Replica(nn.Module):
 
     def _reduce(self, index: int) -> None:
         if self._hook is None:
-            dist.all_reduce(self.buckets[index])
+            dist.all_reduce(self.buckets[index], async_op=True)
             return
         self._arrive()
         under_way = None if self._waits else self._under_way
@@ -145,7 +145,7 @@ def _reduced_by_hook(
     **kwargs: Any,
 ) -> _Reduced:
     """An all-reduce that is done at once, or goes to those under way."""
-    all_reduce(tensor, group=kwargs.get("group"))
+    all_reduce(tensor, group=kwargs.get("group"), async_op=True)
     future = torch.futures.Future()
     if under_way is None:
         future.set_result([tensor])

@@ -162,8 +162,8 @@ def planned_settings(s: Settings) -> dict[str, Any]:
     return found
 
 
-def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:
-    """Bytes that the whole data set takes on the device.
+def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
+    """Bytes that the whole data set takes on the device, for a model that takes samples of `input_shape`.
 
     Images as stored, at the model's size, in the stored number of channels, and labels as int64; texts
     and their targets as they are stored; the epoch's order as int64; three int64 numbers a training
@@ -173,7 +173,7 @@ def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:
     numbers = data.train_samples * (4 if augment else 1)
     if data.is_text:
         return 2 * samples * data.shape[0] * data.stored_bytes + 8 * numbers
-    _, height, width = models.input_shape(model, data.shape)
+    _, height, width = input_shape
     pixels = samples * data.shape[0] * height * width
     return pixels * data.stored_bytes + samples * target_bytes(data) + 8 * numbers
 

@@ -6,7 +6,6 @@ No torch here: if all footprints are on disk, a plan takes seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from stratbench.telemetry.collectives import CollectiveCall
@@ -18,11 +17,6 @@ PARTS = (
 )  # fmt: skip
 #: Scratch of gloo's ring all-reduce: two segments of 1 MiB.
 GLOO_SEGMENTS_BYTES = 2 << 20
-
-
-def sent_by_gloo(call: CollectiveCall) -> CollectiveCall:
-    """What gloo sends in its place: it scatters by all-reducing the whole input."""
-    return replace(call, kind="all_reduce") if call.kind == "reduce_scatter" else call
 
 
 def staging_bytes(call: CollectiveCall) -> int:
@@ -47,7 +41,8 @@ def wire_bytes(
 ) -> float:
     """Bytes that a rank sends for a step's collectives, given as `CollectiveCall.listed`.
 
-    `samples`: those that a worker computes on in the step.
+    `samples`: those that a worker computes on in the step. Gloo scatters by all-reducing the whole input.
     """
-    each = (CollectiveCall(*c) for c in collectives)
-    return sum((sent_by_gloo(c) if on_gloo else c).wire_bytes(world_size, samples) for c in each)
+    in_place = {"reduce_scatter": "all_reduce"} if on_gloo else {}
+    each = (CollectiveCall(in_place.get(kind, kind), *rest) for kind, *rest in collectives)
+    return sum(call.wire_bytes(world_size, samples) for call in each)

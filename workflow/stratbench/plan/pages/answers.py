@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from functools import partial
 
-from stratbench.cell.text.words import bytes_text, counted
+from stratbench.cell.text.words import bytes_text, counted, names_text
 from stratbench.plan.footprint.footprint import Footprint
-from stratbench.plan.quantities import span_text
+from stratbench.plan.footprint.request import RESHARDING
+from stratbench.plan.needs import data_bytes_of
+from stratbench.plan.quantities import cells_by, span_text
 from stratbench.plan.schedule import DeviceFit, Plan, Planned
 from stratbench.plan.verdict_cost import sentences_on_a_verdict
-from stratbench.strategies.mesh import Mesh
-from stratbench.workload.users_code import listed
 
 #: What a part of the memory is called in a sentence.
 PART_NAMES = {
@@ -65,15 +65,9 @@ def _known(plan: Plan) -> list[Planned]:
     return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
 
 
-def _by_model(cells: list[Planned]) -> Iterator[tuple[str, str, list[Planned]]]:
-    ordered = sorted(cells, key=lambda c: (c.cell.experiment, c.cell.model))
-    for (experiment, model), found in groupby(ordered, lambda c: (c.cell.experiment, c.cell.model)):
-        yield experiment, model, list(found)
-
-
 def _on_most_workers(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
     """Of each experiment and model, in words, the cells on the largest number of workers."""
-    for experiment, model, cells in _by_model(_known(plan)):
+    for (experiment, model), cells in cells_by(_known(plan), "experiment", "model").items():
         workers = max(c.cell.gpus for c in cells)
         there = [c for c in cells if c.cell.gpus == workers]
         yield f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].fit.device}", there
@@ -117,11 +111,11 @@ def _sizes(plan: Plan) -> Iterator[str]:
             c.cell.strategy: larger_networks(
                 c.footprint,
                 c.subject.samples_per_step,
-                plan.room_bytes - c.needs.data_bytes,
-                plan.resident_threads,
+                c.fit.room_bytes - c.needs.data_bytes,
+                c.fit.resident_threads,
             )
             for c in there
-            if c.fit.device == plan.device and c.fit.fits and c.fit.by_device
+            if c.fit.fits and c.fit.by_device
         }
         timed = sorted(
             (c for c in there if c.cell.strategy in growth),
@@ -160,9 +154,7 @@ def _quickest(plan: Plan) -> Iterator[str]:
         best = _best(able)
         if best:
             ranges = {span_text(c.fit.by_device) for c in best}
-            told += (
-                f"; quickest by what the device can do: {listed([c.cell.strategy for c in best])}"
-            )
+            told += f"; quickest by what the device can do: {names_text([c.cell.strategy for c in best])}"
             told += f" ({' or '.join(sorted(ranges))})" if len(ranges) < 3 else ""
         yield f"{told}."
 
@@ -176,14 +168,16 @@ def _best(cells: list[Planned]) -> list[Planned]:
 def _divisions(plan: Plan) -> Iterator[str]:
     """Of the ways to divide layers (T) or cut into stages (S): the quickest, the smallest, what fits not."""
     for where, there in _on_most_workers(plan):
-        divided = [c for c in there if _mesh(c).members > 1]
+        divided = [c for c in there if c.subject.mesh.members > 1]
         if not divided:
             continue
         able = [c for c in divided if c.fit.fits]
         least = min(divided, key=lambda c: c.fit.needed_bytes)
         told = [f"{_division(least)} needs least, {bytes_text(least.fit.needed_bytes)}"]
         if best := _best(able):
-            told.insert(0, f"quickest of those that fit: {listed([_division(c) for c in best])}")
+            told.insert(
+                0, f"quickest of those that fit: {names_text([_division(c) for c in best])}"
+            )
         told += [
             f"{_division(c)} does not fit: it needs {bytes_text(c.fit.needed_bytes)}"
             for c in divided
@@ -192,13 +186,9 @@ def _divisions(plan: Plan) -> Iterator[str]:
         yield f"{where}: {'; '.join(told)}."
 
 
-def _mesh(c: Planned) -> Mesh:
-    return c.subject.strategy.mesh(c.cell.gpus)
-
-
 def _division(c: Planned) -> str:
     """A cell's strategy with its numbers: `fsdp-tensor (T = 2, 4 replicas)`."""
-    mesh = _mesh(c)
+    mesh = c.subject.mesh
     told = [f"{name} = {n}" for name, n in (("T", mesh.tensor), ("S", mesh.stages)) if n > 1]
     told += [f"{mesh.replicas} replicas"] if mesh.replicas > 1 else []
     return f"{c.cell.strategy} ({', '.join(told)})"
@@ -206,7 +196,7 @@ def _division(c: Planned) -> str:
 
 def _is_quicker(a: DeviceFit, b: DeviceFit) -> bool:
     """Whether a is quicker than b at one end of its range by more than ALIKE, and no slower at the other."""
-    ends = [(a.by_device.low_s, b.by_device.low_s), (a.by_device.high_s, b.by_device.high_s)]
+    ends = [*zip(a.by_device, b.by_device, strict=True)]
     return all(x <= y for x, y in ends) and any(x * (1 + ALIKE) < y for x, y in ends)
 
 
@@ -214,12 +204,10 @@ def _workers(plan: Plan) -> Iterator[str]:
     known = _known(plan)
     if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
         yield "No strategy of the study is on two numbers of workers."
-    for experiment, model, cells in _by_model(known):
+    for (experiment, model), cells in cells_by(known, "experiment", "model").items():
         rows = []
-        for strategy, found in groupby(
-            sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus)), lambda c: c.cell.strategy
-        ):
-            each = list(found)
+        ordered = sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus))
+        for strategy, each in cells_by(ordered, "strategy").items():
             if len(each) < 2:
                 continue
             first, last = each[0], each[-1]
@@ -238,34 +226,36 @@ def _workers(plan: Plan) -> Iterator[str]:
 def _resharding(plan: Plan) -> Iterator[str]:
     if not plan.resharding:
         yield "The study has no FSDP cells."
-    for (experiment, model, workers), choice in plan.resharding.items():
-        if len(choice) < 2:
-            continue
-        planned = next(
-            c for c in _known(plan)
-            if (c.cell.experiment, c.cell.model, c.cell.gpus) == (experiment, model, workers)
-            and c.subject.request.may_reshard
-        )  # fmt: skip
-        batch = planned.subject.settings.per_worker_batch
-        always, never = choice["always"], choice["never"]
-        threads = plan.resident_threads
-        peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
-        more_bytes = peaks[1] - peaks[0]
-        gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]
-        room_bytes = plan.room_bytes - planned.fit.peak.parts_bytes["data"]
-        largest = never.largest_batch(room_bytes, threads)
-        verdict = (
-            "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
-        )
-        yield (
-            f"{experiment}, {model}, {counted(workers, 'worker')}: keeping them costs "
-            f"{bytes_text(more_bytes)} and saves {bytes_text(gathers[0] - gathers[1])} of gathering a "
-            f"step; {verdict}."
-        )
+    followed = [c for c in _known(plan) if c.subject.request in plan.resharding]
+    for (experiment, model, workers), cells in cells_by(
+        followed, "experiment", "model", "gpus"
+    ).items():
+        # Cells that differ in this choice alone are of one kind, as are those of one request.
+        kinds = {
+            c.subject.request.with_options(**{RESHARDING: "always"}): c for c in reversed(cells)
+        }
+        for c in reversed(kinds.values()):
+            choice = plan.resharding[c.subject.request]
+            always, never = choice["always"], choice["never"]
+            batch, threads = c.subject.samples_per_step, c.fit.resident_threads
+            peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
+            gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]
+            largest = never.largest_batch(
+                c.fit.room_bytes, threads, partial(data_bytes_of, c.subject)
+            )
+            answer = (
+                "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
+            )
+            name = f", {c.cell.strategy}" if len(kinds) > 1 else ""
+            yield (
+                f"{experiment}, {model}, {counted(workers, 'worker')}{name}: keeping them costs "
+                f"{bytes_text(peaks[1] - peaks[0])} and saves {bytes_text(gathers[0] - gathers[1])} of "
+                f"gathering a step; {answer}."
+            )
 
 
 def _dominant(plan: Plan) -> Iterator[str]:
-    for experiment, model, cells in _by_model(_known(plan)):
+    for (experiment, model), cells in cells_by(_known(plan), "experiment", "model").items():
         workers = max(c.cell.gpus for c in cells)
         # Strategies that do the same on a worker, as all parameter servers do, are listed once.
         distinct = {c.subject.request: c for c in reversed(cells) if c.cell.gpus == workers}

@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import counted, names_text
 from stratbench.plan.check import Checked, CheckResult, Network
 from stratbench.plan.needs import Subject
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.workload.tasks import OwnTask
-from stratbench.workload.users_code import listed
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
 MOST_GROUPS = 16
@@ -67,8 +66,8 @@ def _network(
     own = json.loads(network.own_task)
     task = f", {OwnTask(own['call'])}" if own else ""
     yield f"{network.model} on {datasets}{task}"
-    if found.error is not None:
-        yield f"   cannot be trained: {found.error}"
+    if found.fault is not None:
+        yield f"   cannot be trained: {found.fault}"
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = "tokens" if len(network.input_shape) == 1 else "images"
@@ -92,7 +91,7 @@ def _network(
         yield f"   buffers that forward writes: {said}"
     if found.skipped and trained:
         said = _by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
-        yield f"   without a gradient in some steps, {listed(found.skipped)}: {said}"
+        yield f"   without a gradient in some steps, {names_text(found.skipped)}: {said}"
     yield from (f"   {remark}" for remark in found.remarks)
     if found.unseen is not None:
         yield f"   {found.unseen}"

@@ -5,96 +5,115 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import MIB
+from stratbench.cell.text.words import MIB, bytes_text
 from stratbench.plan.duration import Span
 from stratbench.plan.footprint.traffic import PARTS
+from stratbench.plan.quantities import span_text
 from stratbench.plan.schedule import Plan, Planned, longest_time_s
 from stratbench.study import plan_file
 
-#: The columns of plan.csv after a cell's coordinates, and where in a planned cell they are from. In a column
-#: with `_mib` in its name bytes are written in MiB, and a range is two columns, `*_low` and `*_high`.
+
+class Unit(NamedTuple):
+    """How quantities of a kind are written.
+
+    `csv`: a number in plan.csv; `text`: the value as people read it; `ends`: what the names of its columns
+    end in, of a range one for each end.
+    """
+
+    csv: Callable[[Any], Any] = lambda value: value
+    text: Callable[[Any], str] = str
+    ends: tuple[str, ...] = ("",)
+
+
+PLAIN = Unit()
+YES_NO = Unit(text=lambda value: "yes" if value else "no")
+BYTES = Unit(round, bytes_text)
+IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), bytes_text)
+RANGE = Unit(lambda end: f"{end:.6g}", span_text, ("_low", "_high"))
+
+
+class Column(NamedTuple):
+    """A quantity of a cell: where it is in a `Planned`, or in its `DeviceFit` on `device`, and its unit."""
+
+    path: str
+    unit: Unit = PLAIN
+    device: str | None = None
+
+    def value(self, c: Planned) -> Any:
+        """The value of a cell; None where it is not known."""
+        value: Any = c if self.device is None else c.fits_on.get(self.device)
+        for name in self.path.split("."):
+            if value is None:
+                return None
+            value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+        return value
+
+    def text(self, c: Planned) -> str:
+        """The same as people read it; empty where it is not known."""
+        value = self.value(c)
+        return "" if value is None else self.unit.text(value)
+
+
+#: The columns of plan.csv after a cell's coordinates. The text and the page show the same quantities.
 COLUMNS = {
-    "state": "state",
-    "why": "why",
-    "precision": "subject.settings.precision",
-    "global_batch": "subject.settings.global_batch",
-    "per_worker_batch": "subject.settings.per_worker_batch",
-    "device": "fit.device",
-    "fits": "fit.fits",
-    "needed_mib": "fit.needed_bytes",
-    "peak_mib": "fit.peak.n_bytes",
-    "peak_phase": "fit.peak.phase",
-    **{f"{part}_mib": f"fit.peak.parts_bytes.{part}" for part in PARTS},
-    "state_parameters_bytes": "footprint.model_states_bytes.parameters_bytes",
-    "state_gradients_bytes": "footprint.model_states_bytes.gradients_bytes",
-    "state_optimizer_bytes": "footprint.model_states_bytes.optimizer_bytes",
-    "state_buffers_bytes": "footprint.model_states_bytes.buffers_bytes",
-    "largest_per_worker_batch": "fit.largest_batch",
-    "wire_bytes_per_step": "needs.wire_bytes",
-    "collectives_per_step": "needs.collectives",
-    "busiest_link_bytes_per_batch": "needs.link_bytes",
-    "server_mib": "needs.server_bytes",
-    "snapshots_mib": "needs.snapshot_bytes",
-    "wire_s_per_step": "fit.link_s",
-    "train_time_s": "fit.train",
-    "time_source": "fit.train.source",
-    "cell_time_s": "fit.total",
-    "gpu_hours": "fit.gpu_hours",
-    "cost": "fit.cost",
-    "cut_off": "fit.cut_off",
+    "state": Column("state"),
+    "why": Column("why"),
+    "precision": Column("subject.settings.precision"),
+    "global_batch": Column("subject.settings.global_batch"),
+    "per_worker_batch": Column("subject.settings.per_worker_batch"),
+    "device": Column("fit.device"),
+    "fits": Column("fit.fits", YES_NO),
+    "needed_mib": Column("fit.needed_bytes", IN_MIB),
+    "peak_mib": Column("fit.peak.n_bytes", IN_MIB),
+    "peak_phase": Column("fit.peak.phase"),
+    **{f"{part}_mib": Column(f"fit.peak.parts_bytes.{part}", IN_MIB) for part in PARTS},
+    **{
+        f"state_{state}_bytes": Column(f"footprint.model_states_bytes.{state}_bytes", BYTES)
+        for state in ("parameters", "gradients", "optimizer", "buffers")
+    },
+    "largest_per_worker_batch": Column("fit.largest_batch"),
+    "wire_bytes_per_step": Column("needs.wire_bytes", BYTES),
+    "collectives_per_step": Column("needs.collectives"),
+    "busiest_link_bytes_per_batch": Column("needs.link_bytes", BYTES),
+    "server_mib": Column("needs.server_bytes", IN_MIB),
+    "snapshots_mib": Column("needs.snapshot_bytes", IN_MIB),
+    "wire_s_per_step": Column("fit.sending_s", RANGE),
+    "train_time_s": Column("fit.train", RANGE),
+    "time_source": Column("fit.train.source"),
+    "cell_time_s": Column("fit.total", RANGE),
+    "gpu_hours": Column("fit.gpu_hours", RANGE),
+    "cost": Column("fit.cost", RANGE),
+    "cut_off": Column("fit.cut_off"),
 }
 #: Those after the columns of other devices.
 REQUEST_COLUMNS = {
-    "host_mem_mib_needed": "needs.host_bytes",
+    "host_mem_mib_needed": Column("needs.host_bytes", IN_MIB),
     **{
-        f"slurm_{key}": f"asked.{key}"
+        f"slurm_{key}": Column(f"asked.{key}")
         for key in ("nodes", "gres", "cpus", "mem_mib", "runtime_min", "workers")
     },
-    "sbatch": "asked.sbatch",
+    "sbatch": Column("asked.sbatch"),
 }
-#: Columns of ranges, which are two.
-RANGES = ("wire_s_per_step", "train_time_s", "cell_time_s", "gpu_hours", "cost")
 
 
 def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
     """A cell's row, also of what it is on `others`; a field is empty where nothing is known."""
-    paths = {name: path.split(".") for name, path in COLUMNS.items()}
+    columns = dict(COLUMNS)
     for device in others:
-        paths[f"fits {device}"] = ["fits_on", device, "fits"]
-        paths[f"train_time_s {device}"] = ["fits_on", device, "train"]
-    paths |= {name: path.split(".") for name, path in REQUEST_COLUMNS.items()}
+        columns[f"fits {device}"] = Column("fits", YES_NO, device)
+        columns[f"train_time_s {device}"] = Column("train", RANGE, device)
     row = c.cell.as_dict()
-    for name, path in paths.items():
-        value = _at(c, path)
-        if name.split()[0] in RANGES:
-            low, high = (
-                (value.low_s, value.high_s) if isinstance(value, Span) else value or ("", "")
-            )
-            row |= {
-                f"{name}_{end}": x if x == "" else f"{x:.6g}"
-                for end, x in (("low", low), ("high", high))
-            }
-        elif value is None:
-            row[name] = ""
-        elif "_mib" in name and path[-1] != "mem_mib":
-            row[name] = round(value / MIB, 2)
-        else:
-            row[name] = round(value) if isinstance(value, float) else value
+    for name, column in (columns | REQUEST_COLUMNS).items():
+        value, unit = column.value(c), column.unit
+        values = value if isinstance(value, Span | tuple) else [value] * len(unit.ends)
+        for end, number in zip(unit.ends, values, strict=True):
+            row[name + end] = "" if number is None else unit.csv(number)
     return row
-
-
-def _at(value: Any, path: Iterable[str]) -> Any:
-    """What lies at the end of a path of attributes and keys; None where it breaks off."""
-    for name in path:
-        if value is None:
-            return None
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
-    return value
 
 
 def write_csv(plan: Plan, path: Path) -> None:
@@ -115,9 +134,10 @@ def write_json(plan: Plan, path: Path) -> None:
     """Write plan.json: what the workflow reads of each cell, by the cell's path."""
     cells = {
         c.cell.path: {
-            "settings": plan_file.digest_of_settings(c.subject.settings.as_json()),
+            "settings": plan_file.digest_of(c.subject.settings),
             "infeasible": None if c.state != "infeasible" else c.why,
-            "host_mem_mib": -(-c.needs.host_bytes // MIB),
+            "host_mem_mib": c.needs.host_mib,
+            "servers_mem_mib": c.needs.servers_host_mib,
             "cell_time_high_s": longest_time_s(c.fit),
         }
         for c in plan.cells

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.pages import as_json, hash_of_script, render
+from stratbench.cell.text.words import COLUMNS as WIDTH
 from stratbench.cell.text.words import (
-    COLUMNS,
     bytes_text,
     counted,
     folded,
@@ -21,30 +20,49 @@ from stratbench.cell.text.words import (
 )
 from stratbench.plan.pages.answers import PART_NAMES, answered_questions
 from stratbench.plan.pages.check_text import lines_by_reason
+from stratbench.plan.pages.table import COLUMNS, RANGE
 from stratbench.plan.pages.what_fits import data_of
-from stratbench.plan.quantities import cells_by_experiment, in_unit, span_text, totals
+from stratbench.plan.quantities import cells_by, in_unit, totals
 from stratbench.plan.schedule import Plan, Planned
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: Of page.css, which all pages share.
-REPORTS_STYLE = PACKAGE / "analysis" / "report" / "templates"
 #: How far in the lines of a table stand.
 INDENT = 5
 #: So many strategies do not stand in one field of a table.
 MANY_ALIKE = 3
 
 
+def _fit_mark(c: Planned) -> str:
+    return "" if c.fit.fits else "!"
+
+
+def _time_mark(c: Planned) -> str:
+    return {"no": "", "possible": "?", "certain": "!"}[c.fit.cut_off]
+
+
+#: Of each experiment: a column of the plan, what is said over its table, and how a field is marked.
+TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
+    "needed_mib": (
+        "{unit} a worker that {who} needs, at {workers} workers (! does not fit)",
+        _fit_mark,
+    ),
+    "train_time_s": (
+        "training time, at {workers} workers (! cut off by the time limit, ? perhaps)",
+        _time_mark,
+    ),
+    "wire_bytes_per_step": (
+        "{unit} that a worker sends in a step, at {workers} workers",
+        lambda _: "",
+    ),
+}
+
+
 def plan_text(plan: Plan) -> str:
     """What `snakemake plan` prints."""
     states = Counter(c.state for c in plan.cells)
     values = _values(plan) | {
-        "workers_of": _workers,
-        "unit_of_needed": lambda cells: _unit(cells, lambda c: c.fit.needed_bytes),
-        "unit_of_sent": lambda cells: _unit(cells, lambda c: c.needs.wire_bytes),
-        "matrix": _matrix,
-        "needed": _needed,
-        "time": _time,
-        "sent": lambda c, unit: in_unit(c.needs.wire_bytes, unit),
+        "tables": TABLES,
+        "lines_of": _lines,
         "states": ", ".join(f"{n} {state}" for state, n in states.items()),
         "reasons": _reasons(plan),
         "snapshots": max(
@@ -70,13 +88,10 @@ def network_text(plan: Plan) -> str:
     lines = [
         f"{plan.cells[0].cell.model} on {plan.device}, {first.precision}, global batch {first.global_batch}"
     ]
-    for _, cells in cells_by_experiment(plan):
+    for cells in cells_by(plan.cells, "experiment").values():
         s = cells[0].subject.settings
         if (s.precision, s.activation_checkpointing) == (first.precision, False):
-            unit, n_bytes = _unit(cells, lambda c: c.fit.needed_bytes)
-            workers = ", ".join(map(str, _workers(cells)))
-            lines.append(f"   {unit} a worker that it needs, at {workers} workers (! does not fit)")
-            lines.append(_matrix(cells, _needed, n_bytes))
+            lines.append(_lines(cells, "needed_mib", "it"))
     return folded(lines)
 
 
@@ -84,24 +99,25 @@ def write_html(plan: Plan, path: Path) -> None:
     """Render plan.html."""
     script = (TEMPLATES / "what_fits.js").read_text(encoding="utf-8")
     values = _values(plan) | {
+        "columns": COLUMNS,
         "part_names": PART_NAMES,
         "data": as_json(data_of(plan)),
         "script": script,
         "script_hash": hash_of_script(script),
     }
-    page = render("plan.html.j2", TEMPLATES, REPORTS_STYLE, values=values, filters=FILTERS)
+    page = render("plan.html.j2", TEMPLATES, values=values, filters=FILTERS)
     write_atomic(path, page)
 
 
-FILTERS = {"bytes": bytes_text, "span": span_text, "hours": hours_text}
+FILTERS = {"bytes": bytes_text, "hours": hours_text}
 
 
 def _values(plan: Plan) -> dict[str, Any]:
     return {
         "plan": plan,
-        "experiments": list(cells_by_experiment(plan)),
+        "experiments": cells_by(plan.cells, "experiment").items(),
         "answers": answered_questions(plan),
-        "totals": {name: totals(plan, plan.cells, name) for name in (plan.device, *plan.others)},
+        "totals": {name: totals(plan, name) for name in (plan.device, *plan.others)},
     }
 
 
@@ -115,39 +131,43 @@ def _reasons(plan: Plan) -> dict[str, list[str]]:
     return {state: lines_by_reason((c.cell, c.why) for c in cells) for state, cells in told.items()}
 
 
-def _workers(cells: list[Planned]) -> list[int]:
-    return sorted({c.cell.gpus for c in cells})
+def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
+    """A quantity of an experiment's cells (of `who`): what it is, and a table.
 
-
-def _unit(cells: list[Planned], what: Callable[[Planned], float]) -> tuple[str, int]:
-    """The unit of the largest amount, and its bytes."""
-    return unit_for(max((what(c) for c in cells if c.footprint), default=0))
-
-
-def _matrix(cells: list[Planned], show: Callable[..., str], *unit: int) -> str:
-    """Rows are strategies, columns models, and in each field the worker counts side by side.
-
-    Models that do not fit the terminal beside the others stand in a further table below. Strategies of
-    which all fields are alike share a row; where they are many, a line below names them.
+    Rows are strategies, columns models, and in each field the worker counts side by side. Models that do
+    not fit the terminal beside the others stand in a further table below. Strategies of which all fields
+    are alike share a row; where they are many, a line below names them.
     """
+    title, mark = TABLES[name]
+    column, workers = COLUMNS[name], sorted({c.cell.gpus for c in cells})
     first = {
         (c.cell.strategy, c.cell.model, c.cell.gpus): c for c in reversed(cells) if c.footprint
     }
+    unit, n_bytes = "", 0
+    if column.unit is not RANGE:
+        unit, n_bytes = unit_for(max(map(column.value, first.values()), default=0))
+
+    def field(c: Planned) -> str:
+        if not n_bytes:
+            return (column.text(c) or "unknown") + mark(c)
+        return in_unit(column.value(c), n_bytes) + mark(c)
+
     models = list(dict.fromkeys(c.cell.model for c in cells))
     alike: dict[tuple[str, ...], list[str]] = {}
     for strategy in dict.fromkeys(c.cell.strategy for c in cells):
-        found = [[first.get((strategy, model, n)) for n in _workers(cells)] for model in models]
-        fields = tuple("  ".join(show(c, *unit) for c in there if c) or "-" for there in found)
+        found = [[first.get((strategy, model, n)) for n in workers] for model in models]
+        fields = tuple("  ".join(field(c) for c in there if c) or "-" for there in found)
         alike.setdefault(fields, []).append(strategy)
     rows = [["", *models], *([_names(names), *fields] for fields, names in alike.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, fields)) for fields in zip(*rows, strict=True)]
     lines = [
         "   ".join(row[i].ljust(widths[i]) for i in (0, *group))
         for group in side_by_side(widths)
         for row in rows
     ]
     lines += [f"alike: {', '.join(names)}" for names in alike.values() if len(names) >= MANY_ALIKE]
-    return "\n".join(f"{' ' * INDENT}{line}".rstrip() for line in lines)
+    told = title.format(unit=unit, who=who, workers=", ".join(map(str, workers)))
+    return "\n".join([f"   {told}", *(f"{' ' * INDENT}{line}".rstrip() for line in lines)])
 
 
 def side_by_side(widths: list[int]) -> list[list[int]]:
@@ -155,7 +175,7 @@ def side_by_side(widths: list[int]) -> list[list[int]]:
     groups: list[list[int]] = [[]]
     for i in range(1, len(widths)):
         together = sum(3 + widths[j] for j in (*groups[-1], i))
-        if groups[-1] and INDENT + widths[0] + together > COLUMNS:
+        if groups[-1] and INDENT + widths[0] + together > WIDTH:
             groups.append([])
         groups[-1].append(i)
     return groups
@@ -165,14 +185,3 @@ def _names(strategies: list[str]) -> str:
     if len(strategies) < MANY_ALIKE:
         return ", ".join(strategies)
     return f"{strategies[0]} and {len(strategies) - 1} alike"
-
-
-def _needed(c: Planned, unit: int) -> str:
-    return in_unit(c.fit.needed_bytes, unit) + ("" if c.fit.fits else "!")
-
-
-def _time(c: Planned) -> str:
-    if c.fit.train is None:
-        return "unknown"
-    mark = {"no": "", "possible": "?", "certain": "!"}[c.fit.cut_off]
-    return span_text(c.fit.train) + mark

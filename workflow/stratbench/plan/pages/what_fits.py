@@ -19,10 +19,9 @@ from stratbench.plan.duration import Span
 from stratbench.plan.footprint import reductions
 from stratbench.plan.footprint.footprint import Affine, Footprint, Sums
 from stratbench.plan.footprint.traffic import wire_bytes
-from stratbench.plan.needs import Subject, data_bytes_of, needs_of, plain_wire_bytes
+from stratbench.plan.needs import Subject, data_bytes_of, plain_wire_bytes
 from stratbench.plan.schedule import Plan, Planned
 from stratbench.strategies.base import Strategy
-from stratbench.study import resources
 from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets
 
 #: What the bar calls the parts of the memory, and which of `PARTS` each is. `copy` is the warm-up's.
@@ -185,7 +184,7 @@ def _ahead(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[st
 
 def _recorded(kind: str, batch: int, span: Span) -> dict[str, Any]:
     """A training's time by records. `kind`: measured, projected, or nearby (of another cell)."""
-    return {"kind": kind, "batch": batch, "span": [span.low_s, span.high_s], "source": span.source}
+    return {"kind": kind, "batch": batch, "span": [*span], "source": span.source}
 
 
 def kind_of(s: Settings) -> str:
@@ -197,30 +196,27 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
     """A strategy on a number of workers; `why` alone where there is no footprint."""
     if c.footprint is None:
         return {"why": c.why}
-    s = c.subject
-    n_nodes = resources.node_count(c.cell, s.settings, plan.cluster)
-    needs = needs_of(s, c.footprint, n_nodes)
-    mesh = s.strategy.mesh(c.cell.gpus)
+    s, needs = c.subject, c.needs
     fit = c.fits_on.get(plan.device) or c.fit
     recorded = fit.train if fit is not None and fit.train != fit.by_device else None
     return {
         "footprints": [_numbered(f, footprints) for f in c.footprint.each],
         "slowest": _slowest(c.footprint),
         "regular": _is_regular(s),
-        "replicas": mesh.replicas,
+        "replicas": s.mesh.replicas,
         "pushes": s.steps_per_batch,
         "parts": s.request.parts,
         "least": c.least_samples,
-        "nodes": n_nodes,
+        "nodes": needs.nodes,
         "data": _data_line(s),
         "wire": None if s.served else _wire(s, c.footprint),
         "sent": needs.wire_bytes if s.served else 0,
         "awaits": s.strategy.waits_for_activations,
-        "served": needs.work.server_bytes,
+        "served": needs.served_bytes,
         "link": needs.link_bytes or 0,
-        "bubble": needs.work.bubble_share,
-        "slowdown": needs.work.slowdown,
-        "recomputes": needs.work.recomputes,
+        "bubble": s.bubble_share,
+        "slowdown": s.slowdown,
+        "recomputes": s.settings.activation_checkpointing,
         "recorded": recorded and _recorded(_evidence(plan, c), s.settings.global_batch, recorded),
     }
 
@@ -237,9 +233,9 @@ def _is_regular(s: Subject) -> bool:
 
     Then every amount is a line in one over the number of workers, from two on.
     """
-    n, traits, mesh = s.cell.gpus, s.request.traits, s.strategy.mesh(s.cell.gpus)
+    n, traits = s.cell.gpus, s.request.traits
     divided = {traits.weight_parts, traits.optimizer_parts} <= {1, n}
-    return n > 1 and divided and mesh.replicas == n and not s.served
+    return n > 1 and divided and s.mesh.replicas == n and not s.served
 
 
 def _slowest(footprint: Footprint) -> int:

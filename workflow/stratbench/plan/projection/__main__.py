@@ -16,7 +16,13 @@ from typing import Any
 from stratbench.plan.projection.evidence import Evidence, evidence_of
 from stratbench.plan.projection.memory import peaks_at
 from stratbench.plan.projection.project import Projection, sentence
-from stratbench.plan.projection.study import counts_after, device_of, projections_of, subject_at
+from stratbench.plan.projection.study import (
+    counts_after,
+    device_of,
+    each_shown,
+    projections_of,
+    subject_at,
+)
 from stratbench.plan.projection.table import Row, Whole, rows_of, unfit_rows, write_csv
 from stratbench.plan.projection.target import share_to_target
 from stratbench.plan.schedule import records_by_cell
@@ -43,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         config, study = load_config(json.loads(args.config))
         out = args.out or Path(config["results"]) / study.name / "projection.csv"
         evidences = evidence_of(records_by_cell(study, config["results"]))
-        found = [(e, *projected(config, study, e, args.most)) for e in evidences]
+        found = [(e, *projected(config, study, e, args.most)) for e in each_shown(evidences)]
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -95,16 +101,16 @@ def price_of(config: Mapping[str, Any]) -> float | None:
 
 
 def text_of(evidence: Evidence, projections: Sequence[Projection]) -> str:
-    """The sentences of one strategy; of the refused counts the first one's."""
+    """The sentences of one strategy; of refused counts beyond all projected ones the first one's."""
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
     if evidence.unfit:
         return f"{title}: not projected: {evidence.unfit}."
     unit = "workers" if evidence.on_cpu else "GPUs"
     measured = ", ".join(str(p.workers) for p in evidence.points)
     lines = [f"{title}: {evidence.stated.scaling} scaling, measured on {measured} {unit}"]
-    lines += [f"  {sentence(p, unit)}" for p in projections if not p.refused]
-    refused = [p for p in projections if p.refused]
-    lines += [f"  {sentence(p, unit)}" for p in refused[:1]]
+    most = max((p.workers for p in projections if not p.refused), default=0)
+    lines += [f"  {sentence(p, unit)}" for p in projections if p.workers <= most]
+    lines += [f"  {sentence(p, unit)}" for p in projections if p.workers > most][:1]
     return "\n".join(lines)
 
 

@@ -19,8 +19,9 @@ from stratbench.plan.projection.links import Unmeasured, read_links
 from stratbench.plan.projection.naive import Measured, Scaling
 from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import Replayed
-from stratbench.plan.projection.replay import Schedule, replay
+from stratbench.plan.projection.replay import Schedule, is_unhindered, replay
 from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
+from stratbench.plan.projection.stragglers import Stragglers, stragglers_of
 from stratbench.strategies import traits_of
 from stratbench.telemetry.collective_cost import Layout
 from stratbench.telemetry.collectives import CollectiveCall
@@ -51,6 +52,29 @@ class Evidence:
     @property
     def on_cpu(self) -> bool:
         return not self.stated.gpu
+
+    @property
+    def stragglers(self) -> Stragglers | None:
+        """How the workers' computing lies apart on the largest count; None where that is not recorded."""
+        return stragglers_of(self.records[-1])
+
+    @property
+    def host_s(self) -> float | None:
+        """Seconds in which the host issues a step on the largest count: of the slowest worker, by the median
+        of repeats.
+
+        None where that is not recorded, and where the host waits within a step: it is slowed, or holds the
+        states.
+        """
+        found = []
+        for record in self.records[-1]:
+            issue_ms = [worker.get("issue_ms") for worker in record["workers"]]
+            waits = record["settings"].get("slowdown") or record["strategy"]["traits"].get(
+                "states_on_host"
+            )
+            if issue_ms and None not in issue_ms and not waits:
+                found.append(max(issue_ms) / 1e3)
+        return statistics.median(found) if found else None
 
     @property
     def repeats_reach(self) -> float:
@@ -158,37 +182,40 @@ def _gpu(record: Mapping[str, Any]) -> str:
 class OnLinks:
     """A strategy's steps on measured links. `slowed`: each as much slower as it was off its fit.
 
-    `queue`: of a strategy with servers, by seconds of computing.
+    `queue`: of a strategy with servers, by workers and seconds of computing. `host_s`: in which the host
+    issues a step, on any count; 0: not known.
     """
 
     replayed: Replayed
     slowed: Replayed
     levels: frozenset[str]
-    queue: Callable[[float], Queue] | None = None
+    queue: Callable[[int, float], Queue] | None = None
+    host_s: float = 0.0
 
 
 def on_measured_links(
     at: Callable[[int], Subject],
-    last: int,
-    stated: Stated,
+    evidence: Evidence,
     device: Device,
     path: Path,
-    gpus_per_node: int,
+    nodes_of: Callable[[int], int],
 ) -> OnLinks | None:
     """The replay of a strategy's step on any count; None where there is no `links.csv`.
 
-    `at`: the strategy's cell on so many workers; `last`: the most that were measured. None, too, of a
-    strategy that does not exchange in every step. Raises ValueError for a file that is
-    no such table, and Unmeasured (also on a call) for a link that is not in it.
+    `at`: the strategy's cell on so many workers; `nodes_of`: on how many nodes a count lies. None, too, of a
+    strategy that does not exchange in every step. Raises ValueError for a file that is no such table, and
+    Unmeasured (also on a call) for a link that is not in it.
     """
     if not path.exists():
         return None
-    subject = at(last)
+    last = evidence.points[-1]
+    subject = at(last.workers)
     if subject.served:
-        return _on_servers(subject, stated, path, gpus_per_node)
+        return _on_servers(at, subject, evidence, path, nodes_of)
     if subject.exchanging_share < 1:
         return None
     links = read_links(path, "nccl" if subject.request.on_cuda else "gloo")
+    slowest = _slowest(evidence.stragglers)
 
     @cache
     def scheduled(request: Request, samples: int) -> Schedule:
@@ -199,47 +226,79 @@ def on_measured_links(
     def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
         there = at(workers)
         samples = there.samples_per_step
-        layout = Layout(workers, -(-workers // gpus_per_node))
+        layout = Layout(workers, nodes_of(workers))
 
         def seconds(call: CollectiveCall) -> float:
             off = max((link.log_sd for link in links.of(call.kind).values()), default=0.0)
             return links.chosen(call, layout, samples)[0] * math.exp(spreads * off)
 
-        return replay(scheduled(there.request, samples), compute_s, seconds, links.kappa).step_s
+        slowest_s = compute_s * slowest(workers, spreads)
+        return replay(scheduled(there.request, samples), slowest_s, seconds, links.kappa).step_s
 
+    host_s = evidence.host_s or 0.0
+    if host_s:
+        schedule = scheduled(subject.request, subject.samples_per_step)
+        if not is_unhindered(schedule.operations, host_s, last.step_s):
+            host_s = 0.0
     return OnLinks(
         replayed,
         partial(replayed, spreads=1.0),
         frozenset(level for kind in links.measured.values() for level in kind),
+        # Each measured step was issued, too.
+        host_s=min(host_s, *(p.step_s for p in evidence.points)),
     )
 
 
-def _on_servers(subject: Subject, stated: Stated, path: Path, gpus_per_node: int) -> OnLinks | None:
+def _slowest(stragglers: Stragglers | None) -> Callable[[int, float], float]:
+    """How many times the mean computing the slowest of some workers takes, so many spreads off."""
+    if stragglers is None:
+        return lambda workers, spreads: 1.0
+    return cache(stragglers.slowest)
+
+
+def _on_servers(
+    at: Callable[[int], Subject],
+    subject: Subject,
+    evidence: Evidence,
+    path: Path,
+    nodes_of: Callable[[int], int],
+) -> OnLinks | None:
     """By a queue at the servers, which hold equal parts of the weights and are asked side by side.
 
     None where the number of parameters is not recorded. A call raises Unmeasured for workers of several
     nodes.
     """
-    if not stated.parameters:
+    parameters = evidence.stated.parameters
+    if not parameters:
         return None
-    options = subject.settings.options
-    wire = "shm" if options["transport"] == "auto" else options["transport"]
-    link = read_links(path, f"servers-{wire}").of("push_pull")["within"]
-    part_bytes = 4 * stated.parameters / options["servers"]
-    demand_s = subject.steps_per_batch * (link.alpha_s + part_bytes / link.bytes_per_s)
-    waits = traits_of(subject.settings.strategy, options, subject.cell.gpus).waits_for_slowest
+    transport = subject.settings.options["transport"]
+    links = read_links(path, f"servers-{'shm' if transport == 'auto' else transport}")
+    link = links.of("push_pull")["within"]
+    slowest = _slowest(evidence.stragglers)
+
+    @cache
+    def demand_s(workers: int) -> float:
+        there = at(workers)  # colocated servers are as many as the workers
+        part_bytes = 4 * parameters / there.settings.options["servers"]
+        links.check_size("push_pull", part_bytes)
+        return there.steps_per_batch * (link.alpha_s + part_bytes / link.bytes_per_s)
+
+    @cache
+    def waits(workers: int) -> bool:
+        settings = at(workers).settings
+        return traits_of(settings.strategy, settings.options, workers).waits_for_slowest
 
     def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
-        if workers > gpus_per_node:
+        if nodes_of(workers) > 1:
             raise Unmeasured("push and pull between nodes is not measured")
-        queue = Queue(compute_s, (demand_s * math.exp(spreads * link.log_sd),))
-        if waits:
-            return synchronous(queue, workers)
-        return asynchronous(queue, workers).step_s
+        served_s = demand_s(workers) * math.exp(spreads * link.log_sd)
+        if waits(workers):
+            return synchronous(Queue(compute_s * slowest(workers, spreads), (served_s,)), workers)
+        return asynchronous(Queue(compute_s, (served_s,)), workers).step_s
 
     return OnLinks(
         replayed,
         partial(replayed, spreads=1.0),
         frozenset({"within"}),
-        lambda compute_s: Queue(compute_s, (demand_s,)),
+        lambda workers, compute_s: Queue(compute_s, (demand_s(workers),)),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from stratbench.plan.projection.naive import Measured
 from stratbench.plan.projection.servers import Queue
@@ -16,12 +16,13 @@ def refusal(
     workers: int,
     nodes: int | None,
     measured_levels: Collection[str] = (),
-    queue: Queue | None = None,
+    queue: Callable[[int], Queue] | None = None,
+    by_links: bool = True,
 ) -> str | None:
     """Why nothing is said about `workers` on `nodes`; None where something can be.
 
-    `measured_levels`: of `links.csv`, "within" and "between". `queue`: of a strategy with servers; its
-    knee cannot be seen at counts below it.
+    `measured_levels`: of `links.csv`, "within" and "between"; `by_links`: whether the projection uses them.
+    `queue`: of a strategy with servers, on so many workers; its knee cannot be seen at counts below it.
     """
     largest = max(p.workers for p in points)
     if workers > MOST_TIMES * largest:
@@ -30,14 +31,23 @@ def refusal(
             f"measure {-(-workers // MOST_TIMES)} or more"
         )
     on_one = all(p.nodes == 1 for p in points)
-    if on_one and nodes is not None and nodes > 1 and "between" not in measured_levels:
+    if on_one and nodes is not None and nodes > 1:
+        needs = f"{workers} workers need {nodes} nodes"
+        if "between" not in measured_levels:
+            return (
+                f"{needs}, and no step or link was measured between nodes: measure links on two nodes, or "
+                "steps"
+            )
+        if not by_links:
+            return (
+                f"{needs}, no step was measured between nodes, and the replay on measured links, which are, "
+                "does not hold here: measure steps on two nodes"
+            )
+    if queue is not None and largest < queue(largest).knee and workers > queue(workers).knee:
+        # In strong scaling computing shrinks, and with it the count that fills the servers.
+        full = next(n for n in range(largest + 1, workers + 1) if n > queue(n).knee)
         return (
-            f"{workers} workers need {nodes} nodes, and no step or link was measured between nodes: "
-            "measure links on two nodes, or steps"
-        )
-    if queue is not None and workers > queue.knee and largest < queue.knee:
-        return (
-            f"the servers are full at about {queue.knee:.0f} workers, and steps were measured up to "
-            f"{largest}: measure beyond, or take more servers"
+            f"the servers are full from about {full} workers on, and steps were measured up to {largest}: "
+            "measure beyond, or take more servers"
         )
     return None

@@ -5,27 +5,42 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from stratbench.cell.text.words import bytes_text
 from stratbench.telemetry.collective_cost import ALGORITHMS, Layout, Level, Link
 from stratbench.telemetry.collectives import CollectiveCall
 
+#: How many times the largest measured tensor one may be, unless that was so large that its bytes ruled.
+MOST_LARGER, RATE_RULES_BYTES = 8, 64 << 20
+
 
 class Unmeasured(LookupError):
-    """A collective over a link that nobody has measured; the message names it."""
+    """A collective over a link that nobody has measured, or not that large; the message names it."""
 
 
 @dataclass(frozen=True)
 class Links:
     """The measured links of a place: for each kind of collective the levels that it was measured on.
 
-    `library`: nccl or gloo. `kappa`: how many times slower computing is beside a collective.
+    `library`: nccl or gloo. `kappa`: how many times slower computing is beside a collective. `largest`: bytes
+    of the largest tensor that was measured, by kind.
     """
 
     library: str
     measured: Mapping[str, Mapping[Level, Link]]
     kappa: float = 1.0
+    largest: Mapping[str, int] = field(default_factory=dict)
+
+    def check_size(self, kind: str, n_bytes: float) -> None:
+        """Raise Unmeasured where nothing as large was measured that its bytes would have ruled."""
+        largest = self.largest.get(kind, RATE_RULES_BYTES)
+        if n_bytes > MOST_LARGER * largest and largest < RATE_RULES_BYTES:
+            raise Unmeasured(
+                f"{kind} was measured up to {bytes_text(largest)} with {self.library}, and a step sends "
+                f"{bytes_text(n_bytes)} at once: run `links` again"
+            )
 
     def of(self, kind: str) -> Mapping[Level, Link]:
         return self.measured.get(kind, {})
@@ -37,9 +52,10 @@ class Links:
         for a kind that the library has no algorithm for.
         """
         n_bytes = call.n_bytes + samples * call.sample_bytes
-        layout = _of_group(layout, call.ranks)
+        layout, together = _of_group(layout, call)
         if layout.workers == 1:
             return 0.0, "none"
+        self.check_size(call.kind, n_bytes)
         links = self.of(call.kind)
         levels: list[Level] = ["within"] if layout.a_node > 1 else []
         levels += ["between"] if layout.nodes > 1 else []
@@ -50,17 +66,27 @@ class Links:
             )
         # A ring with a rank a node has no steps within one.
         links = {"within": Link(0.0, math.inf), "between": Link(0.0, math.inf)} | dict(links)
+        shared = links["between"].bytes_per_s / together
+        links["between"] = replace(links["between"], bytes_per_s=shared)
         return min(
             (a(call.kind, n_bytes, layout).seconds(links), a.__name__)
             for a in ALGORITHMS[self.library][call.kind]
         )
 
 
-def _of_group(layout: Layout, ranks: int | None) -> Layout:
-    """The layout of a group of so many ranks, which are neighbours: on one node as far as they fit."""
+def _of_group(layout: Layout, call: CollectiveCall) -> tuple[Layout, int]:
+    """The layout of the group that a call is of, and how many such groups share a node's connection.
+
+    Groups of neighbours that do not divide a node lie on two of them, which sets the pace for all.
+    """
+    ranks, a_node = call.ranks, layout.a_node
     if ranks is None or ranks == layout.workers:
-        return layout
-    return Layout(ranks, -(-ranks // layout.a_node))
+        return layout, 1
+    if layout.nodes == 1:
+        return Layout(ranks), 1
+    nodes = -(-ranks // max(1, a_node // call.stride))
+    straddles = call.stride == 1 and nodes == 1 and a_node % ranks > 0
+    return Layout(ranks, 2 if straddles else nodes), min(call.stride, a_node) if nodes > 1 else 1
 
 
 def read_links(path: Path, library: str) -> Links:
@@ -69,6 +95,7 @@ def read_links(path: Path, library: str) -> Links:
     Raises ValueError for a file that is no such table, Unmeasured where it has no row of the library.
     """
     measured: dict[str, dict[Level, Link]] = {}
+    largest: dict[str, int] = {}
     kappa = 1.0
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -77,10 +104,11 @@ def read_links(path: Path, library: str) -> Links:
                     continue
                 link = Link(float(row["alpha_s"]), float(row["bytes_per_s"]), float(row["log_sd"]))
                 measured.setdefault(row["kind"], {})[row["level"]] = link
+                largest[row["kind"]] = int(row["largest_bytes"])
                 slowed = float(row["kappa"] or "nan")
                 kappa = slowed if math.isfinite(slowed) else kappa
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is no links.csv ({error!r}); measure links again") from error
     if not measured:
         raise Unmeasured(f"{path} has no links of {library}: run `links`")
-    return Links(library, measured, kappa)
+    return Links(library, measured, kappa, largest)

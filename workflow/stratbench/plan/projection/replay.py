@@ -11,30 +11,38 @@ from dataclasses import dataclass
 
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: What the next operation needs. The others are waited for by the optimizer.
+#: What the next operation needs, whoever waits.
 NEEDED = ("all_gather", "broadcast", "send")
+#: A measured step of up to so many times the host's own time may be limited by the host.
+NEAR_HOST = 1.1
+#: So many operations surely fit into the device's queue.
+MOST_QUEUED = 512
 
 
 @dataclass(frozen=True)
 class Started:
     """A collective, and the share of the step's computing (0 to 1) that is done when it starts.
 
-    `needed`: computing goes on only with its result.
+    `needed`: computing goes on only with its result; the optimizer waits for the others. `ahead`: it may
+    start while what comes before it is still computed.
     """
 
     call: CollectiveCall
     share: float
     needed: bool
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A step's collectives in their order. `backward_ends`: the share of computing before the optimizer."""
+    """A step's collectives in their order. `backward_ends`: the share of computing before the optimizer.
+
+    `operations`: that the host issues for it, about.
+    """
 
     collectives: tuple[Started, ...]
     backward_ends: float = 1.0
-    #: Whether a collective that is needed may start while what comes before it is still computed.
-    prefetches: bool = False
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,39 +62,63 @@ def replay(
 ) -> Replayed:
     """The step's time.
 
-    `compute_s`: of a step without any collective; `kappa`: how many times slower it is while one runs. All
-    collectives share one channel, one after the other (ProcessGroupNCCL's stream).
+    `compute_s`: of a step without any collective; `kappa`: how many times slower it is while one runs. Each
+    group of workers has a channel, whose collectives run one after the other (a communicator of NCCL). That
+    two groups at once may share a link is not counted. What is reduced goes in its order, over whatever
+    groups: one may reduce what another has.
     """
-    now, free, done = 0.0, 0.0, 0.0  # the computing's clock, the channel's, and the share computed
-    last_needed = 0.0  # when the step last had what it waited for: a prefetch starts then
+    now, done = 0.0, 0.0  # the computing's clock, and the share computed
+    free: dict[tuple[int | None, int], float] = {}  # when each group's channel is
+    reduced = 0.0  # when all that was reduced is
+    gathered = 0.0  # when the step last had what ran ahead: the next one starts then
     busy_s = 0.0
+
+    def busy_until() -> float:
+        return max(free.values(), default=0.0)
 
     def compute_to(share: float) -> None:
         nonlocal now, done
-        now = _computed(now, max(0.0, share - done) * compute_s, free, kappa)
+        now = _computed(now, max(0.0, share - done) * compute_s, busy_until(), kappa)
         done = max(done, share)
+
+    def end_backward() -> None:
+        nonlocal now
+        compute_to(schedule.backward_ends)
+        now = max(now, busy_until())
 
     ended = False
     for started in schedule.collectives:
         if started.share > schedule.backward_ends and not ended:
-            compute_to(schedule.backward_ends)
-            now, ended = max(now, free), True
-        asked = last_needed
+            end_backward()
+            ended = True
         compute_to(started.share)
         took_s = seconds(started.call)
         busy_s += took_s
-        if not started.needed:
-            free = max(now, free) + took_s
-            continue
-        free = max(asked if schedule.prefetches else now, free) + took_s
-        now = max(now, free)
-        last_needed = now
+        group = started.call.ranks, started.call.stride
+        ready = gathered if started.ahead else now if started.needed else max(now, reduced)
+        free[group] = max(ready, free.get(group, 0.0)) + took_s
+        if started.needed:
+            now = max(now, free[group])
+        else:
+            reduced = free[group]
+        if started.ahead:
+            gathered = now
     if not ended:
-        compute_to(schedule.backward_ends)
-        now = max(now, free)
+        end_backward()
     compute_to(1.0)
-    now = max(now, free)
+    now = max(now, busy_until())
     return Replayed(now, now - compute_s, busy_s)
+
+
+def is_unhindered(operations: int, issue_s: float, step_s: float) -> bool:
+    """Whether the host issued a step in `issue_s` without waiting for room in the device's queue.
+
+    If all operations take equally long, the device has `operations` (1 - issue_s / step_s) left to do when
+    the host has issued the last one. They must fit into CUDA's queue of about 1024 kernels; MOST_QUEUED is
+    half of that, since an operation may be several kernels. `step_s` is the mean step. The host issues each
+    step in at most that time: if `issue_s` is much longer, something else held the host up.
+    """
+    return issue_s <= NEAR_HOST * step_s and operations * (1 - issue_s / step_s) <= MOST_QUEUED
 
 
 def _computed(now: float, work_s: float, busy_until: float, kappa: float) -> float:
@@ -97,26 +129,38 @@ def _computed(now: float, work_s: float, busy_until: float, kappa: float) -> flo
     return now + slow_s + work_s - slow_s / kappa
 
 
-def schedule_of(phases: Sequence[TracedPhase], prefetches: bool) -> Schedule:
-    """The schedule of a traced step, its computing timed by each phase's seconds as traced."""
+def schedule_of(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
+    """The schedule of a traced step, its computing timed by each phase's seconds as traced.
+
+    On CUDA a collective that its stream waits for is in a stream of its own (FSDP2's), before the optimizer:
+    there parameters are gathered ahead, and gradients are waited for by the optimizer. On a CPU the host
+    waits.
+    """
     total_s = sum(p.seconds for p in phases) or 1.0
     began_s, found, backward_ends = 0.0, [], 1.0
     for phase in phases:
-        if phase.name == "optimizer":
+        updates = phase.name == "optimizer"
+        if updates:
             backward_ends = began_s / total_s
         for call, reached_s in zip(phase.collectives, phase.reached_s, strict=True):
-            # Activations are exchanged where the next layer needs them, whatever the kind.
-            needed = call.kind in NEEDED or call.sample_bytes > 0 or call.ranks is not None
-            found.append(Started(call, (began_s + reached_s) / total_s, needed))
+            apart = on_cuda and not updates and call.waiter == "stream"
+            waited = call.waiter != "none" and not apart
+            needed = waited or updates or call.kind in NEEDED
+            ahead = apart and call.kind == "all_gather"
+            found.append(Started(call, (began_s + reached_s) / total_s, needed, ahead))
         began_s += phase.seconds
-    return Schedule(tuple(found), backward_ends, prefetches)
+    return Schedule(tuple(found), backward_ends, sum(p.operations for p in phases))
 
 
 @dataclass(frozen=True)
 class TracedPhase:
-    """A phase of a step: its seconds on a device, its collectives, and how far it was at each of them."""
+    """A phase of a step: its seconds on a device, its collectives, and how far it was at each of them.
+
+    `operations`: how many, but for views.
+    """
 
     name: str
     seconds: float
     collectives: tuple[CollectiveCall, ...]
     reached_s: tuple[float, ...]
+    operations: int = 0

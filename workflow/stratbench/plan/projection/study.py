@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.text.progress import progress_bar
 from stratbench.plan.device_rates import Device, cpu_device, gpu_device, named_gpus
 from stratbench.plan.duration import Projected, Span
 from stratbench.plan.needs import Subject, subject_of
@@ -23,36 +24,50 @@ from stratbench.plan.projection.evidence import (
 )
 from stratbench.plan.projection.limits import MOST_TIMES
 from stratbench.plan.projection.links import Unmeasured
-from stratbench.plan.projection.project import Projection, basis_of, computing_of, project
+from stratbench.plan.projection.project import (
+    Projection,
+    basis_of,
+    computing_at,
+    computing_of,
+    project,
+)
 from stratbench.plan.projection.servers import Queue
 from stratbench.study.config.config import Study
+from stratbench.study.resources import node_count
 
 
 def projections_of(
     config: Mapping[str, Any], study: Study, evidence: Evidence, counts: Sequence[int]
 ) -> list[Projection]:
     """What is said of a strategy on each of the counts, in ascending order."""
-    a_node = config["cluster"]["gpus_per_node"]
 
     @cache
     def at(workers: int) -> Subject:
         return subject_at(config, study, evidence, workers)
 
-    places = [(n, -(-n // a_node)) for n in counts]
-    device = device_of(config, at(evidence.points[-1].workers))
+    last = at(evidence.points[-1].workers)
+    nodes = {p.workers: p.nodes for p in evidence.points if p.nodes is not None}
+
+    def nodes_of(workers: int) -> int:
+        cell = replace(evidence.last, gpus=workers)
+        return nodes.get(workers) or node_count(cell, last.settings, config["cluster"])
+
+    points = [replace(p, nodes=nodes_of(p.workers)) for p in evidence.points]
+    places = [(n, nodes_of(n)) for n in counts]
+    device = device_of(config, last)
 
     @cache
     def unsuited(workers: int) -> str | None:
         return why_unsuited(config, study, evidence, workers)
 
-    on, queue, able = _on_links(config, study, evidence, at, device, counts)
+    on, queue, able = _on_links(config, study, evidence, at, device, counts, nodes_of)
     links = (on.replayed, on.slowed, on.levels, queue) if on else ()
-    reach = evidence.repeats_reach
+    reach, host_s = evidence.repeats_reach, on.host_s if on else 0.0
     made = [
-        *project(evidence.points, evidence.stated, [p for p in places if p[0] in able], *links,
-                 unsuited=unsuited, repeats_reach=reach),
+        *project(points, evidence.stated, [p for p in places if p[0] in able], *links,
+                 unsuited=unsuited, repeats_reach=reach, host_s=host_s),
         # Without a replay, of which those that are too far would take minutes to be refused.
-        *project(evidence.points, evidence.stated, [p for p in places if p[0] not in able],
+        *project(points, evidence.stated, [p for p in places if p[0] not in able],
                  unsuited=unsuited, repeats_reach=reach),
     ]  # fmt: skip
     return sorted(made, key=lambda p: p.workers)
@@ -63,7 +78,7 @@ def projected_trainings(
 ) -> dict[Cell, Projected]:
     """Trainings that these records are projected to, on counts of the study and beyond: first repeats."""
     found = {}
-    for evidence in evidence_of(records):
+    for evidence in each_shown(evidence_of(records)):
         if evidence.unfit:
             continue
         measured = {p.workers for p in evidence.points}
@@ -82,6 +97,14 @@ def projected_trainings(
                 source = f"projected, 80 %: {basis_of(p, evidence.points)}"
                 found[cell] = Projected(Span(low_s, high_s, source), there.settings.global_batch)
     return found
+
+
+def each_shown(evidences: Sequence[Evidence]) -> Iterator[Evidence]:
+    """Each of them; a bar says how many are through, since a trace takes seconds."""
+    with progress_bar(len(evidences), " strategies", "projected") as bar:
+        for evidence in evidences:
+            yield evidence
+            bar.update(1)
 
 
 def subject_at(
@@ -126,12 +149,13 @@ def _on_links(
     at: Callable[[int], Subject],
     device: Device,
     counts: Sequence[int],
-) -> tuple[OnLinks | None, Queue | None, set[int]]:
+    nodes_of: Callable[[int], int],
+) -> tuple[OnLinks | None, Callable[[int], Queue] | None, set[int]]:
     """The replay on measured links where all measured counts have theirs, and the counts that have, too."""
     points, path = evidence.points, Path(config["results"]) / study.name / "links" / "links.csv"
-    a_node, able = config["cluster"]["gpus_per_node"], set()
+    able: set[int] = set()
     try:
-        on = on_measured_links(at, points[-1].workers, evidence.stated, device, path, a_node)
+        on = on_measured_links(at, evidence, device, path, nodes_of)
         if on is None:
             return None, None, able
         for p in points:
@@ -151,5 +175,7 @@ def _on_links(
             with suppress(Unmeasured):
                 on.replayed(n, 1.0)
                 able.add(n)
-    queue = on.queue and on.queue(computing_of(on.replayed, points[-1].workers, points[-1].step_s))
-    return on, queue, able
+    if on.queue is None:
+        return on, None, able
+    queue, computing = on.queue, computing_at(on.replayed, points, evidence.stated.scaling)
+    return on, lambda n: queue(n, computing(n)), able

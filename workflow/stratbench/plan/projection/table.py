@@ -28,7 +28,7 @@ class Row:
     training, or as `target_...` until that score; without servers, start and evaluation. `memory`: a
     worker's peak, in bytes. Each low, middle, high.
     `evidence`: from what it is projected. `skill`: on the measured counts, 1 no error, 0 the best naive
-    rule's.
+    rule's. `host_s`: in which the host issues a step, where that is the limit.
     """
 
     experiment: str
@@ -76,6 +76,7 @@ class Row:
     perfect_s: float | None = None
     same_loss_s: float | None = None
     a_plus_b_s: float | None = None
+    host_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def rows_of(
                 evidence=basis_of(p, evidence.points) if i else "", rule=p.rule if i else "",
                 skill=p.skill.value, why=p.refused or "", perfect_s=p.naive_s["perfect"],
                 same_loss_s=p.naive_s["same loss per doubling"], a_plus_b_s=p.naive_s["a + b/N"],
+                host_s=p.host_s or None,
             )
         )  # fmt: skip
     return found

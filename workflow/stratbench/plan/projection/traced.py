@@ -14,7 +14,7 @@ def traced_schedule(request: Request, samples: int, device: Device) -> Schedule:
     """The schedule of one training step of rank 0 with `samples`; takes seconds.
 
     Only shares of the step's computing are taken from the device's rates. How long it takes as a whole
-    is measured. On CUDA gathers run ahead on a stream of their own; gloo's are waited for.
+    is measured.
     """
     from stratbench.plan.footprint import fake  # imports PyTorch
 
@@ -31,7 +31,8 @@ def traced_schedule(request: Request, samples: int, device: Device) -> Schedule:
             seconds(phase.flops, phase.touched_bytes),
             tuple(phase.collectives),
             tuple(seconds(*reached) for reached in phase.reached),
+            phase.operations,
         )
-        for phase in trace.phases[1 : 2 * request.accumulate + 2]
+        for phase in trace.phases[1:-1]
     ]
-    return schedule_of(phases, prefetches=request.on_cuda)
+    return schedule_of(phases, request.on_cuda)

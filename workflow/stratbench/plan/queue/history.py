@@ -49,7 +49,6 @@ class Entry:
     state: str
     limit_s: float | None
     gpus: int
-    nodes: int
     backfilled: bool | None
     user: str = ""
 
@@ -72,15 +71,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class WidthRow:
-    """What jobs of similar width met. Waits in seconds; None where nothing says."""
+    """What jobs of similar width met: `jobs` of them, and the waits in seconds of those that started.
+
+    None where nothing says.
+    """
 
     label: str
     jobs: int
-    never_started: int
     mean_s: float
     median_s: float
     p90_s: float
-    p95_s: float
     backfilled: float | None
     #: The mean share of the wall time asked for that was used.
     used: float | None
@@ -93,8 +93,6 @@ class History:
     entries: tuple[Entry, ...]
     #: Whether GPUs are nodes times the GPUs of one, because the accounting counts none.
     gpus_by_nodes: bool
-    #: Jobs without GPUs, which are left out.
-    without_gpus: int
 
     @cached_property
     def window_s(self) -> tuple[float, float]:
@@ -155,11 +153,8 @@ class History:
         failures = sum(e.state == "NODE_FAIL" for e in self.entries)
         return nodes * self.days / failures if failures else None
 
-    def by_width(self) -> list[WidthRow]:
+    def by_width(self) -> Iterator[WidthRow]:
         """Waits by the number of GPUs."""
-        return list(self._by_width())
-
-    def _by_width(self) -> Iterator[WidthRow]:
         for low, high in WIDTH_BINS:
             mine = [e for e in self.entries if low <= e.gpus <= high]
             waits = [e.wait_s for e in mine if e.wait_s is not None]
@@ -169,15 +164,13 @@ class History:
                 min(1.0, e.ran_s / e.limit_s) for e in mine if e.ran_s is not None and e.limit_s
             ]
             told = [e.backfilled for e in mine if e.backfilled is not None]
-            median_s, p90_s, p95_s = (float(q) for q in np.percentile(waits, [50, 90, 95]))
+            median_s, p90_s = (float(q) for q in np.percentile(waits, [50, 90]))
             yield WidthRow(
                 label=str(low) if low == high else f"{low}+" if high == 10**9 else f"{low}-{high}",
                 jobs=len(mine),
-                never_started=len(mine) - len(waits),
                 mean_s=statistics.fmean(waits),
                 median_s=median_s,
                 p90_s=p90_s,
-                p95_s=p95_s,
                 backfilled=statistics.fmean(told) if told else None,
                 used=statistics.fmean(used) if used else None,
             )
@@ -226,7 +219,7 @@ def read_history(path: str | Path, gpus_per_node: int, partition: str | None = N
         raise HistoryError(
             f"{path}: no job with a GPU has started in it; ask sacct for more days, with -a for all users"
         )
-    return History(with_gpus, not counted, len(entries) - len(with_gpus))
+    return History(with_gpus, not counted)
 
 
 def _named(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
@@ -279,7 +272,6 @@ def _entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> Entry:
         # Minutes; Partition_Limit and UNLIMITED are no numbers.
         limit_s=int(limit) * 60.0 if limit.isdigit() and int(limit) else None,
         gpus=gpus,
-        nodes=n,
         backfilled="SchedBackfill" in flags if flags else None,
         user=row.get("User", ""),
     )

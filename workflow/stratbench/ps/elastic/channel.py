@@ -83,7 +83,9 @@ class ReturningChannel:
                 life = self._life()
                 self._channel = self._connect(life)
                 self._joined_life = life
-                return True
+                if not self._leaving.is_set():
+                    return True
+                self._channel.leave()  # `_leave_in_time` may have left the one before
             except JoinLater as later:
                 print(f"no place yet: {later}", flush=True)
                 heard = time.monotonic()

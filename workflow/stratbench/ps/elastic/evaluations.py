@@ -47,9 +47,13 @@ class Evaluations:
         self._waiting: list[int] = []
         self._held: dict[int, int] = {}  # worker -> epoch
 
-    def resume(self, scores: Mapping[int, dict[str, float | None]], settled: int) -> None:
+    def resume(self, scores: Mapping[int, Mapping[str, Any]], settled: int) -> None:
         """Go on with the scores of those epochs that end within the first `settled` tickets."""
-        self.scores = {e: s for e, s in scores.items() if self._ends[e] <= settled}
+        self.scores = {
+            e: {name: s[name] for name in _FIGURES}
+            for e, s in scores.items()
+            if self._ends[e] <= settled
+        }
         self.note(settled)
 
     def note(self, settled: int) -> None:
@@ -58,6 +62,10 @@ class Evaluations:
             if self._seen not in self.scores:
                 self._waiting.append(self._seen)
             self._seen += 1
+
+    def tickets_until(self, epoch: int) -> int:
+        """How many tickets an epoch and those before it have."""
+        return self._ends[epoch]
 
     @property
     def waiting(self) -> bool:

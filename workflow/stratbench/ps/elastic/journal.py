@@ -25,11 +25,15 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._life = life
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        whole = path.read_bytes().rpartition(b"\n")
+        os.ftruncate(self._file, len(whole[0] + whole[1]))  # a life may have ended within a line
 
     def note(self, event: str, **facts: Any) -> None:
         """Append an event, dated in seconds since 1970."""
         entry = {"life": self._life, "event": event, "at_unix_s": time.time(), **facts}
-        os.write(self._file, f"{json.dumps(entry)}\n".encode())
+        line = f"{json.dumps(entry)}\n".encode()
+        while line:  # a disk that is full takes a part, and says so the next time
+            line = line[os.write(self._file, line) :]
 
     def close(self) -> None:
         """Nothing more will be noted."""
@@ -39,6 +43,21 @@ class Journal:
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
     """All events of all lives, in order; none where there is no journal."""
     return NewEvents(folder).read()
+
+
+def scores_in(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Of each epoch that was evaluated the event that says so, by epoch.
+
+    Not of one that ended later than what the next life went on from: its state is lost, and the epoch is
+    trained again.
+    """
+    scores: dict[int, dict[str, Any]] = {}
+    for event in journal:
+        if event["event"] == "life":
+            scores = {e: s for e, s in scores.items() if s["settled"] <= event["settled"]}
+        elif event["event"] == "score":
+            scores[event["epoch"]] = event
+    return scores
 
 
 class NewEvents:
@@ -101,9 +120,19 @@ def state_manifest(folder: str | Path, server: int) -> Path:
     return Path(folder, f"state{server}.json")
 
 
+def drop_state(folder: str | Path, server: int) -> None:
+    """Let a server have saved nothing: its training begins anew."""
+    state_manifest(folder, server).unlink(missing_ok=True)
+
+
 def has_state(folder: str | Path, n_servers: int) -> bool:
     """Whether all servers have saved a state."""
     return all(state_manifest(folder, server).exists() for server in range(n_servers))
+
+
+def forget_end(folder: str | Path) -> None:
+    """Another life begins: that the last one has ended, perhaps badly, is no longer true of the run."""
+    Path(folder, _ENDED).unlink(missing_ok=True)
 
 
 def write_end(folder: str | Path, error: str | None) -> None:

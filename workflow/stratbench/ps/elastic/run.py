@@ -11,8 +11,10 @@ from stratbench.ps.elastic.evaluations import Evaluations, parse_score
 from stratbench.ps.elastic.journal import (
     Journal,
     SettledTickets,
+    drop_state,
     read_end,
     read_journal,
+    scores_in,
     write_end,
 )
 from stratbench.ps.elastic.saved_state import Saver, load_state, settled_tickets
@@ -49,7 +51,7 @@ class ElasticRun(ServerRun):
         self._done_twice: list[int] = []
         self._begun: set[int] = set()  # workers that have had a ticket
         self._settled_before = 0  # tickets of earlier lives
-        self._saver: Saver | None = None
+        self._saver = Saver(self._folder, config.server, self._stop)
         self._saved_s = 0.0  # time.monotonic() of the last saving
         self._finished_at: int | None = None  # the epoch that ended the run before its last ticket
         evaluates = self._first and config.snapshot_dir is not None and config.steps is None
@@ -60,6 +62,8 @@ class ElasticRun(ServerRun):
             self._journal = Journal(own.folder, own.life)
             self._ledger = SettledTickets(own.folder, own.life)
         settled = self._resume() if own.resumes else set()
+        if not own.resumes:
+            drop_state(own.folder, config.server)
         if config.snapshot_dir is not None:
             drop_later(config.snapshot_dir, config.server, len(self.epochs.ends))
         if self._first:
@@ -74,16 +78,15 @@ class ElasticRun(ServerRun):
     def _resume(self) -> set[int]:
         """Go on from what the servers have saved, before any worker is here; returns the settled tickets."""
         c = self.config
-        saved, settled = (
-            load_state(self._folder, c.server),
-            settled_tickets(self._folder, c.n_servers),
-        )
+        saved = load_state(self._folder, c.server)
+        settled = settled_tickets(self._folder, c.n_servers)
         self._store = Store(saved.layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
-        self._store.resume(self._make, self._release, c.lr_share, saved.shards, saved.buffers)
+        self._store.resume(self._make_shard, saved.shards, saved.buffers)
         self._initialised = True
         self._began_unix_s = saved.facts["began_unix_s"]
         self._settled_before = len(settled)
-        self.epochs.resume(settled, saved.facts["ends"])
+        spent_s = time.time() - self._began_unix_s
+        self.epochs.resume(settled, saved.facts["ends"], spent_s, self._store)
         self.tickets.resume(list(settled))
         if self._first:
             self.lost, self.tickets.reassigned = saved.facts["lost"], saved.facts["reassigned"]
@@ -102,20 +105,25 @@ class ElasticRun(ServerRun):
         self._first_ticket_s = time.perf_counter() - (now_unix_s - self._began_unix_s)
 
     def _save(self) -> None:
-        """Begin to save the state; those epochs are on disk by then that it says have ended."""
-        if self._saver is None:
-            server = self.config.server
-            self._saver = Saver(self._folder, server, self._store, self._stop)
+        """Begin to save the state."""
+        self._saver.begin(self._store, self._facts)
+        self._saved_s = time.monotonic()
+
+    def _facts(self) -> dict[str, Any]:
+        """What is saved beside the shards; those epochs are on disk that it says have ended.
+
+        Of a moment after the shards': which epochs had ended by theirs, the tickets tell that they had.
+        """
         with self._lock:
             facts = {
                 "began_unix_s": self._began_unix_s,
                 "ends": list(self.epochs.ends),
-                "lost": self.lost,
-                "reassigned": self.tickets.reassigned,
+                "lost": list(self.lost),
+                "reassigned": list(self.tickets.reassigned),
             }
-            flush = self._writer.wait if self._writer is not None else lambda: None
-        self._saver.begin(facts, flush)
-        self._saved_s = time.monotonic()
+        if self._writer is not None:
+            self._writer.wait()
+        return facts
 
     def suspend(self) -> None:
         """Stop, so that another life can go on: the state is saved, and workers look for the next life."""
@@ -145,13 +153,9 @@ class ElasticRun(ServerRun):
             self._journal.note("join", worker=member.worker, place=member.place)
         late = self._started or self.done
         super()._take_in(member)
-        if late and self._first:
-            self._take_in_late(member)
-
-    def _take_in_late(self, member: Member) -> None:
-        if self.done:
+        if late and self._first and self.done:
             member.tell(Frame(Kind.DONE, shard=self._evaluator))
-        else:
+        elif late and self._first:
             self._hand_ticket(member)
 
     # --- working -------------------------------------------------------------------------------------
@@ -204,8 +208,9 @@ class ElasticRun(ServerRun):
             if not member.alive or member.evaluates is None:
                 raise ProtocolError("malformed frame: SCORE that was not asked for")
             epoch, member.evaluates = self._evaluations.settle(member.worker, figures), None
-            end_s = self.epochs.ends[epoch]["end_s"]
-            self._journal.note("score", worker=member.worker, epoch=epoch, end_s=end_s, **figures)
+            facts = {"epoch": epoch, "end_s": self.epochs.ends[epoch]["end_s"]}
+            facts |= {"settled": self._evaluations.tickets_until(epoch)}
+            self._journal.note("score", worker=member.worker, **facts, **figures)
             self._finish_if_over()
             if member.idle and member.evaluates is None:
                 self._hand_ticket(member)
@@ -228,7 +233,7 @@ class ElasticRun(ServerRun):
             if not member.alive:
                 return
             member.alive = False
-            if self._first:
+            if self._first and member.pulled:  # who has not joined does not leave
                 tickets = self.tickets.held_by(member.worker)
                 self._journal.note("leave", worker=member.worker, tickets=tickets)
             if not self.done:
@@ -268,11 +273,11 @@ class ElasticRun(ServerRun):
         with self._lock:
             live = self._membership.live
         self._cut_off([m for m in live if goes_on or not m.pulled])
+        self._saver.wait()  # it waits for the snapshots, which `super` closes
         if goes_on:
-            self._save_last()
-        super().close()
-        if self._saver is not None:
+            self._save()
             self._saver.wait()
+        super().close()
         if self._first:
             if self.done or self.error is not None:
                 write_end(self._folder, self.error)
@@ -286,27 +291,20 @@ class ElasticRun(ServerRun):
                 member.alive = False
                 member.connection.close()
 
-    def _save_last(self) -> None:
-        if self._saver is not None:
-            self._saver.wait()
-        self._save()
-        self._saver.wait()
-
     def _after_the_end(self) -> int:
         """Tickets that were settled beyond those of the epoch that ended the run."""
         if self._finished_at is None:
             return 0
-        counted = sum(map(self.plan.tickets_of, range(self._finished_at + 1)))
-        return self.tickets.n_settled - counted
+        return self.tickets.n_settled - self._evaluations.tickets_until(self._finished_at)
 
     def statistics(self) -> dict[str, Any]:
-        found = super().statistics()
+        statistics = super().statistics()
         if self._finished_at is not None:
-            found["train_time_s"] = self.epochs.ends[self._finished_at]["end_s"]
+            statistics["train_time_s"] = self.epochs.ends[self._finished_at]["end_s"]
         places = {m.worker: m.place for m in self._members.values()}
-        for row in found["workers"]:
+        for row in statistics["workers"]:
             row["place"] = places[row["worker"]]
-        found["elastic"] = {
+        statistics["elastic"] = {
             "life": self._own.life,
             "suspended": self.suspended,
             "settled_before": self._settled_before,
@@ -314,14 +312,8 @@ class ElasticRun(ServerRun):
             "began_unix_s": self._began_unix_s,
             "finished_at_epoch": self._finished_at,
             "after_the_end": self._after_the_end(),
-            "saves": self._saver.count if self._saver is not None else 0,
-            "held_up_s": self._saver.held_up_s if self._saver is not None else 0.0,
+            "saves": self._saver.count,
+            "held_up_s": self._saver.held_up_s,
             "scores": [{"epoch": e, **s} for e, s in sorted(self._evaluations.scores.items())],
         }
-        return found
-
-
-def scores_in(journal: list[dict[str, Any]]) -> dict[int, dict[str, float | None]]:
-    """The figures of each epoch that was evaluated last, by epoch."""
-    figures = ("test_loss", "score", "score_error")
-    return {e["epoch"]: {k: e[k] for k in figures} for e in journal if e["event"] == "score"}
+        return statistics

@@ -71,8 +71,10 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
     return tensor
 
 
-def save_state(folder: Path, server: int, facts: dict[str, Any], store: Store) -> float:
-    """Save what `store` holds, one shard after the other, and `facts`, which are JSON-able.
+def save_state(
+    folder: Path, server: int, facts: Callable[[], dict[str, Any]], store: Store
+) -> float:
+    """Save what `store` holds, one shard after the other, and then `facts()`, which are JSON-able.
 
     Returns for how many seconds pushes may have had to wait, each for the copy of its shard.
     """
@@ -91,7 +93,7 @@ def save_state(folder: Path, server: int, facts: dict[str, Any], store: Store) -
         file.flush()
         os.fsync(file.fileno())
     manifest = {
-        "file": path.name, "layout": asdict(store.layout), "facts": facts, "taken": taken,
+        "file": path.name, "layout": asdict(store.layout), "facts": facts(), "taken": taken,
         "shards": shards, "buffers": buffers,
     }  # fmt: skip
     write_atomic(state_manifest(folder, server), json.dumps(manifest))
@@ -139,40 +141,28 @@ def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
 class Saver:
     """Saves a server's state on a thread of its own, one at a time."""
 
-    def __init__(
-        self, folder: Path, server: int, store: Store, on_failure: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: Path, server: int, on_failure: Callable[[str], None]) -> None:
         """`on_failure(reason)` is called, from that thread, where it cannot be written."""
-        self._folder, self._server, self._store = folder, server, store
-        self._on_failure = on_failure
-        self.count, self.held_up_s = (
-            0,
-            0.0,
-        )  # states saved, and how long pushes had to wait for that
+        self._folder, self._server, self._on_failure = folder, server, on_failure
+        self.count = 0  # states saved
+        self.held_up_s = 0.0  # how long pushes had to wait for that
         self._thread: threading.Thread | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a state is being saved."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def begin(self, facts: dict[str, Any], before: Callable[[], None]) -> None:
-        """Save the state, unless that is being done; `before` is called first, on the same thread."""
-        if not self.busy:
+    def begin(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
+        """Save the state (`save_state`), unless that is being done."""
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=self._save, args=(facts, before), name="saver", daemon=True
+                target=self._save, args=(store, facts), name="saver", daemon=True
             )
             self._thread.start()
 
-    def _save(self, facts: dict[str, Any], before: Callable[[], None]) -> None:
+    def _save(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
         try:
-            before()
-            self.held_up_s += save_state(self._folder, self._server, facts, self._store)
+            self.held_up_s += save_state(self._folder, self._server, facts, store)
             self.count += 1
-        except OSError as error:
-            self._on_failure(
-                f"the servers' state could not be saved in {self._folder}: {error.strerror or error}"
-            )
+        except Exception as error:  # of a policy, too; the run would go on with nothing saved
+            why = getattr(error, "strerror", None) or error
+            self._on_failure(f"the servers' state could not be saved in {self._folder}: {why}")
 
     def wait(self) -> None:
         """Wait until what is being saved is on disk."""

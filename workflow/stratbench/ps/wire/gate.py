@@ -53,8 +53,8 @@ class Gate:
     """Accepts connections, each on a thread of its own, until it is closed.
 
     `enter(connection, hello, nonces, transport)` is called for a peer that knows the secret, and
-    serves it; a ProtocolError, Closed or Silent that it raises is a refusal. Over a local socket other
-    users are refused at once; when there are too many strangers, the one that came first must go.
+    serves it; what it raises is a refusal. Over a local socket other users are refused at once; when there
+    are too many strangers, the one that came first must go.
     """
 
     def __init__(
@@ -159,7 +159,9 @@ class Gate:
         except ComeAgain as error:
             _dismiss(connection, str(error), for_now=True)
             return None
-        except (ProtocolError, Closed, Silent) as error:
+        except Exception as error:
+            if not isinstance(error, (ProtocolError, Closed, Silent)):  # no memory or thread for it
+                log.exception("%s could not be taken in", peer)
             self._refusals.add(peer, str(error))
             _dismiss(connection, str(error))
             return None

@@ -101,12 +101,24 @@ class Connection:
     def send_descriptor(self, frame: Frame, descriptor: int) -> None:
         """Send a frame with a file descriptor beside its payload of one byte (local sockets)."""
         with self._send_lock:
-            self.sock.sendall(self._out.pack(frame._replace(length=1)))
-            socket.send_fds(self.sock, [b"\0"], [descriptor])
+            try:
+                self.sock.sendall(self._out.pack(frame._replace(length=1)))
+                socket.send_fds(self.sock, [b"\0"], [descriptor])
+            except OSError as error:
+                raise Closed(f"could not send: {error.strerror or error}") from None
 
     def read_descriptor(self) -> int:
         """The file descriptor beside the frame just received; the caller closes it."""
-        _, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+                break
+            except BlockingIOError:
+                self._check_deadlines()
+            except OSError as error:
+                raise Closed(f"the connection broke: {error.strerror or error}") from None
+        if not data:
+            raise Closed("truncated frame")
         if len(descriptors) != 1:
             raise ProtocolError(f"{len(descriptors)} file descriptors came, expected 1")
         return descriptors[0]
@@ -200,8 +212,8 @@ class Connection:
         """
         if self.sock.family == socket.AF_UNIX:
             return False
-        told = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
-        (unacked,), (last_ack_ms,) = _UNACKED.unpack_from(told), _LAST_ACK.unpack_from(told)
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+        (unacked,), (last_ack_ms,) = _UNACKED.unpack_from(info), _LAST_ACK.unpack_from(info)
         return unacked > 0 and last_ack_ms > 1000 * self.vanished_s
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from stratbench.cell.files import claim_folder, write_atomic
 from stratbench.cell.text.words import folded, printable
 from stratbench.sets.archive import NAME, SetError, shown_name
 from stratbench.sets.comparing import figures, page, regression, tables
-from stratbench.sets.comparing.comparison import Comparison, compare, headline_of
+from stratbench.sets.comparing.comparison import compare, headline_of
 from stratbench.sets.comparing.exploring import write_explore
 from stratbench.sets.comparing.union import decisions_over, sentences_on
 from stratbench.sets.reading import ResultSet, read_set
@@ -51,7 +51,11 @@ def compare_sets(
     found = [compare(sets[0], other) for other in sets[1:]]
     decisions = decisions_over(sets, prices, given)
     watched = None if allowed is None else regression.watch(found, allowed)
-    sections = [write_pair(one, folder, given.equivalence_margin) for one in found]
+    sections = []
+    for one in found:
+        tables.write_all(one, folder)
+        drawn = figures.draw_all(one, folder, given.equivalence_margin)
+        sections.append(page.pair_section(one, drawn))
     by_cost = bool(prices) or given.price_per_gpu_hour is not None
     constraints = list(sentences_on(given, prices))
     values = page.page_values(
@@ -94,9 +98,3 @@ def read_noisily(source: str, name: str) -> ResultSet:
     """Read a set, and print a line about it first: thousands of records take a while."""
     print(f"reading {name}: {source}", file=sys.stderr, flush=True)
     return read_set(source, name)
-
-
-def write_pair(found: Comparison, folder: Path, margin: float) -> dict:
-    """Write the tables and figures of one comparison; returns its part of the page."""
-    tables.write_all(found, folder)
-    return page.pair_section(found, figures.draw_all(found, folder, margin))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.collect import UNMEASURED
-from stratbench.analysis.records.groups import Group, Repeats, findings_by_group, rows_by_group
+from stratbench.analysis.records.groups import Group, Repeats, rows_by_group
 from stratbench.analysis.records.score import Score, score_of
-from stratbench.analysis.tables.summary import describe_outcome, outcome_kinds
+from stratbench.analysis.tables.summary import describe_outcome, doubts_by_group, outcome_kinds
 from stratbench.cell.text.words import counted
 from stratbench.sets.comparing.matching import (
     WORK,
@@ -30,11 +30,7 @@ from stratbench.sets.comparing.matching import (
 )
 from stratbench.sets.reading import ResultSet
 from stratbench.statistics.intervals import Estimate
-from stratbench.statistics.unpaired import (
-    difference_of_scores,
-    mean_over_models,
-    ratio_of_times,
-)
+from stratbench.statistics.unpaired import difference_of_scores, mean_of_logs, ratio_of_times
 
 #: Fields that say how memory was measured.
 MEMORY_METHOD = ("memory.method", "provenance.device")
@@ -59,6 +55,11 @@ class Side:
     #: The audit's rules that doubt one of the times.
     doubts: tuple[str, ...] = ()
 
+    @property
+    def time_outcome(self) -> str:
+        """What came of its training times, in words."""
+        return self.outcome or ("measured" if self.times else "rejected by the audit")
+
 
 @dataclass(frozen=True)
 class ComparedCell:
@@ -68,14 +69,11 @@ class ComparedCell:
     first: Side
     other: Side
     score: Score = field(default_factory=Score)
-    #: The reason why there is no ratio; empty if there is one.
-    why_not: str = ""
-    #: Fields of the work that are not known to be equal.
-    caution: str = ""
-    #: Whether the work itself differs, whatever was measured.
-    other_work: bool = False
-    #: Whether memory was measured alike.
-    same_memory: bool = True
+    #: Differences in the work, because of which there is no ratio; what only one set states of the work;
+    #: and differences in the place of training.
+    work: Sequence[Difference] = ()
+    unknown: Sequence[Difference] = ()
+    place: Sequence[Difference] = ()
 
     @property
     def group(self) -> Group:
@@ -94,6 +92,13 @@ class ComparedCell:
         return tuple(dict.fromkeys((*self.first.doubts, *self.other.doubts)))
 
     @cached_property
+    def why_not(self) -> str:
+        """The reason why there is no ratio; empty if there is one."""
+        if self.work or (self.first.times and self.other.times):
+            return against_each_other(self.work)
+        return f"{self.first.time_outcome} against {self.other.time_outcome}"
+
+    @cached_property
     def time(self) -> Estimate | None:
         """Training time in the other set, divided by that in the first; None if there is no ratio."""
         return None if self.why_not else ratio_of_times(self.other.times, self.first.times)
@@ -104,7 +109,8 @@ class ComparedCell:
 
         It hardly scatters, so it has no interval.
         """
-        known = self.first.memory and self.other.memory and self.same_memory
+        alike = not any(d.path in MEMORY_METHOD for d in self.place)
+        known = self.first.memory and self.other.memory and alike
         return self.other.memory / self.first.memory if known and not self.why_not else None
 
     @cached_property
@@ -126,6 +132,11 @@ class StrategyMean:
     models: int
     cells: int
 
+    @property
+    def workers(self) -> str:
+        """The number of workers, for a table."""
+        return "all" if self.gpus is None else str(self.gpus)
+
 
 @dataclass(frozen=True)
 class RankChange:
@@ -144,8 +155,7 @@ class RankChange:
     @property
     def is_clear(self) -> bool:
         """Whether both intervals exclude equality; a change measured once may be chance."""
-        before, after = self.before, self.after
-        return bool(before.low and after.high) and before.low > 1 > after.high
+        return self.before.excludes(1) and self.after.excludes(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +165,7 @@ class Comparison:
     first: ResultSet
     other: ResultSet
     cells: tuple[ComparedCell, ...]
-    #: Differences in the place of training; differences in the work, because of which cells have no ratio;
-    #: and what only one set states of the work.
+    #: The differences of all cells, as a cell has them.
     place: tuple[Difference, ...]
     work: tuple[Difference, ...]
     unknown: tuple[Difference, ...]
@@ -167,6 +176,15 @@ class Comparison:
     only_other: int
     #: Groups of the first set with a time, of which the other has no record.
     gone: tuple[Group, ...]
+
+    @property
+    def by_effect(self) -> dict[str, tuple[Difference, ...]]:
+        """The differences by what they mean, the most serious first."""
+        return {
+            "no ratio": self.work,
+            "not known to be equal": self.unknown,
+            "may explain ratios": self.place,
+        }
 
     @cached_property
     def with_ratio(self) -> list[ComparedCell]:
@@ -186,98 +204,62 @@ class Measurements:
         bad = found.cells[~found.cells["status"].isin(["ok", *UNMEASURED])]
         #: The cells that ran and did not end well.
         self.bad = rows_by_group(bad)
-        on_times = [
-            finding
-            for finding in findings
-            if finding["severity"] == "doubtful" and finding["affects"] in ("time", "all")
-        ]
-        self.doubts = dict(findings_by_group(on_times, groups_with_data(found)))
+        doubtful = [finding for finding in findings if finding["severity"] == "doubtful"]
+        self.doubts = doubts_by_group(doubtful, groups_with_data(found))
 
     def side(self, group: Group, score: Score) -> Side:
         """What is known of a group, in a comparison with that of another set."""
-        times, scores, peaks = (
+        times, scores = (
             tuple(self.repeats.values(group, column, concerns).values())
-            for column, concerns in (
-                ("train_time_s", "time"),
-                ("score_final", "score"),
-                ("peak_memory_bytes", "memory"),
-            )
+            for column, concerns in (("train_time_s", "time"), ("score_final", "score"))
         )
         bad = self.bad.get(group)
         return Side(
             times,
             tuple(score.factor * value for value in scores),
-            float(np.median(peaks)) if peaks else None,
+            self.repeats.median(group, "peak_memory_bytes", "memory"),
             "" if bad is None else outcome_kinds(describe_outcome(bad)),
             group in self.repeats.ok,
-            tuple(dict.fromkeys(finding["rule"] for finding in self.doubts[group])),
+            tuple(self.doubts.get(("time", *group), ())),
         )
 
 
 def compare(first: ResultSet, other: ResultSet) -> Comparison:
     """Compares the other set with the first."""
-    found = matches(first, other)
+    matched = matches(first, other)
     measured = Measurements(first), Measurements(other)
-    cells, place, work, unknown = [], [], [], []
     scored = {name: score_of(rows) for name, rows in first.cells.groupby("experiment")}
-    for match in found:
-        differing = list(differences(match, first, other))
-        reasons = why_not_comparable(differing, first.is_published or other.is_published)
-        not_known = [d for d in not_stated(differing) if d not in reasons]
+    cells = []
+    for match in matched:
         score = scored[match.first.experiment]
-        sides = measured[0].side(match.first, score), measured[1].side(match.other, score)
-        cells.append(compared_cell(match, *sides, score, differing, reasons, not_known))
-        work += reasons
-        unknown += not_known
-        place += [d for d in differing if d.kind not in WORK.values()]
+        differing = list(differences(match, first, other))
+        work = why_not_comparable(differing, first.is_published or other.is_published)
+        cells.append(
+            ComparedCell(
+                match,
+                measured[0].side(match.first, score),
+                measured[1].side(match.other, score),
+                score,
+                work=work,
+                unknown=[d for d in not_stated(differing) if d not in work],
+                place=[d for d in differing if d.kind not in WORK.values()],
+            )
+        )
     with_ratio = [cell for cell in cells if not cell.why_not]
     in_first, in_other = (one.repeats.ok for one in measured)
-    matched = {match.first for match in found}
+    alone = [group for group in in_first if group not in {match.first for match in matched}]
     return Comparison(
         first,
         other,
         tuple(cells),
-        tuple(together(iter(place))),
-        tuple(together(iter(work))),
-        tuple(together(iter(unknown))),
-        tuple(means_by_strategy(with_ratio)),
-        tuple(rank_changes(with_ratio)),
-        len(in_first.keys() - matched),
-        len(in_other.keys() - {match.other for match in found}),
-        tuple(
-            group
-            for group in in_first
-            if group not in matched and measured[0].repeats.values(group, "train_time_s", "time")
-        ),
-    )
-
-
-def compared_cell(
-    match: Match,
-    first: Side,
-    other: Side,
-    score: Score,
-    differing: list[Difference],
-    reasons: list[Difference],
-    not_known: list[Difference],
-) -> ComparedCell:
-    """A match with the measurements of both sets, and with the reason if there is no ratio."""
-    why = against_each_other(reasons)
-    if not why and not (first.times and other.times):
-        told = [
-            side.outcome or ("measured" if side.times else "rejected by the audit")
-            for side in (first, other)
-        ]
-        why = f"{told[0]} against {told[1]}"
-    return ComparedCell(
-        match,
-        first,
-        other,
-        score=score,
-        why_not=why,
-        caution=against_each_other(not_known),
-        other_work=bool(reasons),
-        same_memory=not any(d.path in MEMORY_METHOD for d in differing),
+        place=together(d for cell in cells for d in cell.place),
+        work=together(d for cell in cells for d in cell.work),
+        unknown=together(d for cell in cells for d in cell.unknown),
+        strategies=tuple(means_by_strategy(with_ratio)),
+        rank_changes=tuple(rank_changes(with_ratio)),
+        only_first=len(alone),
+        only_other=len(in_other.keys() - {match.other for match in matched}),
+        gone=tuple(g for g in alone if measured[0].repeats.values(g, "train_time_s", "time")),
     )
 
 
@@ -303,7 +285,7 @@ def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
         for gpus in (None, *(counts if len(counts) > 1 else ())):
             here = [(model, log) for n, model, log in found if gpus in (None, n)]
             by_model = pd.DataFrame(here, columns=["model", "log"]).groupby("model")["log"].mean()
-            mean = mean_over_models(by_model.tolist())
+            mean = mean_of_logs(by_model.tolist())
             yield StrategyMean(strategy, gpus, mean, len(by_model), len(here))
 
 
@@ -324,11 +306,6 @@ def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
                     ratio_of_times(new.first.times, old.first.times),
                     ratio_of_times(new.other.times, old.other.times),
                 )
-
-
-def changed_outcomes(cells: tuple[ComparedCell, ...]) -> list[ComparedCell]:
-    """Cells that ended differently in the other set: out of memory, too slow, diverged."""
-    return [cell for cell in cells if cell.first.outcome != cell.other.outcome]
 
 
 def answer_first(found: Comparison) -> Iterator[str]:

@@ -20,14 +20,9 @@ from stratbench.sets.comparing.comparison import ComparedCell, Comparison
 def draw_all(found: Comparison, out_dir: Path, margin: float) -> list[dict[str, Any]]:
     """Draw a figure of every experiment and model with a ratio; returns them as the page shows them."""
     marks = marks_of(pd.concat([found.first.cells, found.other.cells]))
-    places = dict.fromkeys((c.group.experiment, c.group.model) for c in found.with_ratio)
     drawn = []
-    for experiment, model in places:
-        cells = [
-            c
-            for c in found.with_ratio
-            if (c.group.experiment, c.group.model) == (experiment, model)
-        ]
+    for experiment, model in dict.fromkeys(c.group.comparison for c in found.with_ratio):
+        cells = [c for c in found.with_ratio if c.group.comparison == (experiment, model)]
         stem = out_dir / found.other.name / experiment / f"{model}_time_ratio"
         with plt.rc_context(RC):
             save_figure(draw_rows(ratio_rows(cells, marks, margin)), stem)
@@ -50,25 +45,12 @@ def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin:
     for strategy in dict.fromkeys(c.group.strategy for c in cells):
         own = sorted((c for c in cells if c.group.strategy == strategy), key=lambda c: c.group.gpus)
         points = [
-            Point(
-                c.time.value,
-                c.time.low,
-                c.time.high,
-                str(c.group.gpus) if several else "",
-                differs(c),
-            )
-            for c in own
+            Point(*c.time, str(c.group.gpus) if several else "", c.time.excludes(1)) for c in own
         ]
         told = f"{own[-1].time.value:.2f}×"
-        rows.append(Row(strategy, points, told=told, chosen=any(map(differs, own))))
+        rows.append(Row(strategy, points, told=told, chosen=any(p.chosen for p in points)))
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
-    return Rows(rows, marks, log=True, unit="×", band=(1 / (1 + margin), 1 + margin), head=head)
-
-
-def differs(cell: ComparedCell) -> bool:
-    """Whether the interval of a ratio leaves out 1."""
-    low, high = cell.time.low, cell.time.high
-    return low is not None and high is not None and not low <= 1 <= high
+    return Rows.of_ratios(rows, marks, margin, head)
 
 
 def caption(found: Comparison, cells: Sequence[ComparedCell], margin: float) -> Iterator[str]:

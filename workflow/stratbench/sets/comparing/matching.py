@@ -186,11 +186,11 @@ def not_stated(found: list[Difference]) -> list[Difference]:
     return [d for d in found if d.kind in WORK.values() and NOT_STATED in (d.first, d.other)]
 
 
-def together(found: Iterator[Difference]) -> list[Difference]:
+def together(found: Iterator[Difference]) -> tuple[Difference, ...]:
     """Equal differences of several cells merged into one each, kinds in the order of WORK and PLACE."""
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     for d in found:
         counts[(d.kind, d.path, d.first, d.other)] += d.cells
     kinds = [*WORK.values(), *PLACE.values()]
     merged = [Difference(*key, cells=n) for key, n in counts.items()]
-    return sorted(merged, key=lambda d: kinds.index(d.kind))
+    return tuple(sorted(merged, key=lambda d: kinds.index(d.kind)))

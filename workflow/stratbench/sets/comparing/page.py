@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import Decision, answers_as_json
-from stratbench.analysis.report.answer_rows import first_screen, named_bases
+from stratbench.analysis.records.groups import bases_by_strategy
+from stratbench.analysis.report.answer_rows import first_screen
 from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import MIB, shortened
@@ -17,7 +20,7 @@ from stratbench.sets.check import describe_audit, machines
 from stratbench.sets.comparing.comparison import (
     ComparedCell,
     Comparison,
-    changed_outcomes,
+    against_each_other,
     headline_of,
 )
 from stratbench.sets.comparing.regression import Watched
@@ -57,72 +60,32 @@ def pair_section(found: Comparison, figures: Sequence[dict[str, Any]]) -> dict[s
         "name": found.other.name,
         "headline": headline_of(found),
         "differences": list(difference_lines(found)),
-        "strategies": [
-            {
-                "strategy": m.strategy,
-                "workers": "all" if m.gpus is None else m.gpus,
-                "ratio": ratio_text(m.time),
-                "value": m.time.value,
-                "models": m.models,
-                "cells": m.cells,
-            }
-            for m in found.strategies
-        ],
-        "cells": [cell_line(cell) for cell in found.with_ratio],
+        "strategies": found.strategies,
+        "cells": found.with_ratio,
         "has_memory": any(cell.memory is not None for cell in found.with_ratio),
         "has_score": any(cell.score_change is not None for cell in found.with_ratio),
-        "has_caution": any(cell.caution for cell in found.with_ratio),
+        "has_caution": any(cell.unknown for cell in found.with_ratio),
         "has_doubts": any(cell.doubts for cell in found.with_ratio),
         "unit": unit_of(found.with_ratio),
-        "without": [without_line(cell) for cell in found.without_ratio],
-        "ranks": [
-            {
-                "place": f"{r.model}, {r.gpus} ({r.experiment})",
-                "was": r.was_first,
-                "now": r.is_first,
-                "before": ratio_text(r.before),
-                "after": ratio_text(r.after),
-                "is_sure": r.is_clear,
-            }
-            for r in ranks[:MOST_RANK_CHANGES]
-        ],
+        "without": found.without_ratio,
+        "ranks": ranks[:MOST_RANK_CHANGES],
         "more_ranks": len(hidden),
         "more_sure": sum(r.is_clear for r in hidden),
         "changes": list(change_sentences(found)),
-        "outcomes": [
-            {
-                "place": cell.in_words,
-                "first": cell.first.outcome or "finished",
-                "other": cell.other.outcome or "finished",
-            }
-            for cell in changed_outcomes(found.cells)
-        ],
+        "outcomes": [c for c in found.cells if c.first.outcome != c.other.outcome],
         "figures": list(figures),
     }
 
 
 def difference_lines(found: Comparison) -> Iterator[dict[str, Any]]:
     """The differences by kind, the most serious first."""
-    parts = (
-        ("no ratio", found.work),
-        ("not known to be equal", found.unknown),
-        ("may explain ratios", found.place),
-    )
-    for effect, listed in parts:
+    for effect, listed in found.by_effect.items():
         for kind in dict.fromkeys(d.kind for d in listed):
             rows = [d for d in listed if d.kind == kind]
             yield {
                 "kind": kind,
                 "effect": effect,
-                "rows": [
-                    {
-                        "path": d.path,
-                        "first": shortened(d.first),
-                        "other": shortened(d.other),
-                        "cells": d.cells,
-                    }
-                    for d in rows[:MOST_DIFFERENCES]
-                ],
+                "rows": rows[:MOST_DIFFERENCES],
                 "more": max(0, len(rows) - MOST_DIFFERENCES),
             }
 
@@ -131,35 +94,6 @@ def unit_of(cells: Sequence[ComparedCell]) -> str:
     """The unit of a change of score, if all cells have the same one; else empty."""
     units = {c.score.difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
-
-
-def cell_line(cell: ComparedCell) -> dict[str, Any]:
-    """The line in the table for a cell with a ratio."""
-    return {
-        "experiment": cell.group.experiment,
-        "model": cell.group.model,
-        "strategy": cell.group.strategy,
-        "gpus": cell.group.gpus,
-        "first": times_text(cell.first.times),
-        "other": times_text(cell.other.times),
-        "ratio": ratio_text(cell.time),
-        "value": cell.time.value,
-        "memory": "" if cell.memory is None else f"{cell.memory:.3f}",
-        "score": change_text(cell.score_change, cell) if cell.score_change else "",
-        "score_value": cell.score_change.value if cell.score_change else "",
-        "caution": cell.caution,
-        "doubts": ", ".join(cell.doubts),
-    }
-
-
-def without_line(cell: ComparedCell) -> dict[str, Any]:
-    """The line in the list for a cell without a ratio: both times, beside the reason."""
-    return {
-        "place": cell.in_words,
-        "first": times_text(cell.first.times),
-        "other": times_text(cell.other.times),
-        "why": cell.why_not,
-    }
 
 
 def change_sentences(found: Comparison) -> Iterator[str]:
@@ -171,12 +105,8 @@ def change_sentences(found: Comparison) -> Iterator[str]:
         change = cell.score_change
         if change is None or abs(change.value) <= cell.score.tolerance:
             continue
-        sure = change.low is not None and change.low * change.high > 0
-        chance = "" if sure else "; it may be chance"
-        yield (
-            f"{cell.in_words}: {cell.score.name} {change_text(change, cell)} "
-            f"{cell.score.difference(0).partition(' ')[2]}{chance}."
-        )
+        chance = "" if change.excludes(0) else "; it may be chance"
+        yield (f"{cell.in_words}: {cell.score.name} {change_text(cell)} {unit_of([cell])}{chance}.")
 
 
 def page_values(
@@ -205,16 +135,18 @@ def page_values(
     }
 
 
-def bases_of(
-    sets: Sequence[ResultSet], decisions: Sequence[Decision]
-) -> list[tuple[str, str | None]]:
-    """Pairs of the strategies that decisions over sets name, `ddp (a100)`, and their base strategies."""
-    known = {name: base for one in sets for name, base in named_bases(one.cells)}
+def bases_of(sets: Sequence[ResultSet], decisions: Sequence[Decision]) -> dict[str, str | None]:
+    """The base strategies of those that decisions over sets name, such as `ddp (a100)`."""
+    known = bases_by_strategy(pd.concat([one.cells for one in sets]))
     listed = {row["strategy"] for decision in decisions for row in decision.matrix}
-    return [(name, known.get(name.partition(" (")[0])) for name in sorted(listed)]
+    return {name: known.get(name.partition(" (")[0]) for name in sorted(listed)}
 
 
 def render(values: dict[str, Any]) -> str:
     """The page as HTML; all values in it are escaped."""
-    page = pages.render("compare.html.j2", TEMPLATES, REPORT_TEMPLATES, values=values)
+    texts = (against_each_other, change_text, ratio_text, shortened, times_text)
+    filters = {text.__name__: text for text in texts}
+    page = pages.render(
+        "compare.html.j2", TEMPLATES, REPORT_TEMPLATES, values=values, filters=filters
+    )
     return re.sub(r"\n{3,}", "\n\n", page)

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stratbench.analysis.records.groups import Group
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import counted, names_text
 from stratbench.sets.comparing.comparison import ComparedCell, Comparison
-from stratbench.statistics.unpaired import ALPHA, LostSpeed, slowdown_over_cells
+from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.unpaired import ALPHA, slowdown_over_cells
 
 SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
-GONE, OTHER_WORK = "no longer judged", "not judged"
+GONE, OTHER_WORK, LESS = "no longer judged", "not judged", "finishes less often"
 #: Verdicts that make a comparison fail.
 FAILING = (SLOWER, LOST, GONE)
 #: The number of kinds of cells that a sentence names.
@@ -33,10 +34,12 @@ class Watched:
     #: Whether it is a whole strategy, not one cell.
     whole: bool
     cells: int
-    slowdown: LostSpeed
+    #: The share by which it got slower, with bounds of one side each; None without a ratio.
+    slowdown: Estimate | None
     #: SLOWER: its lower bound is above the allowed share; WITHIN: its upper bound is not; LOST: it finished
     #: in the first set, but none of its repeats that ran here did; GONE: there is no usable record of it
-    #: here; OTHER_WORK: what is trained here is something else; else UNKNOWN.
+    #: here; OTHER_WORK: what is trained here is something else; LESS: all repeats finished in the first set,
+    #: and only some of those that ran here; else UNKNOWN.
     outcome: str
     #: The audit's rules that doubt a time behind the outcome.
     doubts: tuple[str, ...] = ()
@@ -49,15 +52,16 @@ class Watched:
     @property
     def shown(self) -> bool:
         """Whether it is listed: cells that got no slower are not."""
-        return self.whole or self.fails or self.outcome == OTHER_WORK
+        return self.whole or self.fails or self.outcome in (OTHER_WORK, LESS)
 
     @property
     def sentence(self) -> str:
         """The outcome with its figures."""
+        text = f"{self.set_name}: {self.what}: {self.outcome}"
+        if self.slowdown is None:
+            return text
         share, low, high = self.slowdown
-        if share is None:
-            return f"{self.set_name}: {self.what}: {self.outcome}"
-        text = f"{self.set_name}: {self.what}: {self.outcome}, {share:+.1%}"
+        text += f", {share:+.1%}"
         if low is None:
             return f"{text} (no two repeats in both sets, so that noise is not known)"
         doubts = f"; the audit doubts its times: {', '.join(self.doubts)}" if self.doubts else ""
@@ -83,16 +87,19 @@ def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
         for family, whole in ((strategies, True), (cells, False))
         for entry in family
     ]
-    watched += [lost_one(c.other.name, cell) for c in found for cell in c.cells if is_lost(cell)]
+    for ended_worse, outcome in ((is_lost, LOST), (is_less_often, LESS)):
+        for c in found:
+            watched += [unfinished(c, cell, outcome) for cell in c.cells if ended_worse(cell)]
     watched += [entry for c in found for entry in not_judged(c)]
-    return sorted(watched, key=lambda w: (*FAILING, OTHER_WORK, UNKNOWN, WITHIN).index(w.outcome))
+    order = (*FAILING, LESS, OTHER_WORK, UNKNOWN, WITHIN)
+    return sorted(watched, key=lambda w: order.index(w.outcome))
 
 
 def not_judged(found: Comparison) -> Iterator[Watched]:
     """For each strategy, the kinds of cells with times in the first set that nothing here is held against."""
     places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
     for cell in found.cells:
-        if cell.other_work and cell.first.times:
+        if cell.work and cell.first.times:
             places[OTHER_WORK, cell.group.strategy, "other work"].append(cell.group)
         elif cell.first.times and not cell.other.times and not is_lost(cell):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
@@ -100,13 +107,9 @@ def not_judged(found: Comparison) -> Iterator[Watched]:
     for group in () if found.other.is_published else found.gone:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, why), groups in places.items():
-        named = [f"{g.model} on {g.gpus} ({g.experiment})" for g in groups[:MOST_NAMED]]
-        more = [f"{len(groups) - MOST_NAMED} more"] if len(groups) > MOST_NAMED else []
-        what = (
-            f"{strategy}, {counted(len(groups), 'kind')} of cells {why}: {', '.join(named + more)}"
-        )
-        unknown = LostSpeed(None, None, None)
-        yield Watched(found.other.name, what, False, len(groups), unknown, outcome)
+        named = names_text([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MOST_NAMED)
+        what = f"{strategy}, {counted(len(groups), 'kind')} of cells {why}: {named}"
+        yield Watched(found.other.name, what, False, len(groups), None, outcome)
 
 
 def is_lost(cell: ComparedCell) -> bool:
@@ -114,13 +117,22 @@ def is_lost(cell: ComparedCell) -> bool:
 
     A repeat without a record has not ended: it does not count either way.
     """
-    return bool(cell.first.times) and not cell.other.finished and not cell.other_work
+    return bool(cell.first.times) and not cell.other.finished and not cell.work
 
 
-def lost_one(set_name: str, cell: ComparedCell) -> Watched:
-    """The outcome on a cell that no longer finishes."""
+def is_less_often(cell: ComparedCell) -> bool:
+    """Whether every repeat of a cell that ran finished in the first set, and only some did in the other.
+
+    Its ratio is of those that did.
+    """
+    worse = cell.other.outcome and not cell.first.outcome
+    return bool(worse and cell.first.times and cell.other.finished and not cell.work)
+
+
+def unfinished(found: Comparison, cell: ComparedCell, outcome: str) -> Watched:
+    """The outcome on a cell of which not all repeats finish that did."""
     what = f"{cell.in_words}, {cell.other.outcome}"
-    return Watched(set_name, what, False, 1, LostSpeed(None, None, None), LOST)
+    return Watched(found.other.name, what, False, 1, None, outcome)
 
 
 def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
@@ -134,19 +146,14 @@ def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[Compa
 
 
 def watched_one(
-    set_name: str,
-    what: str,
-    cells: list[ComparedCell],
-    whole: bool,
-    alpha: float,
-    allowed: float,
+    set_name: str, what: str, cells: list[ComparedCell], whole: bool, alpha: float, allowed: float
 ) -> Watched:
     """The outcome on some cells together."""
     slowdown = slowdown_over_cells([(c.other.times, c.first.times) for c in cells], alpha)
     outcome = UNKNOWN
-    if slowdown.at_least is not None and slowdown.at_least > allowed:
+    if slowdown.low is not None and slowdown.low > allowed:
         outcome = SLOWER
-    elif slowdown.at_most is not None and slowdown.at_most <= allowed:
+    elif slowdown.high is not None and slowdown.high <= allowed:
         outcome = WITHIN
     doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubts))
     return Watched(set_name, what, whole, len(cells), slowdown, outcome, doubts)
@@ -172,6 +179,8 @@ def describe_watch(watched: Sequence[Watched], allowed: float) -> Iterator[str]:
     else:
         told = "it cannot tell whether anything is slower"
     told += f", {len(lost)} no longer finishing" if lost else ""
+    less = sum(w.outcome == LESS for w in watched)
+    told += f", {less} finishing less often" if less else ""
     told += (
         f", {counted(sum(w.cells for w in gone), 'kind')} of cells no longer judged" if gone else ""
     )

@@ -10,10 +10,15 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.measures import NO_CELL
-from stratbench.analysis.tables.tables import latex, markdown, table_by_count
+from stratbench.analysis.tables.tables import latex, lines_by_model, markdown, table_by_count
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import shortened
-from stratbench.sets.comparing.comparison import ComparedCell, Comparison, StrategyMean
+from stratbench.sets.comparing.comparison import (
+    ComparedCell,
+    Comparison,
+    StrategyMean,
+    against_each_other,
+)
 from stratbench.statistics.intervals import Estimate
 from stratbench.statistics.unpaired import geometric_mean
 
@@ -21,14 +26,15 @@ from stratbench.statistics.unpaired import geometric_mean
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def ratio_text(found: Estimate | None) -> str:
+def ratio_text(found: Estimate) -> str:
     """A ratio as tables print it, with its interval if there is one."""
-    return NO_CELL if found is None else found.text("{:.3f}".format)
+    return found.text("{:.3f}".format)
 
 
-def change_text(found: Estimate, cell: ComparedCell) -> str:
-    """A change of a score as tables print it."""
-    return found.text(f"{{:+.{cell.score.decimals}f}}".format)
+def change_text(cell: ComparedCell) -> str:
+    """A change of a score as tables print it; empty if it is not known."""
+    change = cell.score_change
+    return "" if change is None else change.text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
 def times_text(times: tuple[float, ...]) -> str:
@@ -66,7 +72,7 @@ def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
             "outcome_other": cell.other.outcome or "ok",
             "no_ratio_because": cell.why_not,
             "doubted_by": "; ".join(cell.doubts),
-            "not_known_to_be_equal": cell.caution,
+            "not_known_to_be_equal": against_each_other(cell.unknown),
         }
 
 
@@ -74,39 +80,24 @@ def wide_table(found: Comparison, experiment: str) -> pd.DataFrame:
     """The ratios of one experiment: models and strategies by worker count."""
     cells = [c for c in found.cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
-    texts: dict[tuple[str, str], dict[int, str]] = {}
-    for cell in cells:
-        text = f"n/a ({cell.why_not})" if cell.why_not else ratio_text(cell.time)
-        texts.setdefault((cell.group.model, cell.group.strategy), {})[cell.group.gpus] = text
-    models = list(dict.fromkeys(model for model, _ in texts))
-    lines = sorted(texts.items(), key=lambda line: models.index(line[0][0]))
-    return table_by_count(counts, [(*key, by_count) for key, by_count in lines], "worker")
+    texts = ((c.group, ratio_text(c.time) if c.time else f"n/a ({c.why_not})") for c in cells)
+    return table_by_count(counts, lines_by_model(texts), "worker")
 
 
 def strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
     """The mean ratio of each strategy."""
     return pd.DataFrame(
-        [
-            [
-                m.strategy,
-                "all" if m.gpus is None else str(m.gpus),
-                ratio_text(m.time),
-                m.models,
-                m.cells,
-            ]
-            for m in means
-        ],
+        [[m.strategy, m.workers, ratio_text(m.time), m.models, m.cells] for m in means],
         columns=["strategy", "workers", "time ratio", "models", "cells"],
     )
 
 
 def difference_table(found: Comparison) -> pd.DataFrame:
     """The differences: first those that prevent a ratio, then those that may explain ratios."""
-    parts = ((found.work, "no ratio"), (found.unknown, "not known"), (found.place, "differs"))
     return pd.DataFrame(
         [
-            [d.kind, d.path, shortened(d.first), shortened(d.other), d.cells, what]
-            for listed, what in parts
+            [d.kind, d.path, shortened(d.first), shortened(d.other), d.cells, effect]
+            for effect, listed in found.by_effect.items()
             for d in listed
         ],
         columns=["kind", "field", found.first.name, found.other.name, "cells", "effect"],

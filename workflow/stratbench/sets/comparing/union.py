@@ -15,10 +15,11 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import Decision, decide_together
 from stratbench.analysis.decision.tolerance import judge_scores
 from stratbench.cell.coordinates import STATUSES
+from stratbench.sets.check import SHARED
 from stratbench.sets.reading import ResultSet
 
 #: Columns of cells.csv that the cells of one job have in common.
-JOB = ("dataset", "model", "task", "epochs", "steps", "global_batch", "precision", "slowdown")
+JOB = ("model", *SHARED, "slowdown")
 
 
 class Part(NamedTuple):
@@ -70,9 +71,7 @@ def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
 
 
 def candidates_in(
-    parts: Sequence[Part],
-    prices: Mapping[str, float],
-    given: Constraints,
+    parts: Sequence[Part], prices: Mapping[str, float], given: Constraints
 ) -> Iterator[Candidate]:
     """All candidates of a job: those of each set at its price, called `ddp (a100)`, judged together.
 

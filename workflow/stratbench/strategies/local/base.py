@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
-from stratbench.workload.users_code import listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,6 +27,7 @@ class Local(base.Collective):
     family = "own weights"
     rigid = "each worker has weights of its own, which end with the worker"
     buffers_note = "each worker keeps its own, and they are averaged with the weights"
+    evaluated_on = "the workers' mean weights and BatchNorm statistics"
     breakdown_note: ClassVar[str] = (
         "exposed_communication is the exchange of weights after the update, waiting for slower workers "
         "included, as a mean over all steps"
@@ -44,8 +45,8 @@ class Local(base.Collective):
         yield from super().refusals_of_model(model, worker)
         if names := [name for name, p in model.named_parameters() if p.is_complex()]:
             yield (
-                f"how far workers are apart is summed in real numbers, and {listed(names)} is complex; keep "
-                "its real and imaginary part as two parameters"
+                f"how far workers are apart is summed in real numbers, and {names_text(names)} is complex; "
+                "keep its real and imaginary part as two parameters"
             )
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
@@ -98,7 +99,7 @@ class Local(base.Collective):
         for flat in tensors if workers > 1 else ():
             dist.all_reduce(flat)
             flat /= workers
-            self.sent_bytes += 2 * (workers - 1) / workers * flat.numel() * flat.element_size()
+            self.sent_bytes += 2 * (workers - 1) / workers * flat.nbytes
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -139,7 +140,7 @@ class Local(base.Collective):
         report["details"]["consensus_distance"] = [
             d if d < float("inf") else None for d in distances
         ]
-        return report | {"evaluated_on": "the workers' mean weights and BatchNorm statistics"}
+        return report
 
 
 def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:

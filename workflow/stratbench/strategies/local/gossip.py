@@ -55,7 +55,7 @@ class Gossip(Local):
         }
         return wrapped
 
-    def kept(self) -> dict[str, list[Tensor]]:
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
         return {"communication": [t for tensors in self.received.values() for t in tensors]}
 
     def exchange(self) -> None:
@@ -73,7 +73,7 @@ class Gossip(Local):
             for t in received:
                 chunk += t
             chunk /= 1 + len(received)
-            self.sent_bytes += len(sends) * chunk.numel() * chunk.element_size()
+            self.sent_bytes += len(sends) * chunk.nbytes
 
 
 def chunks(flats: list[Tensor]) -> list[Tensor]:

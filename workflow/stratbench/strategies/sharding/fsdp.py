@@ -9,13 +9,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
+from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
 from stratbench.strategies.mesh import refuse_uneven
 from stratbench.strategies.sharding.sharded import Sharded
-from stratbench.workload.users_code import listed
+from stratbench.workload.network.precision import autocast_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class FSDP(Sharded):
@@ -31,7 +33,7 @@ class FSDP(Sharded):
     """
 
     family = "shards"
-    rigid = "each worker holds a part of the state, which ends with the worker"
+    rigid = base.STATE_IN_PARTS
     begins_anew = None
     summary: ClassVar[str] = "parameters, gradients and optimizer state sharded"
     rule: ClassVar[str] = (
@@ -108,13 +110,13 @@ class FSDP(Sharded):
         scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
         if scalars:
             yield (
-                f"FSDP divides parameters along a dimension, which {listed(scalars)} does not have; make it "
-                "a tensor of one element, nn.Parameter(torch.ones(1))"
+                f"FSDP divides parameters along a dimension, which {names_text(scalars)} does not have; make "
+                "it a tensor of one element, nn.Parameter(torch.ones(1))"
             )
         scattered = [name for name, p in model.named_parameters() if not p.is_contiguous()]
         if scattered:
             yield (
-                f"FSDP takes contiguous parameters, and these are not: {listed(scattered)}; call "
+                f"FSDP takes contiguous parameters, and these are not: {names_text(scattered)}; call "
                 ".contiguous() before nn.Parameter"
             )
         if trial.sparse:
@@ -122,7 +124,7 @@ class FSDP(Sharded):
         for label, dtypes in self._dtypes(model, worker):
             if len(dtypes) > 1:
                 yield (
-                    f"{label} has parameters of several dtypes ({', '.join(sorted(dtypes))}), which FSDP "
+                    f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
                     "cannot gather together; use one, or shard them apart"
                 )
         # What is kept after a forward may be read until the next step.
@@ -131,27 +133,27 @@ class FSDP(Sharded):
             early += trial.late
         if early:
             yield (
-                f"forward reads {listed(early)} outside of a call of the shard group it belongs to, and FSDP "
-                "gathers a group only then; call the module itself (neither its parts nor .forward), or name "
-                "in `shard` only classes whose instances are called"
+                f"forward reads {names_text(early)} outside of a call of the shard group it belongs to, and "
+                "FSDP gathers a group only then; call the module itself (neither its parts nor .forward), or "
+                "name in `shard` only classes whose instances are called"
             )
         if worker.world_size > 1 and trial.by_chance:
             yield base.by_chance(trial.by_chance)
         elif worker.world_size > 1 and trial.reads_values and trial.unopened:
             yield (
-                f"forward reads values of tensors and did not call {listed(trial.unopened)}: it seems to "
+                f"forward reads values of tensors and did not call {names_text(trial.unopened)}: it seems to "
                 "choose by its data what it calls, and workers, whose data differ, would gather different "
                 "groups; call all of them, and choose with torch.where or a factor of 0 or 1"
             )
 
-    def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, set[str]]]:
+    def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, list[str]]]:
         """The dtypes of each group's parameters, and of what is in none."""
         left = set(model.parameters())
         for label, modules in worker.wrap_groups:
             own = {p for m in modules for p in m.parameters()}
             left -= own
-            yield f"the shard group {label}", {str(p.dtype).removeprefix("torch.") for p in own}
-        yield "what is in no shard group", {str(p.dtype).removeprefix("torch.") for p in left}
+            yield f"the shard group {label}", base.dtype_names(own)
+        yield "what is in no shard group", base.dtype_names(left)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch
@@ -177,7 +179,7 @@ class FSDP(Sharded):
         if self.options.offload == "cpu":
             on_cuda = worker.device.type == "cuda"
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=on_cuda)
-        policy = self._policy(worker)
+        self.policy = policy = self._make_policy(worker.settings.precision)
         if policy is not None:
             # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
             norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
@@ -212,24 +214,25 @@ class FSDP(Sharded):
         self.module.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def _policy(self, worker: base.Worker):
+    def _make_policy(self, precision: str) -> MixedPrecisionPolicy | None:
+        """FSDP2's own mixed precision, where an option asks for it."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(worker.settings.precision)
+        dtype = autocast_dtype(precision)
         if dtype is None or self.options.mixed_precision == "autocast":
             return None
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if self._policy(self.worker) is None:
+        if self.policy is None:
             return super().forward(x, y)
         return self.worker.task.loss(self.compiled(x), y)
 
     def communication(self) -> dict[str, Any]:
         from torch.nn.modules.batchnorm import _BatchNorm
 
-        in_16_bits = self._policy(self.worker) is not None
+        in_16_bits = self.policy is not None
         norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, _BatchNorm)]
         full = {id(p) for m in norms for p in m.parameters()}
         again = self._gathered_again()
@@ -255,8 +258,8 @@ class FSDP(Sharded):
     def report(self) -> dict[str, Any]:
         report = super().report()
         report["details"]["shard_workers"] = self.group_size
-        if self._policy(self.worker) is not None:
-            dtype = {"bf16": "bfloat16", "fp16": "float16"}[self.worker.settings.precision]
+        if self.policy is not None:
+            dtype = str(self.policy.param_dtype).removeprefix("torch.")
             report["details"]["compute_dtype"] = (
                 f"{dtype} (MixedPrecisionPolicy, float32 reduction)"
             )

@@ -63,6 +63,7 @@ class Sharded(base.Collective):
     over the workers is evaluated. `wrap` also says which workers hold a model between them.
     """
 
+    evaluated_on = "the gathered weights with the workers' mean BatchNorm statistics"
     #: How many workers hold one model between them.
     group_size: int
     #: Those that this one is of; None: all.
@@ -136,10 +137,6 @@ class Sharded(base.Collective):
         # What is not freed after a forward stays gathered where no backward follows. A later step
         # would use those copies, whatever happened to the shards since.
         free_gathered(self.model)
-
-    def report(self) -> dict[str, Any]:
-        evaluated_on = "the gathered weights with the workers' mean BatchNorm statistics"
-        return super().report() | {"evaluated_on": evaluated_on}
 
 
 @contextmanager

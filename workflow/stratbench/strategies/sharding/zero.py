@@ -45,10 +45,6 @@ class Bucket:
         #: Parameters whose gradient of this step is not in `grads` yet, or not all of it.
         self.missing = set(parameters)
 
-    @property
-    def n_bytes(self) -> int:
-        return self.weights.numel() * self.weights.element_size()
-
 
 class ZeRO1(base.Collective):
     """Stage 1 of ZeRO (Rajbhandari et al., SC 2020): DDP's traffic, a W-th part of the optimizer's state.
@@ -62,11 +58,12 @@ class ZeRO1(base.Collective):
 
     family = "replicas"
     summary: ClassVar[str] = "replicas, optimizer state sharded element by element"
-    rigid = "each worker holds a part of the state, which ends with the worker"
+    rigid = base.STATE_IN_PARTS
     begins_anew = None
-    buffers_note = DDP.buffers_note
+    buffers_note, evaluated_on = DDP.buffers_note, DDP.evaluated_on
     updates_by_zeros = True
     collectives = ("reduce_scatter", "all_gather", "broadcast", "all_reduce")
+    own_phases = base.BEFORE_BACKWARD
     rule: ClassVar[str] = (
         "As ddp, but each worker holds the velocity of its share of W and updates that alone; g is "
         "averaged to its share while backward runs, W is gathered after the update"
@@ -116,7 +113,7 @@ class ZeRO1(base.Collective):
     def local_tensors(self) -> list[Tensor]:
         return [bucket.own_weights for bucket in self.buckets]
 
-    def kept(self) -> dict[str, list[Tensor]]:
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
         return {"gradients": [bucket.grads for bucket in self.buckets]}
 
     def weights_and_buffers(self) -> list[Tensor]:
@@ -214,8 +211,8 @@ class ZeRO1(base.Collective):
 
     def communication(self) -> dict[str, Any]:
         w = self.worker.world_size
-        moved_bytes = 2 * sum(bucket.n_bytes for bucket in self.buckets)
-        moved_bytes += sum(b.numel() * b.element_size() for b in self.model.buffers())
+        moved_bytes = 2 * sum(bucket.weights.nbytes for bucket in self.buckets)
+        moved_bytes += sum(b.nbytes for b in self.model.buffers())
         if self.worker.settings.clip_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
         return base.ring_traffic((w - 1) / w * moved_bytes)
@@ -229,8 +226,7 @@ class ZeRO1(base.Collective):
 
     def report(self) -> dict[str, Any]:
         report = super().report()
-        report["details"]["bucket_bytes"] = [bucket.n_bytes for bucket in self.buckets]
-        report["evaluated_on"] = "the replicas' weights with rank 0's BatchNorm statistics"
+        report["details"]["bucket_bytes"] = [bucket.weights.nbytes for bucket in self.buckets]
         return report
 
 
@@ -243,7 +239,7 @@ class TorchZeRO1(DDP):
     """
 
     summary: ClassVar[str] = "replicas, optimizer state sharded tensor by tensor (torch's)"
-    rigid = "each worker holds a part of the state, which ends with the worker"
+    rigid = base.STATE_IN_PARTS
     begins_anew = None
     rule: ClassVar[str] = (
         "As ddp, but each worker holds the velocity of some tensors of W and updates those alone; "
@@ -299,7 +295,7 @@ class TorchZeRO1(DDP):
     def communication(self) -> dict[str, Any]:
         traffic = super().communication()
         w = self.worker.world_size
-        parameters = sum(p.numel() * p.element_size() for p in self.parameters)
+        parameters = sum(p.nbytes for p in self.parameters)
         return traffic | base.ring_traffic(
             traffic["sent_bytes_per_step"] + (w - 1) / w * parameters
         )

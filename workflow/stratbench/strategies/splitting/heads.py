@@ -43,9 +43,8 @@ class SelfAttention(nn.Module):
         if key_padding_mask is not None:
             raise Refused("attention that is divided by heads takes no key_padding_mask")
         if attn_mask is not None and not attn_mask.is_floating_point():
-            attn_mask = (
-                ~attn_mask
-            )  # torch's attention names what is hidden, its function what is seen
+            # torch's attention names what is hidden, its function what is seen.
+            attn_mask = ~attn_mask
         q, k, v = (
             project(query).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for project in (self.query, self.key, self.value)

@@ -14,6 +14,7 @@ from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, Place, refuse_uneven
 from stratbench.strategies.splitting.split import Split, these_do
 from stratbench.workload.network import models
+from stratbench.workload.network.precision import autocast, batch_format
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,7 @@ class Pipeline(Split):
         "a step's micro-batches, of the workers' stages alone"
     )
     collectives = ("send", "all_reduce", "broadcast")
+    evaluated_on = "the stages' weights"
 
     @dataclass(frozen=True)
     class Options(base.Options):
@@ -114,7 +116,7 @@ class Pipeline(Split):
 
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
-        if models.normalises_over_batch(network):
+        if models.facts_of(network).batchnorm:
             return BATCHNORM
         if not models.has_pieces(network):
             able = these_do(models.has_pieces)
@@ -122,7 +124,7 @@ class Pipeline(Split):
         return None
 
     def too_many(self, network: str | Model, gpus: int) -> str | None:
-        stages, most = self.n_stages(gpus), models.most_stages(network)
+        stages, most = self.n_stages(gpus), models.facts_of(network).most_stages
         if most is not None and stages > most:
             return f"it can be cut into {most} stages, not into {stages}; set pipeline_workers"
         return None
@@ -165,10 +167,8 @@ class Pipeline(Split):
             yield str(e)
             return
         yield from pieces.faults_of(model, chain)
-        most, stages = (
-            len(pieces.units_of(model, chain, worker.wrap_groups)),
-            self.n_stages(worker.world_size),
-        )
+        most = len(pieces.units_of(model, chain, worker.wrap_groups))
+        stages = self.n_stages(worker.world_size)
         if stages > most:
             yield f"it can be cut into {most} stages, not into {stages}; set pipeline_workers"
 
@@ -181,9 +181,8 @@ class Pipeline(Split):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from stratbench.strategies.splitting.stages import Part, balanced
+        from stratbench.strategies.splitting.stages import Part, balance
         from stratbench.workload.network.pieces import units_of
-        from stratbench.workload.network.precision import batch_format
 
         place = worker.mesh.place(worker.rank)
         workers, replicas = worker.mesh.stages, worker.mesh.replicas
@@ -193,16 +192,16 @@ class Pipeline(Split):
         self._pipe, self._copies = mesh.get_group("stages"), mesh.get_group("replicas")
         pieces = models.pieces_of(models.model_of(worker.settings), model)
         units = units_of(model, pieces, worker.wrap_groups)
-        found = self.measure(model, units)
+        measured = self.measure(model, units)
         n = self.n_stages(worker.world_size)
-        ends = [0, *accumulate(balanced(found, n))]
+        ends = [0, *accumulate(balance(measured, n))]
         #: Of each stage its pieces, the work of a sample, and the shape of what it gives for one.
         self._cut = [list(chain(*units[i:j])) for i, j in pairwise(ends)]
-        self._work = [sum(u.flops for u in found[i:j]) for i, j in pairwise(ends)]
-        self._shapes = [found[end - 1].shape for end in ends[1:]]
+        self._work = [sum(u.flops for u in measured[i:j]) for i, j in pairwise(ends)]
+        self._shapes = [measured[end - 1].shape for end in ends[1:]]
         self._dtype = next(model.parameters()).dtype
         layout = batch_format(worker.settings.precision, worker.device.type)
-        precision = partial(base.autocast, worker)
+        precision = partial(autocast, worker.settings.precision, worker.device)
         shared = self._share_gradients(model)
         self._drop_others(model, [i for i in range(n) if i % workers == place.stage])
         #: What this worker computes of each of its stages.
@@ -245,13 +244,13 @@ class Pipeline(Split):
         """What each unit of the network computes, counted on tensors without memory."""
         import torch
 
-        from stratbench.strategies.splitting.stages import measured
+        from stratbench.strategies.splitting.stages import measure_units
         from stratbench.workload.data.device_data import example_batch
 
         like = next(model.parameters())
         meta, layout = torch.device("meta"), torch.contiguous_format
         x, _ = example_batch(1, self.worker.input_shape, 1, meta, like.dtype, layout)
-        return measured(model, units, x)
+        return measure_units(model, units, x)
 
     def _share_gradients(self, model: nn.Module) -> set[nn.Parameter]:
         """Find the parameters that several stages use, and make the groups of workers that have them."""
@@ -290,17 +289,19 @@ class Pipeline(Split):
                 if p not in used:
                     setattr(module, name, None)
 
-    def kept(self) -> dict[str, list[Tensor]]:
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
         infos = [
             i
             for s in self._stages
             for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())
         ]
-        return {"received": [i.buffer for each in infos for i in each if i.buffer is not None]}
+        # Of the network's own input there is none; before PyTorch 2.12 it has no such attribute, either.
+        buffers = [getattr(i, "buffer", None) for each in infos for i in each]
+        return {"received": [buffer for buffer in buffers if buffer is not None]}
 
     # --- a step ------------------------------------------------------------------------------------
 
-    def _prepared(self, samples: int) -> Any:
+    def _schedule_for(self, samples: int) -> Any:
         """The schedule for a batch of so many samples, with the stages that receive them."""
         if samples != self._batch:
             self._batch = samples
@@ -353,7 +354,7 @@ class Pipeline(Split):
 
     def _loss(self, scores: Tensor, y: Tensor) -> Tensor:
         self._mark("bubble")
-        with base.autocast(self.worker):
+        with autocast(self.worker.settings.precision, self.worker.device):
             loss = self.worker.task.loss(scores, y) / self._divisor
         self._losses.append(loss.detach())
         if self.scaler is not None:
@@ -373,7 +374,7 @@ class Pipeline(Split):
         self._divisor, self._losses = parts * self.options.microbatches, []
         if self.scaler is not None:
             self.scaler.scale(torch.zeros((), device=self.worker.device))  # so that it has a scale
-        schedule = self._prepared(len(x))
+        schedule = self._schedule_for(len(x))
         inputs = (x,) if 0 in self._parts else ()
         target = y if len(self._cut) - 1 in self._parts else None
         schedule.step(*inputs, target=target, return_outputs=False)
@@ -412,13 +413,11 @@ class Pipeline(Split):
             self._sent.clear()
         self._mark("bubble")
 
-    def gradient_norm(self) -> Tensor:
-        """What several stages use counts once."""
-        from torch.nn.utils import get_total_norm
+    def normed_tensors(self) -> list[Tensor]:
+        return [p for p in self.parameters if p not in self._counted_elsewhere]
 
-        own = [p for p in self.parameters if p not in self._counted_elsewhere]
-        norm = get_total_norm([p.grad for p in own if p.grad is not None])
-        return base.norm_of_parts(norm, self.worker.mesh.stages, self._pipe)
+    def gradient_norm(self) -> Tensor:
+        return base.norm_of_parts(super().gradient_norm(), self.worker.mesh.stages, self._pipe)
 
     # --- evaluation and the record -----------------------------------------------------------------
 
@@ -453,4 +452,4 @@ class Pipeline(Split):
             ],
             "predicted_bubble_share": self.bubble_share(self.worker.world_size),
         }
-        return report | {"evaluated_on": "the stages' weights"}
+        return report

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.strategies import base
+from stratbench.strategies.counted import Counted
 from stratbench.workload.network import models
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stratbench.strategies.saved import SavedState
     from stratbench.workload.network.models import Model
 
 
-class Split(base.Collective):
-    """Workers hold parts of a network that states how it is divided; several groups of them are replicas.
-
-    Only a step tells what is exchanged: it is counted in the first one after a `save`, which is not timed.
-    """
+class Split(Counted):
+    """Workers hold parts of a network that states how it is divided; several groups of them are replicas."""
 
     family = "splits"
     rigid = "each worker holds a part of the network, which ends with the worker"
@@ -30,9 +24,6 @@ class Split(base.Collective):
     #: What compiled code is not tried with; the key by which a user's network states how it is divided.
     parts_are: ClassVar[str]
     stated_by: ClassVar[str]
-
-    #: What that step sent, in bytes; None: not looked at yet.
-    _sent_bytes: float | None = None
 
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
@@ -74,23 +65,6 @@ class Split(base.Collective):
             optimizer_parts=parts,
             updates_per_step=1,
         )
-
-    def save(self) -> SavedState:
-        self._sent_bytes = None
-        return super().save()
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        if self._sent_bytes is not None:
-            return super().step(x, y)
-        from stratbench.telemetry.collective_count import CollectiveCount
-
-        with CollectiveCount() as count:
-            loss = super().step(x, y)
-        self._sent_bytes = count.wire_bytes(self.worker.world_size)
-        return loss
-
-    def communication(self) -> dict[str, Any] | None:
-        return None if isnan(self._sent_bytes) else base.ring_traffic(self._sent_bytes)
 
 
 def these_do(able: Callable[[str], bool]) -> str:

@@ -36,24 +36,24 @@ class Measured(NamedTuple):
     shape: tuple[int, ...]
 
 
-def measured(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[Measured]:
+def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[Measured]:
     """What each unit computes, for `x`: one sample on the meta device. No memory is spent on weights."""
     kept = [*model.parameters(), *model.buffers()]
     empty = {id(t): torch.empty(t.shape, dtype=t.dtype, device="meta") for t in kept}
     memo = {k: nn.Parameter(t) if t.is_floating_point() else t for k, t in empty.items()}
     like = deepcopy(model, memo)
-    found = []
+    figures = []
     for unit in units:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             for piece in unit:
                 x = piece.call(like, x)
         own = {p for piece in unit for p in piece.parameters(like)}
-        n_bytes = sum(p.numel() * p.element_size() for p in own)
-        found.append(Measured(counter.get_total_flops(), n_bytes, tuple(x.shape[1:])))
-    return found
+        n_bytes = sum(p.nbytes for p in own)
+        figures.append(Measured(counter.get_total_flops(), n_bytes, tuple(x.shape[1:])))
+    return figures
 
 
-def balanced(units: Sequence[Measured], stages: int) -> list[int]:
+def balance(units: Sequence[Measured], stages: int) -> list[int]:
     """How many neighbouring units each of `stages` takes, so that the most that one computes is least.
 
     Where several ways are equal in that, the one with the least parameters on one stage. ValueError where
@@ -87,7 +87,7 @@ def _split(
             ]
             for end in range(stage, n - stages + stage + 1)
         }
-        best = {end: min(found) for end, found in ways.items() if found}
+        best = {end: min(cuts) for end, cuts in ways.items() if cuts}
     return best[n]
 
 
@@ -152,6 +152,13 @@ class Stage(PipelineStage):
     mark: Callable[[str], None]
     last: Callable[[bool], None]
 
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """Let any strides of the network's own input pass, as PyTorch itself does from 2.13 on."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """None: the workers have met (`Pipeline._connect`), and one that is alone cannot meet itself."""
+        return []
+
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self.mark("bubble")
         output = super().forward_one_chunk(*args, **kwargs)
@@ -163,8 +170,10 @@ class Stage(PipelineStage):
         self.last(kwargs.get("last_backward", False))
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_first and bwd_chunk_id in self.bwd_cache:
-            found = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in found)
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                g if g is None else g.contiguous() for g in gradients
+            )
         self.mark("backward")
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:

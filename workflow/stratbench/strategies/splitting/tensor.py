@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
@@ -58,6 +59,7 @@ class TensorParallel(Split, Sharded):
         "shows it)"
     )
     collectives = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    evaluated_on = "the divided weights"
 
     @dataclass(frozen=True)
     class Options(base.Options):
@@ -89,11 +91,8 @@ class TensorParallel(Split, Sharded):
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         yield from super().refusals(options, values)
         for name, network in values["networks"].items():
-            if (
-                options["sequence"]
-                and models.has_tensor_plan(network)
-                and models.reads_images(network)
-            ):
+            reads_images = models.facts_of(network).reads_text is False
+            if options["sequence"] and reads_images and models.has_tensor_plan(network):
                 yield (
                     f".models = {name!r}: sequence: true divides the positions of texts; an image's patches "
                     "and their class token do not come out even; set it to false"
@@ -136,8 +135,8 @@ class TensorParallel(Split, Sharded):
             worker.device.type, (replicas, tensor), mesh_dim_names=("replicas", "tensor")
         )
         if tensor > 1:
-            again = tied(model)
-            plan = separated(model, models.tensor_plan(models.model_of(worker.settings)))
+            again = repeated_parameters(model)
+            plan = separate_heads(model, models.tensor_plan(models.model_of(worker.settings)))
             parallelize_module(model, mesh["tensor"], styles(model, plan, self.options.sequence))
             for (module, name), (first, own) in again:
                 setattr(module, name, getattr(first, own))
@@ -211,19 +210,13 @@ class TensorParallel(Split, Sharded):
                 p.grad = p.grad.redistribute(placements=p.placements)
         super().link_gradients()
 
-    def gradient_norm(self) -> Tensor:
-        """What every worker of a group holds whole counts once."""
-        from torch.nn.utils import get_total_norm
-
-        own = zip(self.local, self._counts, strict=True)
-        norm = get_total_norm([t.grad for t, counts in own if counts and t.grad is not None])
-        return base.norm_of_parts(norm.to(self.worker.device), self.group_size, self.shard_group)
-
-    def report(self) -> dict[str, Any]:
-        return super().report() | {"evaluated_on": "the divided weights"}
+    def normed_tensors(self) -> list[Tensor]:
+        return list(compress(self.local, self._counts))
 
 
-def tied(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
+def repeated_parameters(
+    model: nn.Module,
+) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
     """Where a parameter stands again, and where it stands first: a module, and the name in it."""
     first: dict[int, tuple[nn.Module, str]] = {}
     again = []
@@ -279,19 +272,19 @@ def matching(model: nn.Module, path: str) -> list[str]:
     return [name for name, _ in model.named_modules() if fnmatchcase(name, path)]
 
 
-def separated(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def separate_heads(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The plan, once each attention of the word `heads` has its projections one by one, with theirs."""
     from stratbench.strategies.splitting.heads import SelfAttention
 
-    found: dict[str, str] = {}
+    divided: dict[str, str] = {}
     for path, word in plan.items():
-        found[path] = word
+        divided[path] = word
         if word == "heads":
             for name in matching(model, path):
                 model.set_submodule(name, SelfAttention(model.get_submodule(name)))
             parts = dict.fromkeys(("query", "key", "value"), "columns of it") | {"out": "rows"}
-            found |= {f"{path}.{name}": part for name, part in parts.items()}
-    return found
+            divided |= {f"{path}.{name}": part for name, part in parts.items()}
+    return divided
 
 
 def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[str, ParallelStyle]:
@@ -300,8 +293,8 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
     A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts
     read one input, which is gathered once for all of them. `columns`: the outputs of a linear layer;
     `columns of it`: the same below an `input`. `rows`: the inputs. `norm`: of each position by itself.
-    `heads`: an nn.MultiheadAttention of one input (`separated`). `scores`: the outputs, which stay divided
-    for the loss.
+    `heads`: an nn.MultiheadAttention of one input (`separate_heads`). `scores`: the outputs, which stay
+    divided for the loss.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -313,7 +306,7 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
 
     stream = Shard(1) if sequence else Replicate()
 
-    def made(kind: str) -> ParallelStyle | None:
+    def style_of(kind: str) -> ParallelStyle | None:
         match kind:
             case "embedding":
                 return RowwiseParallel(input_layouts=Replicate())
@@ -348,5 +341,5 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
         raise ValueError(f"a plan says {kind!r}, which is no way to divide a module")
 
     wanted = {name: kind for path, kind in plan.items() for name in matching(model, path)}
-    found = {name: made(kind) for name, kind in wanted.items()}
-    return {name: style for name, style in found.items() if style is not None}
+    by_name = {name: style_of(kind) for name, kind in wanted.items()}
+    return {name: style for name, style in by_name.items() if style is not None}

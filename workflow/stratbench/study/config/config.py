@@ -50,6 +50,7 @@ class Study:
         self.description = self._study.get("description", "")
         self.seed: int = self._study["seed"]
         self._own = {key: config[key] for key in ("models", "code") if config.get(key)}
+        self._folders = [Path(folder).expanduser() for folder in config.get("code") or []]
         self._own_code: dict[str, dict[str, Any] | None] = dict(config.get("own_code", {}))
         self._data = DataSets(config)
         self.experiments = {}
@@ -131,8 +132,9 @@ class Study:
 
     def _with_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
-            folders = [Path(folder).expanduser() for folder in self._own.get("code", [])]
-            self._own_code[key] = spec and spec | users_code.fingerprint(spec["call"], folders)
+            self._own_code[key] = spec and spec | users_code.fingerprint(
+                spec["call"], self._folders
+            )
         return self._own_code[key]
 
     def own_code(self) -> dict[str, dict[str, Any]]:
@@ -147,6 +149,20 @@ class Study:
             self.own_task(experiment.values["task"])
         return {name: spec for name, spec in self._own_code.items() if spec}
 
+    def faults_of_code(self, cells: Iterable[Cell]) -> list[str]:
+        """A sentence for each model and task of some cells whose files show that they cannot be imported."""
+        faults = {}
+        for cell in cells:
+            task = self.own_task(self.experiments[cell.experiment].values["task"])
+            for what, spec in (
+                (f"model {cell.model!r}", self.own_model(cell.model)),
+                ("task", task),
+            ):
+                named = f"{what} ({spec['call']})" if spec else ""
+                if spec and named not in faults:
+                    faults[named] = users_code.fault_of_code(spec["call"], self._folders)
+        return [f"{named}: {fault}" for named, fault in faults.items() if fault]
+
     def dataset(self, name: str) -> Dataset:
         """The facts of a data set; few of a user's own data set until it is prepared."""
         return self._data.facts(name)
@@ -157,8 +173,8 @@ class Study:
         Without those whose name says all. Given as `data_specs` in a config, they stand for its
         `datasets`, and save `Study` from hashing a user's files again.
         """
-        found = {name: self._data.identity(name) for name in self.datasets}
-        return {name: identity for name, identity in found.items() if identity}
+        specs = {name: self._data.identity(name) for name in self.datasets}
+        return {name: identity for name, identity in specs.items() if identity}
 
     def own_data(self) -> list[str]:
         """The names of the user's own data sets in the study."""
@@ -184,8 +200,8 @@ class Study:
 
     def optimizers(self) -> dict[str, str]:
         """The optimizers that are not SGD, by experiment."""
-        found = {e: x.values["optimizer"] for e, x in self.experiments.items()}
-        return {e: optimizer for e, optimizer in found.items() if optimizer != "sgd"}
+        names = {e: x.values["optimizer"] for e, x in self.experiments.items()}
+        return {e: optimizer for e, optimizer in names.items() if optimizer != "sgd"}
 
     def target_scores(self) -> dict[str, float]:
         """The score to reach, by experiment, where there is one; changing it retrains elastic cells alone."""

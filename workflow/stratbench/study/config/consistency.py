@@ -171,8 +171,8 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
 
 def _all_at_once(where: str, faults: Iterator[str]) -> Iterator[str]:
     """Independent faults as one fault, so that all refused strategies are reported together."""
-    if found := list(dict.fromkeys(faults)):
-        yield f"\nconfig: {where}".join(found)
+    if each := list(dict.fromkeys(faults)):
+        yield f"\nconfig: {where}".join(each)
 
 
 def settle_optimizer(block: dict[str, Any]) -> None:
@@ -222,11 +222,11 @@ def _strategies(
 
 def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
     """How the experiment's strategies divide their work among `n` workers, as far as they can."""
-    found = set()
+    meshes = set()
     for _, base, options in _strategies(block, study):
         with suppress(ValueError):  # said by `_strategy_faults`
-            found.add(mesh_of(base, options, n))
-    return found
+            meshes.add(mesh_of(base, options, n))
+    return meshes
 
 
 def _batch_faults(
@@ -341,19 +341,15 @@ def _model_faults(
                     raise ValueError(f"models.{name}.kwargs: {e}") from e
         except ValueError as e:
             yield f".dataset = {block['dataset']!r}: {e}"
-    if block["partition"] == "by-class" and dataset.values:
-        yield (
-            f".partition = 'by-class': the data set {block['dataset']!r}: {tasks.NO_CLASSES}; remove the key"
-        )
-    if block["partition"] == "by-class" and dataset.is_text:
-        yield (
-            f".partition = 'by-class': the data set {block['dataset']!r} is a text, which has no classes to "
-            "divide it by; remove the key"
-        )
+    by_class = block["partition"] == "by-class"
+    if by_class and (dataset.values or dataset.is_text):
+        text = " is a text, which has no classes to divide it by"
+        why = text if dataset.is_text else f": {tasks.NO_CLASSES}"
+        yield f".partition = 'by-class': the data set {block['dataset']!r}{why}; remove the key"
     for name in block["models"] if block["activation_checkpointing"] else ():
         if name in models.MODELS and models.MODELS[name].family == "vgg":
             yield f".activation_checkpointing = true: {name}: {models.NO_BLOCKS}"
-    if block["partition"] == "by-class" and block["checkpoint_every"]:
+    if by_class and block["checkpoint_every"]:
         yield (
             f".checkpoint_every = {block['checkpoint_every']} with partition = 'by-class': what each worker "
             "has seen of its classes is in no checkpoint; remove one of the two"

@@ -30,10 +30,10 @@ class DataSets:
             spec = self._specs.get(name)
             if own_data.is_own(spec):
                 known = self._folder / ".hashes" / f"{name}.json"
-                found = own_data.own_data(name, spec).identity(self._code, known)
+                identity = own_data.own_data(name, spec).identity(self._code, known)
             else:
-                found = identity_of(name, spec)
-            self._identities[name] = found
+                identity = identity_of(name, spec)
+            self._identities[name] = identity
         return self._identities[name]
 
     def as_configured(self, name: str) -> Dataset:

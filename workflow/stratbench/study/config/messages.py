@@ -32,6 +32,11 @@ def repr_of(value: Any) -> str:
 
 
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
-    """The closest of `allowed`, as a question after a blank; empty if none is close."""
-    close = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=0.5)
+    """The closest of `allowed`, as a question after a blank; empty if none is close.
+
+    One that begins with what was given, the shortest such, is closer than any other.
+    """
+    text, allowed = str(given), list(allowed)
+    longer = sorted((name for name in allowed if len(text) > 2 and name.startswith(text)), key=len)
+    close = longer or difflib.get_close_matches(text, allowed, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
 
-from stratbench.cell.options import json_rule
+from stratbench.cell.options import schema_of
 from stratbench.study.config.messages import ConfigError
 
 #: Nodes of the simulated cluster where neither the config nor a history says how many there are.
@@ -87,18 +87,11 @@ class QueueRequest:
 
 def schema_of_queue() -> dict[str, Any]:
     """The JSON Schema of `decide.queue`."""
-    hints = get_type_hints(QueueRequest)
-    rules: dict[str, Any] = {}
-    for spec in fields(QueueRequest):
-        rules[spec.name] = json_rule(hints[spec.name]) | spec.metadata["rule"]
-        if spec.default is not MISSING:
-            rules[spec.name]["default"] = spec.default
     return {
         "type": ["object", "null"],
         "default": None,
         "additionalProperties": False,
-        "required": [spec.name for spec in fields(QueueRequest) if spec.default is MISSING],
-        "properties": rules,
+        **schema_of(QueueRequest),
         "description": "A training that waits in a queue: `decide` then says, by simulation, which way "
         "through it brings the result first, a gang or workers that are jobs of their own "
         "(docs/elastic.md). null: no queue.",

@@ -140,6 +140,14 @@ def checked_block(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | alone[name]
 
 
+_BOUNDS = {
+    "minimum": "at least",
+    "maximum": "at most",
+    "exclusiveMinimum": "greater than",
+    "exclusiveMaximum": "less than",
+}
+
+
 def _explain(fault: Any) -> str:
     """A sentence that explains a fault of the JSON Schema."""
     where = place_of(fault.absolute_path)
@@ -164,21 +172,14 @@ def _explain(fault: Any) -> str:
             wanted = " or ".join(TYPE_NAMES[t] for t in ([rule] if isinstance(rule, str) else rule))
             one = "array" in rule and isinstance(value, (str, int, float))
             message = f"{given}: must be {wanted}{f'; write [{value}]' if one else ''}. {about}"
-        case "enum":
-            return wrong_value_message(where, value, "is not allowed", [str(r) for r in rule])
-        case "const":
-            return wrong_value_message(where, value, "is not allowed", [str(rule)])
+        case "enum" | "const" as kind:
+            allowed = map(str, rule if kind == "enum" else [rule])
+            return wrong_value_message(where, value, "is not allowed", allowed)
         case "uniqueItems":
             twice = next(v for i, v in enumerate(value) if v in value[:i])
             message = f"{given}: {twice!r} is given twice; keep one."
-        case "minimum":
-            message = f"{given}: must be at least {rule}. {about}"
-        case "maximum":
-            message = f"{given}: must be at most {rule}. {about}"
-        case "exclusiveMinimum":
-            message = f"{given}: must be greater than {rule}. {about}"
-        case "exclusiveMaximum":
-            message = f"{given}: must be less than {rule}. {about}"
+        case bound if bound in _BOUNDS:
+            message = f"{given}: must be {_BOUNDS[bound]} {rule}. {about}"
         case "maxLength":
             message = f"{given}: has {len(value):,} characters; must have at most {rule:,}. {about}"
         case "minItems" | "maxItems" if rule > 1:

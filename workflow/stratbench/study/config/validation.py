@@ -76,15 +76,15 @@ def _folder(key: str, path: str) -> str:
 
     ConfigError for a path that Snakemake or a command line would read as something else.
     """
-    found = os.path.normpath(os.path.expanduser(path))
-    found = "/" + found.lstrip("/") if found.startswith("/") else found
+    folder = os.path.normpath(os.path.expanduser(path))
+    folder = "/" + folder.lstrip("/") if folder.startswith("/") else folder
     what = None
-    if found in (".", "/"):
+    if folder in (".", "/"):
         what = "must be a folder of its own, since studies become folders in it; write results"
-    elif found.startswith(("-", "~")):
-        what = f"begins with {found[0]!r}, which commands read as an option or a home; rename it"
-    elif bad := next((c for c in found if c in "{}" or not c.isprintable()), None):
+    elif folder.startswith(("-", "~")):
+        what = f"begins with {folder[0]!r}, which commands read as an option or a home; rename it"
+    elif bad := next((c for c in folder if c in "{}" or not c.isprintable()), None):
         what = f"holds {bad!r}, which Snakemake or a shell cannot take in a path; rename it"
     if what:
         raise ConfigError(f"config: {key} = {repr_of(path)}: {what}")
-    return found
+    return folder

@@ -1,4 +1,4 @@
-"""Refuses YAML that a JSON Schema does not see: a key given twice, dates, NaN, control characters."""
+"""Refuses what a JSON Schema does not see: no YAML, a key given twice, dates, NaN, control characters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.study.config.messages import ConfigError, place_of, repr_of
+
+
+def check_syntax(path: str | Path) -> None:
+    """Raises ConfigError with the line at which a file stops being YAML; a missing file is left to others."""
+    import yaml
+
+    try:
+        yaml.compose(Path(path).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except FileNotFoundError:
+        return
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"{path}{line}: is not YAML: {getattr(e, 'problem', None) or e}; indent with blanks and not with "
+            "tabs, close what you open, and quote a text that holds `: ` or begins with a sign"
+        ) from e
 
 
 def check_duplicate_keys(path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""SLURM's own commands, called from within a job, and what they say of jobs."""
+"""SLURM's own commands, and what they say of jobs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 
 TIMEOUT_S = 120.0
+#: The exit code of a command that is not there.
+NOT_THERE = 127
 #: States of a job whose processes may run.
 RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 
@@ -21,11 +23,13 @@ def may_run(job: str) -> bool:
 def ask_slurm(
     command: list[str], text: str | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run one of SLURM's commands; None where it does not answer, exit code 127 where it is not there.
+    """Run one of SLURM's commands; None where it does not answer, exit code NOT_THERE where it is not there.
 
-    What SLURM told this process of its own job would be taken for options.
+    What SLURM told a process of its own job would be taken for options; a user's own options outside of
+    jobs, as SLURM_CLUSTERS, are kept.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_"))}
+    of_job = ("SLURM_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(of_job)}
     conf = os.environ.get("SLURM_CONF") or os.environ.get("STRATBENCH_SLURM_CONF")
     env = kept | ({"SLURM_CONF": conf} if conf else {})
     stdin = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}
@@ -36,4 +40,12 @@ def ask_slurm(
     except subprocess.TimeoutExpired:
         return None
     except OSError as error:
-        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
+        return subprocess.CompletedProcess(
+            command, NOT_THERE, "", f"{command[0]}: {error.strerror}"
+        )
+
+
+def printed_by(command: list[str]) -> str | None:
+    """What one of SLURM's commands prints; None where it is not there, fails, or does not answer."""
+    done = ask_slurm(command)
+    return done.stdout if done is not None and done.returncode == 0 else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.study.resume import restart
+from stratbench.study.slurm.commands import printed_by
 
 #: The time between two status requests, each for all jobs, in seconds.
 POLL_S = 15
@@ -55,28 +55,18 @@ def live_jobs(directory: Path) -> dict[str, str] | None:
     """
     if shutil.which("squeue") is None:
         return {}
-    command = ["squeue", "--me", "--noheader", "--format=%i|%Z|%k"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
+    shown = printed_by(["squeue", "--me", "--noheader", "--format=%i|%Z|%k"])
+    if shown is None:
         return None
-    if done.returncode != 0:
-        return None
-    rows = [line.split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2]
+    rows = [line.split("|", 2) for line in shown.splitlines() if line.count("|") >= 2]
     here = directory.resolve()
     return {job: comment for job, folder, comment in rows if Path(folder).resolve() == here}
 
 
 def warn_of_forgetful_slurm() -> None:
     """Warns the user if SLURM forgets ended jobs before Snakemake is sure to have asked for them."""
-    if shutil.which("scontrol") is None:
-        return
-    command = ["scontrol", "show", "config"]
-    try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    except subprocess.TimeoutExpired:
-        return
-    age = re.search(r"^MinJobAge\s*=\s*(\d+)", shown, re.MULTILINE)
+    shown = printed_by(["scontrol", "show", "config"])
+    age = re.search(r"^MinJobAge\s*=\s*(\d+)", shown or "", re.MULTILINE)
     if age and int(age[1]) <= LONGEST_POLL_S:
         tell(
             f"this SLURM forgets ended jobs after {age[1]} s (MinJobAge), and Snakemake may ask for "
@@ -110,8 +100,8 @@ def wait_for_live(cells: Mapping[str, str], directory: Path, lists: Path) -> boo
         if jobs is None and not waited:
             tell("squeue does not answer: whether cells of an earlier run still train is unknown")
             return False
-        found = {job: files_of(comment, cells, lists) for job, comment in (jobs or {}).items()}
-        live = {job: files for job, files in found.items() if files}
+        by_job = {job: files_of(comment, cells, lists) for job, comment in (jobs or {}).items()}
+        live = {job: files for job, files in by_job.items() if files}
         if not live and jobs is not None:
             return waited
         if not waited:

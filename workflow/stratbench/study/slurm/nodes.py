@@ -6,8 +6,6 @@ Used by `pending` before anything is submitted, and by the plan.
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.words import counted
 from stratbench.study.resources import JobRequest
+from stratbench.study.slurm.commands import printed_by
 
 #: One line a node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"
@@ -55,14 +54,7 @@ class Node:
 
 def cluster_nodes() -> list[Node]:
     """The nodes of the cluster; empty without SLURM, or if it does not answer."""
-    if shutil.which("sinfo") is None:
-        return []
-    command = ["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_sinfo(done.stdout) if done.returncode == 0 else []
+    return parse_sinfo(printed_by(["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]) or "")
 
 
 def parse_sinfo(text: str) -> list[Node]:
@@ -71,7 +63,7 @@ def parse_sinfo(text: str) -> list[Node]:
     A node that cannot be read may be the one that can hold a cell. Lines without figures (`n/a`) are
     left out.
     """
-    found = []
+    nodes = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
         if len(fields) != 6 or fields[2:4] == ["n/a", "n/a"]:
@@ -79,7 +71,7 @@ def parse_sinfo(text: str) -> list[Node]:
         if not (fields[2].rstrip("+") + fields[3].rstrip("+")).isdigit():
             return []
         partition, name, cpus, mem_mib, gres, limit = fields
-        found.append(
+        nodes.append(
             Node(
                 partition=partition.rstrip("*"),
                 is_default=partition.endswith("*"),
@@ -90,7 +82,7 @@ def parse_sinfo(text: str) -> list[Node]:
                 limit_min=_minutes(limit),
             )
         )
-    return found
+    return nodes
 
 
 def count_gpus(gres: str) -> int:

@@ -74,10 +74,10 @@ def _state(path: str | Path) -> tuple[int, int] | None:
     """
     try:
         os.listdir(Path(path).parent)
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 class SharingExecutor(Executor):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +15,10 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
+from stratbench.cell.text.words import names_text
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import nodes
+from stratbench.study.slurm.commands import printed_by
 from stratbench.study.slurm.live_jobs import comment_of, files_of, tell
 
 #: The time between two looks at the pending jobs, and how long a job must have waited, in seconds.
@@ -73,20 +74,13 @@ def before_submission(workflow: Any, jobs: Sequence[Submission], lists: Path) ->
     anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
     refused_cells = refusals(jobs, nodes.cluster_nodes(), anywhere)
     if not refused_cells:
-        show_refusals_plainly(
-            {
-                str(job.output[0]): nodes.describe_request(cell, submitted_request(job.resources))
-                for job, cell, _, _ in jobs
-            }
-        )
-        watch(
-            {
-                comment_of(job.rule.name, list(job.wildcards)): str(job.output[0])
-                for job, *_ in jobs
-            },
-            Path.cwd(),
-            lists,
-        )
+        asks = {
+            str(job.output[0]): nodes.describe_request(cell, submitted_request(job.resources))
+            for job, cell, _, _ in jobs
+        }
+        logging.getLogger("snakemake.logging").addFilter(RefusalFilter(asks))
+        made = {comment_of(j.rule.name, list(j.wildcards)): str(j.output[0]) for j, *_ in jobs}
+        watch(made, Path.cwd(), lists)
     return nodes.lines_of_refusals(refused_cells)
 
 
@@ -94,7 +88,7 @@ def refusals(
     jobs: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
 ) -> dict[Cell, str]:
     """The reasons why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
-    found = {}
+    reasons = {}
     for job, cell, settings, from_config in jobs:
         asked = submitted_request(job.resources)
         partition = "*" if anywhere else job.resources.get("slurm_partition")
@@ -109,8 +103,8 @@ def refusals(
         if sentence is None and from_config.worker:  # its workers may go to another partition
             sentence = nodes.refusal(cell, settings, from_config.worker, offered)
         if sentence:
-            found[cell] = sentence
-    return found
+            reasons[cell] = sentence
+    return reasons
 
 
 def _plain(asked: JobRequest) -> tuple[int, ...]:
@@ -142,20 +136,15 @@ class RefusalFilter(logging.Filter):
 
 def refusal_by_sbatch(message: str) -> str | None:
     """The reason why sbatch refused a job, from the SLURM plugin's report; None for other messages."""
-    found = re.match(
+    match = re.match(
         r"SLURM sbatch failed\. The error message was '(.*?)'\.\n\s+sbatch call:",
         message,
         re.DOTALL,
     )
-    if found is None:
+    if match is None:
         return None
-    lines = [line.removeprefix("sbatch: ").strip() for line in found[1].splitlines()]
+    lines = [line.removeprefix("sbatch: ").strip() for line in match[1].splitlines()]
     return "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line)
-
-
-def show_refusals_plainly(asks: Mapping[str, str]) -> None:
-    """Installs the filter that shows what sbatch said and what the job asks for (by the file it makes)."""
-    logging.getLogger("snakemake.logging").addFilter(RefusalFilter(asks))
 
 
 # ---------------------------------------------------------------- pending for ever
@@ -169,12 +158,12 @@ def watch(cells: Mapping[str, str], directory: Path, lists: Path) -> None:
     seen: dict[tuple[str, str], float] = {}
 
     def look_for_ever() -> None:
-        told: set[str] = set()
+        reported: set[str] = set()
         while True:
             time.sleep(LOOK_S)
             for job, sentence in newly_stuck(seen, cells, directory, lists, time.monotonic()):
-                if job not in told:
-                    told.add(job)
+                if job not in reported:
+                    reported.add(job)
                     tell(sentence)
 
     threading.Thread(target=look_for_ever, name="pending jobs", daemon=True).start()
@@ -192,30 +181,25 @@ def newly_stuck(
     `seen` keeps the time at which each job was first seen with its reason. Empty if SLURM does not
     answer.
     """
-    command = ["squeue", "--me", "--noheader", "--format=%i|%Z|%T|%r|%k"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+    shown = printed_by(["squeue", "--me", "--noheader", "--format=%i|%Z|%T|%r|%k"])
+    if shown is None:
         return []
-    stuck = dict(stuck_jobs(done.stdout, directory)) if done.returncode == 0 else {}
-    found = []
+    stuck = dict(stuck_jobs(shown, directory))
+    sentences = []
     for (job, comment), (reason, remedy) in stuck.items():
         since_s = seen.setdefault((job, reason), now_s)
         files = files_of(comment, cells, lists)
         if files and now_s - since_s >= PATIENCE_S:
-            rest = f" and {len(files) - 1} more" if files[1:] else ""
-            found.append(
+            sentences.append(
                 (
                     job,
-                    f"SLURM job {job} ({files[0]}{rest}) waits for a reason that does not pass by "
+                    f"SLURM job {job} ({names_text(files, 1)}) waits for a reason that does not pass by "
                     f"itself, {reason}: {remedy.replace('JOB', job)}; scancel {job} gives it up",
                 )
             )
-    for key in [
-        key for key in seen if key not in {(job, why) for (job, _), (why, _) in stuck.items()}
-    ]:
+    for key in seen.keys() - {(job, why) for (job, _), (why, _) in stuck.items()}:
         del seen[key]
-    return found
+    return sentences
 
 
 def stuck_jobs(text: str, directory: Path) -> Iterable[tuple[tuple[str, str], tuple[str, str]]]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stratbench.study.resources import JobRequest
+
 #: Of Snakemake's resources those that are options of sbatch, by their name there.
 _NAMED = {
     "slurm_partition": "partition",
@@ -26,16 +28,16 @@ class WorkerJob:
     mem_mib: int
     runtime_min: int
     options: tuple[str, ...] = ()
+    #: Whether it is submitted on the login node, and not by the cell's own job.
+    at_login: bool = False
 
     @classmethod
     def of(
         cls,
-        gpus: int,
-        cpus: int,
-        mem_mib: int,
-        runtime_min: int,
+        asked: JobRequest,
         resources: Mapping[str, Any],
         partition: str | None,
+        at_login: bool = False,
     ) -> WorkerJob:
         """The request with what the cell's own job has of the profile: Snakemake's `resources`.
 
@@ -45,21 +47,14 @@ class WorkerJob:
         named["partition"] = partition or named["partition"]
         options = [f"--{option}={value}" for option, value in named.items() if value]
         extra = shlex.split(str(resources.get("slurm_extra") or ""))
-        return cls(gpus, cpus, mem_mib, runtime_min, (*options, *extra))
+        asks = (asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min)
+        return cls(*asks, (*options, *extra), at_login)
 
     @property
     def arguments(self) -> list[str]:
         """The options of sbatch."""
-        gpus = [f"--gres=gpu:{self.gpus}"] if self.gpus else []
-        return [
-            "--nodes=1",
-            "--ntasks=1",
-            *gpus,
-            f"--cpus-per-task={self.cpus}",
-            f"--mem={self.mem_mib}M",
-            f"--time={self.runtime_min}",
-            *self.options,
-        ]
+        asked = JobRequest(1, self.gpus, self.cpus, self.mem_mib, self.runtime_min)
+        return [*asked.options, *self.options]
 
     def as_json(self) -> str:
         """A text for `from_json`."""

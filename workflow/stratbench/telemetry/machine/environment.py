@@ -41,12 +41,12 @@ _LONG_MIX = re.compile(
 
 def of_training(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change how a worker trains: those of an allow-list without a secret."""
-    return _kept(environment, _ENVIRONMENT)
+    return _without_secrets(environment, _ENVIRONMENT)
 
 
 def of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """What SLURM says of the job and of the node, by an allow-list."""
-    return _kept(environment, _SLURM)
+    return _without_secrets(environment, _SLURM)
 
 
 def names_secret(name: str) -> bool:
@@ -67,7 +67,7 @@ def tells_secret(text: str) -> bool:
     return _SURE_SECRET.search(text) is not None
 
 
-def _kept(environment: Mapping[str, str], pattern: re.Pattern[str]) -> dict[str, str]:
+def _without_secrets(environment: Mapping[str, str], pattern: re.Pattern[str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())

@@ -60,8 +60,8 @@ class Nvml:
     def gpus(self) -> list[Gpu]:
         """The GPUs of this node in NVML's (PCI) order, whatever CUDA_VISIBLE_DEVICES says."""
         count = self.ask("nvmlDeviceGetCount") or 0
-        found = ((i, self.ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count))
-        return [Gpu(self, index, handle) for index, handle in found if handle is not None]
+        handles = ((i, self.ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count))
+        return [Gpu(self, index, handle) for index, handle in handles if handle is not None]
 
     def gpu_of(self, uuid: str | None) -> Gpu | None:
         """The GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`); None if it is not found.
@@ -222,9 +222,9 @@ class Gpu:
 
         A program that draws, too, as a desktop does, is none of them. None: the driver does not say.
         """
-        found = self._ask("nvmlDeviceGetComputeRunningProcesses") or ()
+        processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or ()
         drawing = {p.pid for p in self._ask("nvmlDeviceGetGraphicsRunningProcesses") or ()}
-        return {p.pid: p.usedGpuMemory for p in found if p.pid not in drawing}
+        return {p.pid: p.usedGpuMemory for p in processes if p.pid not in drawing}
 
     def _ask(self, function: str, *arguments: Any) -> Any | None:
         return self._nvml.ask(function, self.handle, *arguments)

@@ -29,6 +29,11 @@ def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 
 
+def gpu_at(nvml: Nvml, place: dict[str, Any]) -> Gpu | None:
+    """The GPU of such a place; None where NVML does not know it."""
+    return nvml.gpu_named(str(place.get("uuid", place.get("index", ""))))
+
+
 def describe_gpu(place: dict[str, Any]) -> str:
     """A place in words: `GPU 1 (GPU-d8c5e28f-…)`."""
     number, uuid = place.get("index", place.get("name")), place.get("uuid")

@@ -8,7 +8,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -132,12 +131,7 @@ def meeting_place(job: Job, node: int) -> tuple[str, int]:
         return "127.0.0.1", free_port()
     if node == 0:
         job.folder.write_endpoint(os.uname().nodename, free_port())
-    deadline = time.monotonic() + MEETING_S
-    while (endpoint := job.folder.read_endpoint()) is None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"node 0 told no port in {job.folder.path} within {MEETING_S:g} s")
-        time.sleep(0.05)
-    return endpoint
+    return job.folder.wait_for_endpoint(MEETING_S)
 
 
 def free_port() -> int:

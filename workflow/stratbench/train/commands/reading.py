@@ -35,7 +35,7 @@ class Score:
 
 
 @dataclass
-class Told:
+class CommandReport:
     """A report. Times are seconds by the clock of its node; `not_finite`: the first loss that is not."""
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Told:
         return sum(self.step_s)
 
 
-def read_report(path: Path) -> Told:
+def read_report(path: Path) -> CommandReport:
     """The report in a file; a last line that was cut short is left out. ReportError if it is none."""
     reader = _Reader()
     try:
@@ -73,9 +73,9 @@ def read_report(path: Path) -> Told:
         raise ReportError(
             "it wrote no report: let it make a `stratbench.report.Report` (docs/engines.md)"
         ) from None
-    if not reader.told.step_s:
+    if not reader.report.step_s:
         raise ReportError(f"{path.name} tells of no step")
-    return reader.told
+    return reader.report
 
 
 def _why(error: Exception) -> str:
@@ -88,7 +88,7 @@ class _Reader:
     """Takes the lines of a report in their order. ValueError and its like where one cannot follow."""
 
     def __init__(self) -> None:
-        self.told = Told()
+        self.report = CommandReport()
         self._clock_s: float | None = None  # where the next step begins; None: the clock stands
         self._losses: list[float] = []
         self._begins_anew = True
@@ -104,18 +104,20 @@ class _Reader:
         """Take a line."""
         if not isinstance(line, dict):
             raise ValueError("is no JSON object")
-        event, at_s = line["event"], _finite(line["t"], "t")
+        event, at_s = line["event"], _number(line["t"], "t")
+        if not math.isfinite(at_s):
+            raise ValueError(f"t = {line['t']} is not finite")
         if event not in self._events:
             raise ValueError(f"event {str(event)[:40]!r} is none of {', '.join(self._events)}")
-        if not self.told.facts and event != "start":
+        if not self.report.facts and event != "start":
             raise ValueError(f"{event} comes before start")
-        if at_s < self.told.latest_s:
+        if at_s < self.report.latest_s:
             raise ValueError(f"t = {at_s} is before that of the line above")
         self._events[event](line, at_s)
-        self.told.latest_s, self.told.paused = at_s, self._clock_s is None
+        self.report.latest_s, self.report.paused = at_s, self._clock_s is None
 
     def _start(self, line: dict[str, Any], at_s: float) -> None:
-        if self.told.facts:
+        if self.report.facts:
             raise ValueError(
                 "a second start: the training began twice, so that its time is not one"
             )
@@ -128,7 +130,7 @@ class _Reader:
         _whole(facts.get("workers"), "workers", 1)
         if "parameters" in facts:
             _whole(facts["parameters"], "parameters", 0)
-        self.told.facts = facts
+        self.report.facts = facts
         self._clock_s = at_s
 
     def _step(self, line: dict[str, Any], at_s: float) -> None:
@@ -136,22 +138,22 @@ class _Reader:
             raise ValueError(
                 "a step while the clock stands; call resume() or score() after pause()"
             )
-        self.told.samples.append(_whole(line["samples"], "samples", 1))
+        self.report.samples.append(_whole(line["samples"], "samples", 1))
         if "loss" in line:
             self._take_losses([line["loss"]])
         if self._begins_anew:
-            self.told.stretches.append([self._clock_s, at_s])
+            self.report.stretches.append([self._clock_s, at_s])
             self._begins_anew = False
-        self.told.stretches[-1][1] = at_s
-        self.told.step_s.append(at_s - self._clock_s)
+        self.report.stretches[-1][1] = at_s
+        self.report.step_s.append(at_s - self._clock_s)
         self._clock_s = at_s
 
     def _pause(self, line: dict[str, Any], at_s: float) -> None:
         self._take_losses(line.get("losses", []))
         if self._clock_s is not None and not self._begins_anew:
             # The device may have been behind the last step.
-            self.told.step_s[-1] += at_s - self._clock_s
-            self.told.stretches[-1][1] = at_s
+            self.report.step_s[-1] += at_s - self._clock_s
+            self.report.stretches[-1][1] = at_s
         self._clock_s, self._begins_anew = None, True
 
     def _resume(self, line: dict[str, Any], at_s: float) -> None:
@@ -164,12 +166,12 @@ class _Reader:
         }
         for key, value in given.items():
             if key != "error" and not math.isfinite(value):
-                self.told.not_finite = self.told.not_finite or f"the {key.replace('_', ' ')}"
+                self.report.not_finite = self.report.not_finite or f"the {key.replace('_', ' ')}"
         known = {key: value for key, value in given.items() if math.isfinite(value)}
-        self.told.scores.append(
+        self.report.scores.append(
             Score(
                 at_s=at_s,
-                train_time_s=self.told.train_time_s,
+                train_time_s=self.report.train_time_s,
                 train_loss=_mean(self._losses),
                 test_loss=known.get("test_loss"),
                 score=known.get("score"),
@@ -184,7 +186,7 @@ class _Reader:
             raise ValueError("losses must be a list")
         for loss in losses:
             if not math.isfinite(_number(loss, "loss")):
-                self.told.not_finite = self.told.not_finite or "the training loss"
+                self.report.not_finite = self.report.not_finite or "the training loss"
         self._losses += losses
 
 
@@ -197,12 +199,6 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} = {str(value)[:40]!r} is no number")
     return float(value)
-
-
-def _finite(value: Any, name: str) -> float:
-    if not math.isfinite(number := _number(value, name)):
-        raise ValueError(f"{name} = {value} is not finite")
-    return number
 
 
 def _whole(value: Any, name: str, least: int) -> int:

@@ -10,14 +10,14 @@ from stratbench.cell.files import last_lines
 from stratbench.cell.run_folder import command_name
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
-from stratbench.telemetry.git import git_state
 from stratbench.telemetry.machine import environment
 from stratbench.telemetry.machine.node import facts_of_node
 from stratbench.telemetry.machine.nvml import Nvml
+from stratbench.telemetry.machine.tenants import gpu_at
 from stratbench.telemetry.timeline import PhaseLog, read_samples
-from stratbench.train.commands.reading import ReportError, Told, read_report
+from stratbench.train.commands.reading import CommandReport, ReportError, read_report
+from stratbench.train.inputs import files_entry
 from stratbench.train.job import Job
-from stratbench.train.out_of_memory import line_out_of_memory
 
 #: A command whose last step is so long before its limit was hung, and not slow: in seconds, and in multiples
 #: of its longest step.
@@ -29,85 +29,85 @@ EVALUATED_ON = "what the command says that it evaluated"
 def keep_results(job: Job) -> None:
     """Keep what a command that has ended says of its training, as that of worker 0; a fault as its reason."""
     try:
-        told = read_report(job.folder.report)
+        report = read_report(job.folder.report)
     except ReportError as e:
         job.folder.write_worker(0, {"status": "error", "reason": str(e)})
         return
-    write_phases(job, told)
-    for entry in epochs_of(job.settings, told):
+    write_phases(job, report)
+    for entry in epochs_of(job.settings, report):
         job.folder.add_epoch(entry)
-    job.folder.write_worker(0, as_worker(job, told))
+    job.folder.write_worker(0, as_worker(job, report))
 
 
-def as_worker(job: Job, told: Told) -> dict[str, Any]:
+def as_worker(job: Job, report: CommandReport) -> dict[str, Any]:
     """What a worker writes of its training, as far as the command tells it."""
     origin_s = origin_of(job)
-    starts = [begin - origin_s for begin, _ in told.stretches]
-    evaluated_s = sum(s.at_s - e for s, e in zip(told.scores, ends_before(told), strict=True))
+    starts = [begin - origin_s for begin, _ in report.stretches]
+    evaluated_s = sum(s.at_s - e for s, e in zip(report.scores, ends_before(report), strict=True))
     phases = {"build_s": starts[0]}
-    if told.scores and not job.settings.steps:
+    if report.scores and not job.settings.steps:
         phases["eval_s"] = evaluated_s
     return {
-        "status": "diverged" if told.not_finite else "ok",
-        "reason": told.not_finite and f"{told.not_finite} is not a finite number",
+        "status": "diverged" if report.not_finite else "ok",
+        "reason": report.not_finite and f"{report.not_finite} is not a finite number",
         "rank": 0,
-        "steps": len(told.step_s),
-        "samples": sum(told.samples),
-        "train_time_s": told.train_time_s,
-        "epoch_starts_s": [begin for begin, _ in told.stretches],
-        "epoch_times_s": epoch_times_s(job.settings, told),
-        "step_ms": [1e3 * t for t in told.step_s],
+        "steps": len(report.step_s),
+        "samples": sum(report.samples),
+        "train_time_s": report.train_time_s,
+        "epoch_starts_s": [begin for begin, _ in report.stretches],
+        "epoch_times_s": epoch_times_s(job.settings, report),
+        "step_ms": [1e3 * t for t in report.step_s],
         "breakdown_ms": {},
         "phases_s": phases,
         "started_s": 0.0,
-        "per_epoch": epochs_of(job.settings, told),
+        "per_epoch": epochs_of(job.settings, report),
         "losses": {},
         "memory": memory_of(job),
         "model_states": {},
         "strategy": {
             "details": {"engine": job.settings.strategy},
             "evaluated_on": EVALUATED_ON,
-            "updates_applied": len(told.step_s),
+            "updates_applied": len(report.step_s),
         },
         "communication": None,
-        "provenance": provenance_of(job, told),
-        "told": said_by(told, origin_s),
+        "provenance": provenance_of(job, report),
+        "told": said_entry(report, origin_s),
     }
 
 
-def said_by(told: Told, origin_s: float) -> dict[str, Any]:
+def said_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
     """The record's `program.said`."""
-    sizes = set(told.samples)
+    sizes = set(report.samples)
     return {
-        "workers": told.facts["workers"],
-        "parameters": told.facts.get("parameters"),
+        "workers": report.facts["workers"],
+        "parameters": report.facts.get("parameters"),
         # The last step of a pass may have fewer.
         "batch": max(sizes),
         "batches_differ": len(sizes) > 1,
-        "steps": len(told.step_s),
-        "samples": sum(told.samples),
-        "first_s": told.stretches[0][0] - origin_s,
-        "last_s": told.stretches[-1][1] - origin_s,
-        "evaluations": len(told.scores),
-        "facts": {k: v for k, v in told.facts.items() if k not in ("workers", "parameters")},
+        "steps": len(report.step_s),
+        "samples": sum(report.samples),
+        "first_s": report.stretches[0][0] - origin_s,
+        "last_s": report.stretches[-1][1] - origin_s,
+        "evaluations": len(report.scores),
+        "facts": {k: v for k, v in report.facts.items() if k not in ("workers", "parameters")},
     }
 
 
-def ends_before(told: Told) -> list[float]:
+def ends_before(report: CommandReport) -> list[float]:
     """When the clock had stopped before each score: the end of the last step, or the score before."""
-    ends, latest = [], told.stretches[0][0]
-    for score in told.scores:
-        done = [end for _, end in told.stretches if end <= score.at_s]
+    ends, latest = [], report.stretches[0][0]
+    for score in report.scores:
+        done = [end for _, end in report.stretches if end <= score.at_s]
         ends.append(max([latest, *done]))
         latest = score.at_s
     return ends
 
 
-def epochs_of(s: Settings, told: Told) -> list[dict[str, Any]]:
+def epochs_of(s: Settings, report: CommandReport) -> list[dict[str, Any]]:
     """The record's `score.per_epoch`: an entry an evaluation that follows training."""
     if s.steps:
         return []
-    scores = [score for score in told.scores if score.train_time_s > 0]
+    scores = [score for score in report.scores if score.train_time_s > 0]
     return [
         {
             "epoch": i,
@@ -121,11 +121,11 @@ def epochs_of(s: Settings, told: Told) -> list[dict[str, Any]]:
     ]
 
 
-def epoch_times_s(s: Settings, told: Told) -> list[float]:
+def epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
     """Seconds of training before each score since the one before, and after the last."""
-    ends = [e["train_time_s"] for e in epochs_of(s, told)]
+    ends = [e["train_time_s"] for e in epochs_of(s, report)]
     spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
-    rest = told.train_time_s - (ends[-1] if ends else 0.0)
+    rest = report.train_time_s - (ends[-1] if ends else 0.0)
     return [*spans, rest] if rest > 1e-9 else spans
 
 
@@ -135,10 +135,10 @@ def origin_of(job: Job) -> float:
     return ends[0]["origin_s"] if ends else job.origin_s
 
 
-def write_phases(job: Job, told: Told) -> None:
+def write_phases(job: Job, report: CommandReport) -> None:
     """Write when the command trained, for the timeline and the energy."""
     log = PhaseLog(job.folder.phases(0), 0, origin_of(job))
-    for begin, end in told.stretches:
+    for begin, end in report.stretches:
         log.write("train", "start", at_s=begin)
         log.write("train", "end", at_s=end)
 
@@ -153,7 +153,7 @@ def memory_of(job: Job) -> dict[str, Any]:
     }
 
 
-def provenance_of(job: Job, told: Told) -> dict[str, Any]:
+def provenance_of(job: Job, report: CommandReport) -> dict[str, Any]:
     """The node of the launcher, and what the command says of its PyTorch."""
     facts: dict[str, Any] = {
         "device": "cuda" if job.use_cuda else "cpu",
@@ -161,12 +161,10 @@ def provenance_of(job: Job, told: Told) -> dict[str, Any]:
         "load_1m": os.getloadavg()[0],
         "environment": environment.of_training(os.environ),
     }
-    if version := told.facts.get("torch"):
+    if version := report.facts.get("torch"):
         facts["software"] = {"torch": str(version)}
     places = [p["gpu"] for p in job.folder.read_places().values() if "gpu" in p]
-    gpu = (
-        Nvml().gpu_named(str(places[0].get("uuid", places[0].get("index", "")))) if places else None
-    )
+    gpu = gpu_at(Nvml(), places[0]) if places else None
     return facts | ({"gpu": gpu.static()} if gpu else {})
 
 
@@ -177,8 +175,7 @@ def program_entry(job: Job) -> dict[str, Any] | None:
     files = strategy_class(job.settings.strategy).files(job.settings.options)
     worker = job.folder.read_worker(0) or {}
     return {
-        "files": list(files),
-        "git": git_state(next(iter(files.values())).parent) if files else None,
+        **files_entry(files),
         "outside": outside(job),
         "said": worker.get("told"),
     }
@@ -187,7 +184,10 @@ def program_entry(job: Job) -> dict[str, Any] | None:
 def outside(job: Job) -> dict[str, Any]:
     """What was measured from outside of the command's processes on all nodes; None where it is not known."""
     ends = job.folder.command_ends(job.n_nodes)
-    processes, gpus = sampled(job, "process", "rss_bytes"), sampled(job, "gpu", "mem_used_bytes")
+    processes, gpus = (
+        samples_of(job, "process", "rss_bytes"),
+        samples_of(job, "gpu", "mem_used_bytes"),
+    )
     whole = len(ends) == job.n_nodes
     return {
         "exit_code": next((e["exit_code"] for e in ends if e["exit_code"]), 0) if whole else None,
@@ -200,7 +200,7 @@ def outside(job: Job) -> dict[str, Any]:
     }
 
 
-def sampled(job: Job, kind: str, column: str) -> list[int]:
+def samples_of(job: Job, kind: str, column: str) -> list[int]:
     """All samples of a column of the cell's processes or GPUs."""
     rows = (row for path in job.folder.sample_files() for row in read_samples(path))
     return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
@@ -216,11 +216,6 @@ def why_failed(job: Job, exits: Sequence[Any]) -> str:
     return f"{failed}{f'; its last line: {lines[-1].strip()[:200]}' if lines else ''}"
 
 
-def lacked_memory(job: Job) -> str | None:
-    """The line of its log by which a command had no memory left; None without one."""
-    return line_out_of_memory(log_of(job))
-
-
 def log_of(job: Job) -> list[str]:
     """The ends of the command's logs, of all nodes."""
     paths = (job.folder.log(command_name(node)) for node in range(job.n_nodes))
@@ -234,14 +229,14 @@ def why_no_timeout(job: Job) -> str | None:
     """
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     try:
-        told = read_report(job.folder.report)
+        report = read_report(job.folder.report)
     except ReportError as e:
         return f"no step within {limit}: {e}"
-    quiet_s = origin_of(job) + job.time_limit_s - told.latest_s
-    longest_s = max(told.step_s)
-    if told.paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
+    quiet_s = origin_of(job) + job.time_limit_s - report.latest_s
+    longest_s = max(report.step_s)
+    if report.paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
         return None
     return (
-        f"it hangs: {quiet_s:.1f} s before {limit} it told of the last of {len(told.step_s)} steps, of which "
-        f"none had taken longer than {longest_s:.3g} s"
+        f"it hangs: {quiet_s:.1f} s before {limit} it told of the last of {len(report.step_s)} steps, of "
+        f"which none had taken longer than {longest_s:.3g} s"
     )

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterable
+from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
-from stratbench.cell.files import finite
+from stratbench.cell.files import finite, read_json_lines
+from stratbench.train.elastic.history import Epoch, Generation, History
 from stratbench.train.job import Job
 
 
@@ -18,8 +21,8 @@ def members_of(job: Job) -> dict[int, dict[str, Any]]:
     """What each worker of the cell wrote at its end, by number or rank, as far as it wrote anything."""
     if not job.settings.elastic:
         return job.folder.read_workers(job.world_size)
-    found = {entry["number"]: job.folder.read_worker(entry["number"]) for entry in worker_jobs(job)}
-    return {number: result for number, result in sorted(found.items()) if result is not None}
+    results = {e["number"]: job.folder.read_worker(e["number"]) for e in worker_jobs(job)}
+    return {number: result for number, result in results.items() if result is not None}
 
 
 def run_of_members(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
@@ -27,22 +30,22 @@ def run_of_members(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
 
     Pauses are part of the time, and what had to be repeated. Time in which nobody was there is not.
     """
-    epochs: dict[int, dict[str, float]] = {}
-    for life in _lives(job):
-        for number, told in life["epochs"].items():
-            kept = epochs.setdefault(int(number), dict.fromkeys(told, 0.0))
-            for key, value in told.items():
-                kept[key] += value
-    times_s = [epochs[e]["train_s"] + epochs[e]["pause_s"] for e in sorted(epochs)]
     s, elapsed_s = job.settings, 0.0
-    per_epoch_steps = job.train_samples // s.global_batch
-    for entry, time_s in zip(per_epoch, times_s, strict=False):
-        elapsed_s += time_s
-        kept = epochs[entry["epoch"] - 1]
+    per_epoch_steps, lives = job.train_samples // s.global_batch, _lives(job)
+    last = max([len(per_epoch), *(number + 1 for life in lives for number in life.epochs)])
+    epochs = [_sum(life.epochs.get(number) for life in lives) for number in range(last)]
+    times_s = [epoch.train_s + epoch.pause_s for epoch in epochs]
+    changes = list(pairwise(_generations(lives)))
+    for number, entry in enumerate(per_epoch):
+        elapsed_s += times_s[number]
         entry["train_time_s"] = elapsed_s
         # A lost member's losses are unknown, and a repeated step's are there twice.
-        if abs(kept["steps"] - per_epoch_steps) < 0.5 / job.cell.gpus:
-            entry["train_loss"] = finite(kept["loss"] / kept["steps"])
+        first, kept = number * per_epoch_steps, epochs[number]
+        once = not any(
+            max(first, b.from_step) < min(first + per_epoch_steps, a.stop) for a, b in changes
+        )
+        if once and abs(kept.steps - per_epoch_steps) < 0.5 / job.cell.gpus:
+            entry["train_loss"] = finite(kept.loss / kept.steps)
     steps = s.total_steps(job.train_samples)
     if per_epoch and len(per_epoch) < (s.epochs or 0):  # it diverged before its end
         steps = len(per_epoch) * per_epoch_steps
@@ -60,22 +63,20 @@ def entry_of(job: Job) -> dict[str, Any]:
     """The record's `elastic`."""
     origin = job.origin_unix_s
     lives = _lives(job)
-    jobs = [job_entry(entry, _dates_of(entry, lives), origin) for entry in worker_jobs(job)]
-    generations = [
-        {**_generation_entry(g, origin), "life": number}
-        for number, life in enumerate(lives)
-        for g in life["generations"]
-    ]
-    pauses = [g["pause_s"] for g in generations if g["pause_s"] is not None]
+    dates = {n: of for life in reversed(lives) for n, of in life.dates.items()}
+    jobs = [job_entry(entry, dates.get(entry["number"], {}), origin) for entry in worker_jobs(job)]
+    generations = _generations(lives)
+    pauses = [g.pause_s for g in generations if g.pause_s is not None]
     checkpoints = [w["checkpoints"] for w in members_of(job).values() if w.get("checkpoints")]
     held_up = [x for c in checkpoints for x in c["held_up_s"]]
     return {
         "lives": len(lives),
         **totals_of(jobs, _inside_s(generations)),
-        "leaves": sum(len(life["left"]) for life in lives),
-        "losses": sum(len(life["lost"]) for life in lives),
-        "restarts": sum(g["from_checkpoint"] for g in generations),
-        "steps_repeated": _repeated(generations),
+        "leaves": sum(len(life.left) for life in lives),
+        "losses": sum(len(life.lost) for life in lives),
+        "restarts": sum(g.from_checkpoint for g in generations),
+        # Taken and lost, so that they were taken again.
+        "steps_repeated": sum(max(0, a.stop - b.from_step) for a, b in pairwise(generations)),
         "pauses": {
             "count": len(pauses),
             "median_s": statistics.median(pauses) if pauses else None,
@@ -84,7 +85,11 @@ def entry_of(job: Job) -> dict[str, Any]:
         },
         "checkpoints": {"count": len(held_up), "held_up_s": sum(held_up)},
         "jobs": jobs,
-        "generations": generations,
+        "generations": [
+            _generation_entry(g, origin) | {"life": number}
+            for number, life in enumerate(lives)
+            for g in life.generations
+        ],
     }
 
 
@@ -105,44 +110,50 @@ def totals_of(jobs: list[dict[str, Any]], inside_s: float) -> dict[str, Any]:
 
 def worker_jobs(job: Job) -> list[dict[str, Any]]:
     """All worker jobs, by number, each as it was seen last."""
-    try:
-        text = job.folder.worker_jobs.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    last = {entry["number"]: entry for entry in map(json.loads, text.split("\n")[:-1])}
-    return [last[number] for number in sorted(last)]
+    entries = read_json_lines(job.folder.worker_jobs)
+    return sorted({e["number"]: e for e in entries}.values(), key=lambda e: e["number"])
 
 
-def _lives(job: Job) -> list[dict[str, Any]]:
-    """What each launcher kept, with what the members of its last generation could not tell it any more."""
-    lives = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.lives()]
+def _lives(job: Job) -> list[History]:
+    """What each launcher kept, with what members could not tell it any more, as far as that is known."""
+    kept = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.lives()]
+    lives = [History.from_dict(values) for values in kept]
     for life in lives:
-        last = next(iter(life["generations"][-1:]), None)
-        if last is None or last["ended_unix_s"] is not None:
-            continue
-        unheard = [job.folder.read_unheard(number) for number in last["members"]]
-        for told in unheard:
-            if told is not None and told["generation"] == last["number"]:
-                _add_unheard(life, last, told)
+        for g in life.generations:
+            if g.to_step is None:
+                _add_unheard_of(life, g, job)
+    for a, b in pairwise(_generations(lives)):
+        if b.from_checkpoint:  # of members that were all lost it alone says how far they came
+            a.to_step = max(a.stop, b.from_step)
     return lives
 
 
-def _add_unheard(life: dict[str, Any], last: dict[str, Any], told: dict[str, Any]) -> None:
-    last["ended_unix_s"] = max(told["ended_unix_s"], last["ended_unix_s"] or 0.0)
-    last["to_step"] = max(told["step"], last["to_step"] or last["from_step"])
-    for key, (loss, steps, world, seconds) in told["epochs"].items():
-        epoch = life["epochs"].setdefault(
-            key, {"loss": 0.0, "steps": 0.0, "train_s": 0.0, "pause_s": 0.0}
-        )
-        longest_s = last["train_s"].get(key, 0.0)
-        epoch["loss"] += loss / world
-        epoch["steps"] += steps / world
-        epoch["train_s"] += max(0.0, seconds - longest_s)
-        last["train_s"][key] = max(seconds, longest_s)
+def _generations(lives: Iterable[History]) -> list[Generation]:
+    return [g for life in lives for g in life.generations]
 
 
-def _dates_of(entry: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, float]:
-    return next((x for life in lives if (x := life["dates"].get(str(entry["number"])))), {})
+def _sum(parts: Iterable[Epoch | None]) -> Epoch:
+    """An epoch that was trained in several lives."""
+    return Epoch(*map(sum, zip(*(astuple(part) for part in parts if part), strict=True)))
+
+
+def _add_unheard_of(life: History, g: Generation, job: Job) -> None:
+    """Add what the members of a generation did of whom none could tell its end.
+
+    What is not in a file of their own is the time since they were heard last, of the epoch in progress then.
+    """
+    files = [job.folder.read_unheard(number) for number in g.members]
+    unheard = [file for file in files if file and file["generation"] == g.number]
+    for file in unheard:
+        g.ended_unix_s = max(file["ended_unix_s"], g.ended_unix_s or 0.0)
+        g.to_step = max(file["step"], g.stop)
+        life.add_steps(g, file["epochs"])
+    if unheard or g.began_unix_s is None:
+        return
+    g.ended_unix_s = g.ended_unix_s or max(life.seen_unix_s, g.told_unix_s)
+    first = g.from_step // (job.train_samples // job.settings.global_batch)
+    number = max((epoch + 1 for epoch in g.train_s), default=first)
+    life.epochs.setdefault(number, Epoch()).train_s += g.ended_unix_s - g.told_unix_s
 
 
 def job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float) -> dict[str, Any]:
@@ -163,24 +174,27 @@ def job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float) -> 
     }
 
 
-def _generation_entry(g: dict[str, Any], origin: float) -> dict[str, Any]:
-    keys = ("number", "members", "from_step", "to_step", "cause", "pause_s", "from_checkpoint")
-    dates = {
-        f"{key}_s": g[f"{key}_unix_s"] and g[f"{key}_unix_s"] - origin for key in ("began", "ended")
+def _generation_entry(g: Generation, origin: float) -> dict[str, Any]:
+    keys = (
+        "number",
+        "members",
+        "from_step",
+        "to_step",
+        "cause",
+        "pause_s",
+        "from_checkpoint",
+        "broken",
+    )
+    return {key: getattr(g, key) for key in keys} | {
+        "began_s": g.began_unix_s and g.began_unix_s - origin,
+        "ended_s": g.ended_unix_s and g.ended_unix_s - origin,
     }
-    return {key: g[key] for key in keys} | {"broken": g["broken"]} | dates
 
 
-def _inside_s(generations: list[dict[str, Any]]) -> float:
+def _inside_s(generations: list[Generation]) -> float:
     """Seconds in which workers took steps or evaluated, over all of them."""
     return sum(
-        len(g["members"]) * (g["ended_s"] - g["began_s"])
+        len(g.members) * (g.ended_unix_s - g.began_unix_s)
         for g in generations
-        if g["began_s"] is not None and g["ended_s"] is not None
+        if g.began_unix_s is not None and g.ended_unix_s is not None
     )
-
-
-def _repeated(generations: list[dict[str, Any]]) -> int:
-    """Steps that were taken and lost, so that they were taken again."""
-    following = pairwise(generations)
-    return sum(max(0, (a["to_step"] or a["from_step"]) - b["from_step"]) for a, b in following)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from stratbench.ps.wire.frames import SMALL_BYTES, ProtocolError
 from stratbench.ps.wire.gate import Gate, Refusals
 from stratbench.ps.wire.handshake import accept_handshake
 from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
+from stratbench.train.elastic.history import Epoch, Generation, History
 from stratbench.train.elastic.talk import SILENCE_S, WARM_UP_SILENCE_S, beat_until, hear, say
 
 log = logging.getLogger(__name__)
@@ -54,49 +55,6 @@ class Member:
     step: int = 0
 
 
-@dataclass
-class Generation:
-    """Members that take steps together; dates are seconds since 1970. `cause`: why it was formed."""
-
-    number: int
-    members: list[int]
-    from_step: int
-    cause: str
-    formed_unix_s: float
-    began_unix_s: float | None = None
-    ended_unix_s: float | None = None
-    to_step: int | None = None
-    #: Seconds without a step before it, as the slowest member of the one before saw it; None: there is none.
-    pause_s: float | None = None
-    from_checkpoint: bool = False
-    broken: bool = False
-    #: Seconds of its steps, by epoch.
-    train_s: dict[int, float] = field(default_factory=dict)
-
-
-@dataclass
-class Epoch:
-    """Of one epoch: its losses, summed over the `steps` that told them; seconds of steps and pauses."""
-
-    loss: float = 0.0
-    steps: float = 0.0
-    train_s: float = 0.0
-    pause_s: float = 0.0
-
-
-@dataclass
-class History:
-    """What happened to the members, for the record."""
-
-    generations: list[Generation] = field(default_factory=list)
-    #: When each member was let in, was ready, and took part first; by its number, seconds since 1970.
-    dates: dict[int, dict[str, float]] = field(default_factory=dict)
-    left: list[int] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    #: Of each epoch what its steps took, in all generations.
-    epochs: dict[int, Epoch] = field(default_factory=dict)
-
-
 class Coordinator:
     """The members of one cell, from `start` to `close`."""
 
@@ -106,19 +64,18 @@ class Coordinator:
         listeners: Listeners,
         places: int,
         steps_per_epoch: int,
-        checkpoint: Callable[[], int | None],
+        checkpoint: Callable[[], tuple[int, list[dict[str, Any]]] | None],
         epochs_done: int,
         on_epoch: Callable[[dict[str, Any]], None],
-        ends_at: Callable[[float | None], bool] = lambda score: False,
-        on_change: Callable[[], None] = lambda: None,
+        ends_at: Callable[[float | None], bool],
     ) -> None:
-        """`checkpoint`: the steps of the newest checkpoint, None without one. `on_epoch` keeps an epoch.
+        """`checkpoint`: the steps of the newest checkpoint, and what epochs before it gave that may not have
+        been heard of; None without one. `on_epoch` keeps an epoch.
 
-        `ends_at`: whether the training is over once an epoch has this score. `on_change` is called when a
-        member has come or gone.
+        `ends_at`: whether the training is over once an epoch has this score.
         """
         self._secret, self._listeners, self._places = secret, listeners, places
-        self._checkpoint, self._on_epoch, self.on_change = checkpoint, on_epoch, on_change
+        self._checkpoint, self._on_epoch = checkpoint, on_epoch
         self._epochs_done, self._per_epoch = epochs_done, steps_per_epoch
         self._members: dict[int, Member] = {}
         self._known: set[int] = set()
@@ -130,7 +87,8 @@ class Coordinator:
         self._last_pause_s = 0.0
         self._finished, self._ends_at = False, ends_at
         self._diverged: str | None = None
-        #: Called with the number of a member that was lost.
+        #: Called when a member has come or gone, and with the number of one that was lost.
+        self.on_change: Callable[[], None] = lambda: None
         self.on_lost: Callable[[int], None] = lambda number: None
         self.history = History()
         #: Set once all steps are taken and evaluated.
@@ -177,11 +135,13 @@ class Coordinator:
             h = self.history
             began = sum(g.began_unix_s is not None for g in h.generations)
             ended = sum(g.ended_unix_s is not None for g in h.generations)
-            return len(h.generations), began, ended, len(h.dates), len(h.lost), self._epochs_done
+            steps = int(sum(epoch.steps for epoch in h.epochs.values()))
+            return len(h.generations), began, ended, len(h.dates), len(h.lost), steps
 
     def facts(self) -> dict[str, Any]:
         """The history as plain values."""
         with self._lock:
+            self.history.seen_unix_s = time.time()
             return asdict(self.history)
 
     @property
@@ -248,6 +208,9 @@ class Coordinator:
             self.on_lost(member.number)
         if member.state == "inside":
             self._break(f"worker {member.number} was lost")
+            generation = self.history.generations[-1]
+            if not self._inside() and generation.ended_unix_s is None:  # nobody can tell more of it
+                generation.ended_unix_s = time.time()
 
     def _break(self, cause: str) -> None:
         """The others of the generation cannot go on."""
@@ -274,15 +237,17 @@ class Coordinator:
                 self.history.dates[member.number]["ready"] = now
             case "begun":
                 self._begun(member, said["pause_s"], now)
+            case "trained":
+                self._add_epochs(said, now)
             case "stopped":
                 self._stopped_at(member, said, now)
             case "epoch":
                 self._evaluated(said["entry"])
             case "through":
-                member.state, member.step = "through", int(said["step"])
+                member.state = "through"
                 self._finished = True
-                self._add_epochs(said)
-                self._end_generation(member.step, now)
+                self._add_epochs(said, now)
+                self._end_generation(said["step"], now)
             case "left":
                 self.history.left.append(member.number)
                 member.state = "through"
@@ -302,21 +267,23 @@ class Coordinator:
         generation = self.history.generations[-1]
         self.history.dates[member.number].setdefault("first_step", now)
         if generation.began_unix_s is None:
-            generation.began_unix_s = now
+            generation.began_unix_s = generation.told_unix_s = now
         if pause_s is not None:
             longer_s = max(0.0, float(pause_s) - (generation.pause_s or 0.0))
             generation.pause_s = (generation.pause_s or 0.0) + longer_s
-            first = self.history.epochs.setdefault(generation.from_step // self._per_epoch, Epoch())
+            # There may be no epoch after the last step.
+            number = max(0, generation.from_step - 1) // self._per_epoch
+            first = self.history.epochs.setdefault(number, Epoch())
             first.pause_s += longer_s
             self._last_pause_s = generation.pause_s
             self._next_change = time.monotonic() + STEPS_PER_PAUSE * self._last_pause_s
 
     def _stopped_at(self, member: Member, said: dict[str, Any], now: float) -> None:
-        member.step = int(said["step"])
-        self._add_epochs(said)
+        member.step = int(said["holds"])
+        self._add_epochs(said, now)
         if said["failed"]:
             self._break(f"a collective failed at worker {member.number}")
-        self._end_generation(member.step, now)
+        self._end_generation(said["step"], now)
         if said["leaving"]:
             self.history.left.append(member.number)
             self._cause = f"worker {member.number} left"
@@ -326,22 +293,16 @@ class Coordinator:
         else:
             member.state = "stopped"
 
-    def _add_epochs(self, said: dict[str, Any]) -> None:
+    def _add_epochs(self, said: dict[str, Any], now: float) -> None:
         generation = self.history.generations[-1]
-        for key, (total, steps, world, seconds) in said["epochs"].items():
-            epoch = self.history.epochs.setdefault(int(key), Epoch())
-            epoch.loss += total / world
-            epoch.steps += steps / world
-            # The slowest member's time counts.
-            longest_s = generation.train_s.get(int(key), 0.0)
-            epoch.train_s += max(0.0, seconds - longest_s)
-            generation.train_s[int(key)] = max(seconds, longest_s)
+        generation.told_unix_s = now
+        self.history.add_steps(generation, said["epochs"])
 
     def _end_generation(self, step: int, now: float) -> None:
         generation = self.history.generations[-1]
         generation.ended_unix_s = now
         # A member that never got the generation's state has one of its own.
-        generation.to_step = max(step, generation.to_step or generation.from_step)
+        generation.to_step = max(step, generation.stop)
 
     # ------------------------------------------------------------ deciding
 
@@ -379,9 +340,11 @@ class Coordinator:
             self.failure = f"{MOST_IN_VAIN} times in a row the workers met and could not begin"
             return
         ranked = sorted(candidates, key=lambda m: (-m.step, m.number))
-        kept = self._checkpoint()
-        load = kept is not None and kept > ranked[0].step
+        kept, entries = self._checkpoint() or (0, [])
+        load = kept > ranked[0].step
         step = kept if load else ranked[0].step
+        for entry in entries if load else []:
+            self._evaluated(entry)
         generation = Generation(
             number=len(self.history.generations),
             members=[m.number for m in ranked],

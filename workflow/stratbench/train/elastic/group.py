@@ -10,17 +10,22 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 #: How long members wait for one another to form a group, and within a collective, in seconds.
 FORM_S, COLLECTIVE_S = 30.0, 600.0
+#: Most bytes that are sent at once.
+_SENT_BYTES = 64 << 20
 
 
 class Group:
@@ -30,6 +35,8 @@ class Group:
         """`folder`: where the members of a generation meet; all of them see it."""
         self._folder, self._device = folder, device
         self._connected: list[int] = []
+        #: Whether it was broken up: what its collectives gave since then, and a device's, counts for nothing.
+        self.broken = False
 
     def form_alone(self) -> None:
         """A group of this process, for what it does before it meets the others."""
@@ -38,6 +45,7 @@ class Group:
     def form(self, meeting: str, rank: int, world: int) -> None:
         """Meet the other members, by the name of a file. Raises RuntimeError where they do not come."""
         self.dissolve()
+        self.broken = False
         path = self._folder / f"meeting-{meeting}"
         # Whoever could write it could take part.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -67,8 +75,14 @@ class Group:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def check(self) -> None:
+        """Raise RuntimeError if it was broken up: a device's collective ends then, and says nothing."""
+        if self.broken:
+            raise RuntimeError("the process group was broken up")
+
     def break_up(self) -> None:
         """From another thread: have the collective fail that this process waits in."""
+        self.broken = True
         for number in self._connected:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.getpeername()  # gloo's listener must not be shut: it would end the process
@@ -80,12 +94,36 @@ class Group:
                 log.exception("NCCL's operations could not be ended")
 
 
+def broadcast(tensors: list[Tensor]) -> None:
+    """Have all members hold what the first rank holds."""
+    for alike in _in_parts(tensors):
+        flat = torch.cat([t.detach().reshape(-1) for t in alike])
+        dist.broadcast(flat, src=0)
+        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.detach().copy_(part.view_as(tensor))
+
+
+def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device together, up to _SENT_BYTES."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in kinds.values():
+        part: list[Tensor] = []
+        for tensor in alike:
+            if part and sum(t.nbytes for t in part) + tensor.nbytes > _SENT_BYTES:
+                yield part
+                part = []
+            part.append(tensor)
+        yield part
+
+
 def _sockets() -> set[int]:
     """The descriptors of this process's sockets."""
     folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
-    found = set()
+    numbers = set()
     for entry in os.listdir(folder):
         with suppress(OSError):
             if os.readlink(folder / entry).startswith("socket:"):
-                found.add(int(entry))
-    return found
+                numbers.add(int(entry))
+    return numbers

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
+
+from stratbench.cell.files import read_json_lines
 
 #: The shortest and the longest time between two looks at the jobs, in seconds: it doubles while nothing
 #: changes.
@@ -75,6 +77,9 @@ class Backend(Protocol):
     def cancel(self, ids: Iterable[str]) -> None:
         """End jobs, queued and running ones; returns once that is asked for."""
 
+    def close(self) -> None:
+        """The keeper ends: whoever still waits for an answer waits no longer."""
+
 
 class Keeper:
     """A context in which `slots` worker jobs are kept by a thread of its own.
@@ -90,9 +95,8 @@ class Keeper:
         self._not_before = dict.fromkeys(range(slots), 0.0)  # by time.monotonic
         self._failures = dict.fromkeys(range(slots), 0)
         self._next_number = 0
-        self._parting: dict[
-            int, float
-        ] = {}  # when the jobs of lost workers are cancelled, by number
+        #: When the jobs of lost workers are cancelled, by number.
+        self._parting: dict[int, float] = {}
         self._lock = threading.Lock()  # guards the entries
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
@@ -113,6 +117,7 @@ class Keeper:
         with self._wake:
             self._stopped = True
             self._wake.notify()
+        self._backend.close()
         self._thread.join()
         self._backend.cancel(self._live.values())
         now = time.time()
@@ -144,10 +149,6 @@ class Keeper:
         with self._lock:
             return sorted(self._entries.values(), key=lambda e: e.number)
 
-    def facts(self) -> list[dict[str, Any]]:
-        """The same as plain values."""
-        return [asdict(entry) for entry in self.jobs()]
-
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
@@ -166,11 +167,12 @@ class Keeper:
                     self._soon, pause_s = False, LOOK_S
 
     def _until_next(self, pause_s: float) -> float:
-        """Seconds until the next look: sooner where a slot's job is due."""
+        """Seconds until the next look: sooner where a slot's job is due, or has just become so."""
         now = time.monotonic()
-        due = [t - now for s, t in self._not_before.items() if s not in self._live and t > now]
+        empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
+        due = [self._not_before[slot] - now for slot in empty]
         live = {self._entries[id_].number for id_ in self._live.values()}
-        due += [t - now for n, t in list(self._parting.items()) if n in live and t > now]
+        due += [t - now for n, t in list(self._parting.items()) if n in live]
         return min([pause_s, *(max(x, 0.05) for x in due)])
 
     def _look(self) -> bool:
@@ -251,20 +253,16 @@ class Keeper:
 
     def _keep(self, entry: WorkerJobEntry, new: bool = False) -> None:
         with self._lock:
-            told = self._entries.get(entry.id)
+            before = self._entries.get(entry.id)
             self._entries[entry.id] = entry
-        if new or (entry.ended_unix_s is not None and told != entry):
+        if new or (entry.ended_unix_s is not None and before != entry):
             with self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(entry)) + "\n")
 
     def _take_over(self) -> None:
         """Go on with the jobs that an earlier keeper of this cell has left."""
-        try:
-            lines = self._journal.read_text(encoding="utf-8").split("\n")[:-1]
-        except FileNotFoundError:
-            return
-        for line in lines:
-            entry = WorkerJobEntry(**json.loads(line))
+        for values in read_json_lines(self._journal):
+            entry = WorkerJobEntry(**values)
             self._entries[entry.id] = entry
         self._next_number = max((e.number for e in self._entries.values()), default=-1) + 1
         for entry in self._entries.values():

@@ -12,17 +12,21 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.wire.transport import Listeners
 from stratbench.study.slurm.worker_job import WorkerJob
-from stratbench.telemetry.sampler import Sampler, busy_check
+from stratbench.telemetry.machine.busy import busy_check
+from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
 from stratbench.train.elastic.coordinator import Coordinator, reaches
 from stratbench.train.elastic.keeper import Backend, GaveUp, Keeper
 from stratbench.train.elastic.local_jobs import LocalJobs
+from stratbench.train.elastic.login_jobs import LoginJobs
 from stratbench.train.elastic.slurm_jobs import SlurmJobs
-from stratbench.train.ending import Ending
+from stratbench.train.ending import Ending, slow
 from stratbench.train.forkserver import fork_server, shares_gpus
 from stratbench.train.job import Job
 from stratbench.train.restarts import checkpoints
@@ -30,25 +34,21 @@ from stratbench.workload.tasks import task_of
 
 #: How long members may take to write their files once all is over, in seconds.
 LAST_WORDS_S = 60.0
-#: How often the launcher looks whether the training is over, in seconds.
-LOOK_S = 0.2
+#: How often the launcher looks whether the training is over, and keeps the history at least, in seconds.
+LOOK_S, KEEP_S = 0.2, 10.0
 
 
-def prepare(folder: RunFolder, cell: Any, settings: Any) -> None:
-    """Make the run folder, or keep that of a launcher of the same cell that was ended before its time."""
-    if goes_on(folder, asdict(cell), asdict(settings)):
-        print(f"going on with the training that {folder.path} holds", flush=True)
-        return
-    folder.create()
-
-
-def goes_on(folder: RunFolder, cell: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether the run folder holds an unfinished training of this cell with these settings."""
+def prepare(folder: RunFolder, cell: Cell, settings: Settings) -> None:
+    """Make the run folder, or keep one with an unfinished training of this cell with these settings."""
     try:
         kept = json.loads(folder.job.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return kept["cell"] == cell and kept["settings"] == settings and not folder.ended.exists()
+        kept = None
+    same = kept and (kept["cell"], kept["settings"]) == (asdict(cell), asdict(settings))
+    if not same or folder.ended.exists():
+        folder.create()
+        return
+    print(f"going on with the training that {folder.path} holds", flush=True)
 
 
 def since_the_first(job: Job) -> Job:
@@ -99,10 +99,11 @@ def _wait(
     keep: Callable[[dict[str, Any]], None],
 ) -> Ending:
     """Wait until the training is over, its time is, or nobody can go on; `keep` writes the history."""
-    limit_s, deadline, kept = job.time_limit_s, None, None
+    limit_s, deadline, kept, again_s = job.time_limit_s, None, None, 0.0
     while not coordinator.done.wait(LOOK_S):
-        if kept != coordinator.changes:  # a launcher that is killed keeps nothing more
-            kept = coordinator.changes
+        # A launcher that is killed keeps nothing more.
+        if kept != coordinator.changes or time.monotonic() > again_s:
+            kept, again_s = coordinator.changes, time.monotonic() + KEEP_S
             keep(coordinator.facts())
         if ending := ended_by_workers(job.folder, keeper):
             return ending
@@ -112,7 +113,7 @@ def _wait(
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and time.monotonic() > deadline:
-            return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
+            return slow(limit_s)
     diverged = coordinator.diverged()
     return Ending("diverged", diverged) if diverged else Ending("ok", None)
 
@@ -133,14 +134,25 @@ def ended_by_workers(folder: RunFolder, keeper: Keeper) -> Ending | None:
 def _results(folder: RunFolder, keeper: Keeper) -> Iterator[dict[str, Any]]:
     """What ended workers have written of themselves."""
     for entry in keeper.jobs():
-        if entry.ended_unix_s is not None and (found := folder.read_worker(entry.number)):
-            yield found
+        if entry.ended_unix_s is not None and (result := folder.read_worker(entry.number)):
+            yield result
 
 
 def _await_last_words(coordinator: Coordinator) -> None:
     ends = time.monotonic() + LAST_WORDS_S
     while coordinator.present and time.monotonic() < ends:
         time.sleep(LOOK_S / 4)
+
+
+def newest_kept(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
+    """The steps of the newest whole checkpoint, and the results of epochs that it holds; None without one."""
+    for step in sorted(checkpoints.steps_in(folder.path), reverse=True):
+        try:
+            with checkpoints.deleted_if_damaged(folder.path, step):
+                return step, checkpoints.read_facts(folder.path, step).get("epochs", [])
+        except checkpoints.Damaged as error:
+            print(error, flush=True)
+    return None
 
 
 @contextmanager
@@ -154,7 +166,7 @@ def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
         listeners,
         job.cell.gpus,
         job.train_samples // job.settings.global_batch,
-        lambda: checkpoints.newest(folder.path),
+        lambda: newest_kept(folder),
         len(folder.read_epochs()),
         folder.add_epoch,
         lambda score: reaches(score, job.settings.ends_at, better),
@@ -176,7 +188,10 @@ def backend_of(job: Job, asked: WorkerJob | None) -> Iterator[Backend]:
     agent.set_environment(job, on_one_host=asked is None)
     if asked is not None:
         folder.write_busy(0, busy_check())
-        yield SlurmJobs(asked, folder, folder.job, job.cell.path)
+        if asked.at_login:
+            yield LoginJobs(folder.requests)
+        else:
+            yield SlurmJobs(asked, folder, job.cell.path)
         return
     with fork_server(may_share=not job.use_cuda or shares_gpus()) as server:
         sampler = Sampler(folder.samples(0), folder.pids(0), job.origin_s)

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from stratbench.cell.run_folder import worker_name
-from stratbench.train.elastic.keeper import Refused, Seen
+from stratbench.train.elastic.keeper import Backend, Refused, Seen
 from stratbench.train.forkserver import Process
 
 WORKER = "stratbench.train.elastic.worker:main"
 
 
-class LocalJobs:
+class LocalJobs(Backend):
     """This machine as a `keeper.Backend`; a job's id is its process id. Slots are its GPUs' numbers."""
 
-    def __init__(
-        self, server: Path, job: Path, watch: Callable[[str, int], None] = lambda name, pid: None
-    ) -> None:
+    def __init__(self, server: Path, job: Path, watch: Callable[[str, int], None]) -> None:
         """`server`: a fork server's address; `job`: the file that workers read.
 
         `watch` is called with a worker's name and process id.

@@ -20,7 +20,11 @@ AGAIN_S, NOBODY_S = 30.0, 60.0
 
 
 class Over(Exception):
-    """There is nothing to do for this worker: the training is over, or its coordinator is gone."""
+    """There is nothing to do for this worker: the training is over, or nobody lets it in."""
+
+
+class Gone(Over):
+    """Its coordinator is gone: the training is not over."""
 
 
 class Seat:
@@ -30,7 +34,7 @@ class Seat:
     thread, when the generation cannot go on.
     """
 
-    def __init__(self, connection: Connection, place: int, break_up: Callable[[int], None]) -> None:
+    def __init__(self, connection: Connection, place: int, break_up: Callable[[], None]) -> None:
         self.place = place
         self.change = threading.Event()
         self._connection, self._break_up = connection, break_up
@@ -41,17 +45,19 @@ class Seat:
             threading.Thread(target=work, daemon=True).start()
 
     def say(self, what: str, **said: Any) -> None:
-        """Tell the coordinator. Raises Over where it is gone."""
+        """Tell the coordinator. Raises Gone where there is none any more."""
         try:
             say(self._connection, what, **said)
         except Closed as error:
-            raise Over(str(error)) from None
+            raise Gone(str(error)) from None
 
     def next(self) -> dict[str, Any]:
-        """The coordinator's next message. Raises Over where it is gone, or says that all is over."""
+        """The coordinator's next message. Raises Over where that says that all is over, Gone without one."""
         said = self._messages.get()
-        if said["what"] in ("over", "gone"):
-            raise Over(said.get("why", "the training is over"))
+        if said["what"] == "over":
+            raise Over("the training is over")
+        if said["what"] == "gone":
+            raise Gone(said["why"])
         return said
 
     def _listen(self) -> None:
@@ -61,7 +67,7 @@ class Seat:
                 if said["what"] == "change":
                     self.change.set()
                 elif said["what"] == "broken":
-                    self._break_up(said["generation"])
+                    self._break_up()
                 else:
                     if said["what"] == "form":
                         self.change.clear()
@@ -69,11 +75,11 @@ class Seat:
         except (Closed, Silent, ProtocolError, ValueError) as error:
             self._ended.set()
             self._messages.put({"what": "gone", "why": f"the coordinator is gone: {error}"})
-            self._break_up(None)
+            self._break_up()
 
 
 def take_seat(
-    folder: RunFolder, number: int, break_up: Callable[[int | None], None], leaving: threading.Event
+    folder: RunFolder, number: int, break_up: Callable[[], None], leaving: threading.Event
 ) -> Seat:
     """Be let in as worker `number`; waits while all places are taken. Raises Over where nobody lets it in."""
     deadline = time.monotonic() + NOBODY_S

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
-from stratbench.cell.run_folder import RunFolder, server_name
-from stratbench.ps.elastic.journal import NewEvents, has_state, last_life, read_journal
+from stratbench.cell.run_folder import RunFolder
+from stratbench.ps.elastic.journal import (
+    NewEvents,
+    forget_end,
+    has_state,
+    last_life,
+    read_journal,
+)
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
+from stratbench.strategies.ps import server_configs
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train import agent
 from stratbench.train.elastic.keeper import Keeper
@@ -25,9 +30,10 @@ from stratbench.train.elastic.launch import (
     ended_by_workers,
     hand_out,
 )
-from stratbench.train.ending import Ending
+from stratbench.train.ending import Ending, slow
 from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
+from stratbench.workload.tasks import task_of
 
 #: How long servers that are to stop may take to save their state, in seconds. SLURM gives 30 by default.
 SAVE_S = 25.0
@@ -37,12 +43,10 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
     """Train the cell; `asked`: of SLURM for each worker, None: workers are processes of this machine."""
     folder = job.folder
     hand_out(job)
+    forget_end(folder.servers)  # before any server or worker of this life looks
     configs = configs_of(job, across_nodes=asked is not None)
     with fork_server(may_share=True) as path, backend_of(job, asked) as backend:
-        servers = [
-            Process(path, server_name(c.server), "server", json.dumps(asdict(c)), str(folder.path))
-            for c in configs
-        ]
+        servers = agent.server_processes(path, folder, configs)
         try:
             for process in servers:
                 process.start()
@@ -61,11 +65,7 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
 
 def configs_of(job: Job, across_nodes: bool) -> list[ServerConfig]:
     """What each server is told. The life is one more than the last; it resumes where that saved its state."""
-    from stratbench.strategies.ps import server_configs
-    from stratbench.workload.tasks import task_of
-
-    own = job.folder.servers
-    s = job.settings
+    own, s = job.folder.servers, job.settings
     elastic = ElasticConfig(
         str(own),
         life=1 + last_life(own),
@@ -99,14 +99,14 @@ def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper) -> Ending
         if limit_s is not None and deadline is None and has_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and time.monotonic() > deadline:
-            return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
+            return slow(limit_s)
         time.sleep(LOOK_S)
     return _ending_of(job, servers)
 
 
 def _why_failed(job: Job, process: Process) -> str:
-    told = next((s["error"] for s in job.folder.read_servers(job.n_servers) if s["error"]), None)
-    return told or str(agent.ProcessExit(process.name, process.exitcode))
+    errors = (s["error"] for s in job.folder.read_servers(job.n_servers) if s["error"])
+    return next(errors, None) or str(agent.ProcessExit(process.name, process.exitcode))
 
 
 def _ending_of(job: Job, servers: list[Process]) -> Ending:

@@ -5,10 +5,10 @@ Dates are seconds since 1970; the record counts from the first launcher's start.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
-from stratbench.ps.elastic.journal import read_journal
+from stratbench.ps.elastic.journal import read_journal, scores_in
+from stratbench.strategies import strategy_class
 from stratbench.train.elastic.accounts import job_entry, members_of, totals_of, worker_jobs
 from stratbench.train.job import Job
 
@@ -21,13 +21,15 @@ def entry_of(job: Job) -> dict[str, Any]:
     servers = job.folder.read_servers(job.n_servers)
     lives = [e for e in journal if e["event"] == "life"]
     done_twice = sum(e["done_twice"] for e in lives)
+    s = job.settings
+    tickets_of_step = s.global_batch // strategy_class(s.strategy).samples_per_step(s)
     return {
         "lives": max(1, len(lives)),
         **totals_of(jobs, inside_s),
         "leaves": count(journal, "leave"),
         "losses": count(journal, "loss"),
         "restarts": sum(e["settled"] > 0 for e in lives[1:]),
-        "steps_repeated": -(-done_twice // slices_of(job)),
+        "steps_repeated": -(-done_twice // tickets_of_step),
         "pauses": {"count": 0, "median_s": None, "longest_s": None, "total_s": 0.0},
         "checkpoints": {
             "count": sum(s["elastic"]["saves"] for s in servers),
@@ -55,19 +57,6 @@ def entry_of(job: Job) -> dict[str, Any]:
     }
 
 
-def slices_of(job: Job) -> int:
-    """Tickets of a global batch."""
-    s = job.settings
-    return s.global_batch // type_of(job).samples_per_step(s)
-
-
-def type_of(job: Job) -> Any:
-    """The cell's strategy."""
-    from stratbench.strategies import strategy_class
-
-    return strategy_class(job.settings.strategy)
-
-
 def count(journal: list[dict[str, Any]], event: str) -> int:
     """How often something happened."""
     return sum(e["event"] == event for e in journal)
@@ -76,12 +65,12 @@ def count(journal: list[dict[str, Any]], event: str) -> int:
 def dates_of(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
     """When a worker was ready, and had its first ticket, in its first life of the servers."""
     names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
-    found: dict[str, float] = {}
+    dates: dict[str, float] = {}
     for event in journal:
         if event.get("worker") == number:
             for name in names.get(event["event"], ()):
-                found.setdefault(name, event["at_unix_s"])
-    return found
+                dates.setdefault(name, event["at_unix_s"])
+    return dates
 
 
 def presence(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
@@ -119,18 +108,17 @@ def most_at_a_time(journal: list[dict[str, Any]]) -> int:
 
 def epochs_of(job: Job) -> list[dict[str, Any]]:
     """The epochs that were evaluated, as `RunFolder.read_epochs` gives them, up to one that ended the run."""
-    scores = {e["epoch"]: e for e in read_journal(job.folder.servers) if e["event"] == "score"}
+    scores = scores_in(read_journal(job.folder.servers))
     server = job.folder.read_server(0)
     last = server["elastic"]["finished_at_epoch"] if server else None
-    figures: dict[int, dict[str, Any]] = defaultdict(dict)
-    for epoch in sorted(scores):
-        if epoch != len(figures) or (last is not None and epoch > last):
-            break
-        score = scores[epoch]
-        figures[epoch] = {
-            "epoch": epoch + 1,
-            "train_time_s": score["end_s"],
-            "train_loss": None,
-            **{key: score[key] for key in ("test_loss", "score", "score_error")},
-        }
-    return list(figures.values())
+    epochs: list[dict[str, Any]] = []
+    while (score := scores.get(len(epochs))) and (last is None or len(epochs) <= last):
+        epochs.append(
+            {
+                "epoch": len(epochs) + 1,
+                "train_time_s": score["end_s"],
+                "train_loss": None,
+                **{key: score[key] for key in ("test_loss", "score", "score_error")},
+            }
+        )
+    return epochs

@@ -7,33 +7,54 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.study.slurm.commands import RUNNING, TIMEOUT_S, ask_slurm
 from stratbench.study.slurm.worker_job import WorkerJob
-from stratbench.train.elastic.keeper import Refused, Seen
+from stratbench.train.elastic.keeper import Backend, Refused, Seen
 
 #: How long before the end of a job's time its worker is told, in seconds.
 WARNING_S = 60
 #: A job's id, state, reason, start and end, as squeue writes them.
 _FORMAT = "%i|%T|%r|%S|%e"
-_QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-_QUEUED |= {"RESV_DEL_HOLD"}
+#: States of a job that has not begun.
+QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+QUEUED |= {"RESV_DEL_HOLD"}
+#: The name of worker jobs.
+JOB_NAME = "stratbench-worker"
 #: Ends that say nothing against the worker.
 _TAKEN_BACK = {"COMPLETED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "REVOKED"}
 
 
-class SlurmJobs:
+#: What helps where sbatch refuses the cell's own job.
+REMEDY = (
+    "; where this node may not submit jobs, set cluster.submit_workers to login, or let the cell's own job "
+    "have a node that may, by slurm_partition in the profile; workers may have another partition, "
+    "cluster.worker_partition"
+)
+
+
+def comment_of_worker(number: int | str, cell: str) -> str:
+    """The comment of a worker's job; `cell`: its path among the results."""
+    return f"worker {number} of {cell}"
+
+
+class SlurmJobs(Backend):
     """SLURM as a `keeper.Backend`.
 
     A job's script holds paths and numbers alone: `scontrol` shows it to others. The worker is a step, so that
     SLURM's signals reach it at once; before its time ends it gets SIGUSR1.
     """
 
-    def __init__(self, asked: WorkerJob, folder: RunFolder, job: Path, cell: str) -> None:
-        """`job`: the file that workers read; `cell`: its path among the results, for `squeue`."""
-        self._asked, self._folder, self._job, self._cell = asked, folder, job, cell
+    def __init__(
+        self, asked: WorkerJob, folder: RunFolder, cell: str, first: str = "", remedy: str = REMEDY
+    ) -> None:
+        """`cell`: its path among the results, for `squeue`. `remedy`: what helps where sbatch refuses.
+
+        `first`: what each job runs before its worker, in sh.
+        """
+        self._asked, self._folder, self._cell = asked, folder, cell
+        self._first, self._remedy = first, remedy
 
     def submit(self, number: int, slot: int) -> str:
         output = str(self._folder.log(worker_name(number))).replace("%", "%%")
@@ -41,8 +62,8 @@ class SlurmJobs:
             "sbatch",
             "--parsable",
             "--no-requeue",
-            "--job-name=stratbench-worker",
-            f"--comment=worker {number} of {self._cell}",
+            f"--job-name={JOB_NAME}",
+            f"--comment={comment_of_worker(number, self._cell)}",
             f"--output={output}",
             "--open-mode=append",
             f"--signal=USR1@{WARNING_S}",
@@ -53,18 +74,18 @@ class SlurmJobs:
             raise Refused(f"sbatch did not answer in {TIMEOUT_S:g} s")
         if done.returncode != 0:
             raise Refused(
-                f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}; where this node may not "
-                "submit jobs, let the cell's own job have one that may, by slurm_partition in the profile; "
-                "workers may have another partition, cluster.worker_partition)"
+                f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}{self._remedy})"
             )
         return done.stdout.strip().partition(";")[0]
 
     def script(self, number: int) -> str:
         """What the job of worker `number` runs: nothing where it starts after the end."""
-        worker = [sys.executable, "-m", "stratbench.train.elastic.worker", self._job, str(number)]
+        job = self._folder.job
+        worker = [sys.executable, "-m", "stratbench.train.elastic.worker", job, str(number)]
         step = ["srun", "--ntasks=1", f"--cpus-per-task={self._asked.cpus}", "--quiet", *worker]
         over = shlex.join(["test", "-e", str(self._folder.ended)])
-        return f"#!/bin/sh\n{over} && exit 0\nexec {shlex.join(map(str, step))}\n"
+        first = f"{self._first} || exit\n" if self._first else ""
+        return f"#!/bin/sh\n{over} && exit 0\n{first}exec {shlex.join(map(str, step))}\n"
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
         wanted = set(ids)
@@ -81,7 +102,7 @@ class SlurmJobs:
 
 def _seen(state: str, reason: str, start: str, end: str) -> Seen:
     state = state.partition(" ")[0]  # CANCELLED by 1000
-    if state in _QUEUED:
+    if state in QUEUED:
         return Seen("queued", reason)
     if state in RUNNING:
         return Seen("running", started_unix_s=_date(start))

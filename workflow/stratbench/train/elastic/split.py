@@ -7,11 +7,10 @@ of its members, who vote in each step on whether to go on; the vote travels whil
 
 from __future__ import annotations
 
-import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isfinite
@@ -24,18 +23,17 @@ from torch import Tensor
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.clock import Phases, StepClock
+from stratbench.telemetry.memory import MemoryMeter
 from stratbench.train import loop
 from stratbench.train.elastic.coordinator import reaches
-from stratbench.train.elastic.group import Group
-from stratbench.train.elastic.member import Over, Seat
+from stratbench.train.elastic.group import Group, broadcast
+from stratbench.train.elastic.member import Gone, Over, Seat
 from stratbench.train.restarts import checkpoints
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.tasks import Task
 
 #: How often the state is kept on the disk, in seconds.
 CHECKPOINT_S = 60.0
-#: Most bytes of the optimizer's state that are sent at once.
-_SENT_BYTES = 64 << 20
 #: What an exception says that comes of a member that is gone.
 _OF_PEERS = ("gloo", "nccl", "connection", "timed out", "timeout", "process group", "store")
 
@@ -57,23 +55,13 @@ def share(batch: int, rank: int, world: int) -> slice:
 
 
 @dataclass
-class Outcome:
-    """What a member did in all, for its file."""
-
-    result: loop.Result
-    held_up_s: list[float]
-    written_s: list[float]
-    generations: int
-    was_first: bool
-
-
-@dataclass
 class _Round:
     """What a member did in one generation."""
 
     failed: bool = False
     through: bool = False
-    #: Of each epoch: the weighted losses of its steps, still on the device, and their seconds.
+    #: Of each epoch that is not told yet: the weighted losses of its steps, still on the device, and their
+    #: seconds.
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
@@ -101,15 +89,19 @@ class Split:
         worker.mark = self._clock.mark
         self._steps_per_epoch = data.train_samples // worker.settings.global_batch
         self._total = worker.settings.total_steps(data.train_samples)
-        self._step = self._samples = self._generations = 0
-        self._epochs_done = 0
+        #: How many it has taken part in.
+        self.generations = 0
+        self._step = self._samples = self._epochs_done = 0
+        #: Results of epochs that the coordinator may not have heard of.
+        self._entries: list[dict[str, Any]] = []
         self._rank, self._world, self._generation, self._number = 0, 1, 0, number
-        self._running = self._through = False
+        self._running = False
         #: By the last vote, whether this member leaves, and whether all do: then nobody has the state.
         self._leaves = self._all_leave = False
         self._stopped_s: float | None = None
         self._kept_s = time.monotonic()
-        self._checkpoints = checkpoints.Writer(worker.folder.path)
+        # What a device computes after its group has broken is no state.
+        self._checkpoints = checkpoints.Writer(worker.folder.path, counts=lambda: not group.broken)
         self._initial = strategy.save() if worker.device.type == "cuda" else None
         self._status: tuple[str, str | None] = ("ok", None)
         self._tables = lru_cache(maxsize=1)(
@@ -118,8 +110,16 @@ class Split:
             )
         )
 
-    def run(self, memory: Any, progress: loop.Progress) -> Outcome:
-        """Take part until the training is over, or this worker shall leave."""
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first of its generation, or was in its last one."""
+        return self._rank == 0
+
+    def run(self, memory: MemoryMeter) -> loop.Result:
+        """Take part until the training is over, or this worker shall leave; returns what it did in all.
+
+        Raises Over where that is before it has taken part.
+        """
         self._tables(0)
         self._seat.say("ready")
         try:
@@ -128,62 +128,80 @@ class Split:
                 if said is None:
                     break
                 self._take_part(said, memory)
+        except Gone as gone:
+            print(gone, flush=True)
+            if self.is_first:
+                self._keep_for_others()
         except Over as over:
             print(over, flush=True)
-            if not self._through and self._step and self._rank == 0:
-                self._keep(wait=True)  # whoever comes next goes on from here
-        status, reason = self._status
-        used = memory.read()
-        result = loop.Result(
-            status, reason, self._clock, progress, len(self._clock.step_ms), self._samples, used
-        )
-        keeper = self._checkpoints
-        return Outcome(
-            result, keeper.held_up_s, keeper.written_s, self._generations, self._rank == 0
-        )
+        if not self.generations:
+            raise Over("this worker has taken part in nothing")
+        written = self._checkpoints
+        return loop.Result(
+            *self._status, self._clock, loop.Progress(None), len(self._clock.step_ms), self._samples,
+            memory.read(),
+            checkpoints={"held_up_s": written.held_up_s, "written_s": written.written_s},
+        )  # fmt: skip
 
     def _await_form(self) -> dict[str, Any] | None:
         """The next generation that this member is called to; None once it has left."""
-        if self._leaving.is_set() and not self._generations:
+        if self._leaving.is_set() and not self.generations:
             self._seat.say("left")
             return None
         said = self._seat.next()
         return None if said["what"] == "leave" else said
 
-    def _take_part(self, said: dict[str, Any], memory: Any) -> None:
+    def _take_part(self, said: dict[str, Any], memory: MemoryMeter) -> None:
         """Be in one generation, from its forming to its stop."""
         self._epochs_done, self._generation = said["epochs_done"], said["generation"]
+        self._entries = [e for e in self._entries if e["epoch"] > self._epochs_done]
         done = _Round()
         try:
+            self._go_through(done, said, memory)
+            self._report(done)
+        except Gone:
+            self._end_clock(done)
+            last = {"generation": self._generation, "ended_unix_s": time.time(), "step": self._step}
+            # The record's maker reads it.
+            self.worker.folder.write_unheard(self._number, last | {"epochs": self._untold(done)})
+            raise
+
+    def _go_through(self, done: _Round, said: dict[str, Any], memory: MemoryMeter) -> None:
+        """Meet the others, and train with them until the generation stops or breaks."""
+        try:
             self._meet(said)
-            if not self._generations:
+            if not self.generations:
                 memory.start()
-            self._generations += 1
+            self.generations += 1
             self._begin()
             done.through = self._train(done)
-        except RuntimeError as error:
-            if not any(sign in str(error).lower() for sign in _OF_PEERS):
+        except (RuntimeError, checkpoints.Damaged) as error:
+            if not isinstance(error, checkpoints.Damaged) and not any(
+                sign in str(error).lower() for sign in _OF_PEERS
+            ):
                 raise
             print(f"generation {said['generation']} is broken: {_first(error)}", flush=True)
             done.failed = True
+            self._checkpoints.settle()  # it is known now whether the one that is written counts
         self._end_clock(done)
         self._stopped_s = time.monotonic()
-        self._report(done)
+
+    def _untold(self, done: _Round) -> dict[int, list[float]]:
+        """Of each epoch with steps that are not told yet: sum and number of losses, members, seconds."""
+        # A device may have computed anything before the host knew that its group is broken.
+        garbage = done.failed and self._initial is not None
+        sums = {
+            epoch: (float(torch.stack(x).double().sum()), len(x)) if x and not garbage else (0.0, 0)
+            for epoch, x in done.losses.items()
+        }
+        return {
+            epoch: [*of, self._world, done.seconds.get(epoch, 0.0)] for epoch, of in sums.items()
+        }
 
     def _report(self, done: _Round) -> None:
-        epochs = {
-            epoch: [
-                float(torch.stack(values).double().sum()),
-                len(values),
-                self._world,
-                done.seconds.get(epoch, 0.0),
-            ]
-            for epoch, values in done.losses.items()
-            if values
-        }
+        taken = {"step": self._step, "epochs": self._untold(done)}
         if done.through:
-            self._through = True
-            self._seat.say("through", step=self._step, epochs=epochs)
+            self._seat.say("through", **taken)
             self._seat.next()  # raises Over
         if done.failed and self._initial is not None:
             # A device may have gone on with what the broken collective left: only a checkpoint is sure.
@@ -191,15 +209,10 @@ class Split:
             self._step = 0
         # Who is asked only after the vote leaves after the next one: somebody counts on its state.
         leaving = self._leaving.is_set() if done.failed else self._leaves
-        if self._all_leave and self._rank == 0 and not done.failed:
-            self._keep(wait=True)
-        told = {"step": self._step, "epochs": epochs}
-        try:
-            self._seat.say("stopped", failed=done.failed, leaving=leaving, **told)
-        except Over:  # the record's maker reads it
-            told |= {"generation": self._generation, "ended_unix_s": time.time()}
-            self.worker.folder.write_unheard(self._number, told)
-            raise
+        # Of a generation that broke nobody knows who is left.
+        if leaving if done.failed else self._all_leave and self._rank == 0:
+            self._keep_for_others()
+        self._seat.say("stopped", failed=done.failed, leaving=leaving, holds=self._step, **taken)
 
     # ------------------------------------------------------------ meeting
 
@@ -211,20 +224,31 @@ class Split:
         self._rank, self._world = said["rank"], said["world"]
         worker.rank, worker.world_size, worker.mesh = self._rank, self._world, Mesh(self._world)
         strategy.optimizer.zero_grad(set_to_none=True)
-        with self._phases("join"):
+        state = strategy.state_tensors() if said["load"] or self._rank else []
+        # Its first rank may be lost while others have half of its state.
+        with self._phases("join"), self._undone_if_it_fails(state):
             if said["load"]:
-                checkpoints.read_into(
-                    worker.folder.path, said["step"], self.strategy.state_tensors()
-                )
+                with checkpoints.deleted_if_damaged(worker.folder.path, said["step"]):
+                    checkpoints.read_into(worker.folder.path, said["step"], state)
             # DDP sends rank 0's weights and buffers to all.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
-            for tensors in _in_parts(self._optimizer_tensors()):
-                _broadcast(tensors)
+            broadcast(self._optimizer_tensors())
         self._step = strategy.steps = said["step"]
         batch = worker.settings.global_batch
         self._share = share(batch, self._rank, self._world)
         self._weighted.weight = self._world * (self._share.stop - self._share.start) / batch
         torch.manual_seed(worker.settings.seed + 1 + self._rank + 7919 * self._step)
+
+    @contextmanager
+    def _undone_if_it_fails(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Give tensors back what they hold now if a collective fails; a device begins anew then."""
+        before = [t.clone() for t in tensors] if self._initial is None else []
+        try:
+            yield
+        except RuntimeError:
+            for tensor, then in zip(tensors, before, strict=False):
+                tensor.copy_(then)
+            raise
 
     def _optimizer_tensors(self) -> list[Tensor]:
         return self.strategy.state_tensors()[len(self.strategy.weights_and_buffers()) :]
@@ -249,6 +273,9 @@ class Split:
             )
             if not self._steps_to(ends, done):
                 return False
+            if self._step < self._total:
+                self._seat.say("trained", epochs=self._untold(done))
+                done.losses.clear()
 
     def _steps_to(self, ends: int, done: _Round) -> bool:
         """Take the steps of an epoch up to `ends`; returns whether all of them were taken."""
@@ -256,7 +283,7 @@ class Split:
         order, augmentation = self._tables(epoch)
         losses = done.losses.setdefault(epoch, [])
         clock, strategy, data = self._clock, self.strategy, self.data
-        buffers = list(strategy.model.buffers()) if self._initial is None else []
+        buffers = list(strategy.model.buffers())
         clock.begin()
         self._running = True
         votes = self._votes()
@@ -267,13 +294,8 @@ class Split:
             if self._step + 1 < ends:
                 data.expect(order[self._samples_of(self._step + 1)], augmentation)
             clock.mark("data")
-            before = [b.clone() for b in buffers]
-            try:
+            with self._undone_if_it_fails(buffers):
                 losses.append(strategy.step(x, y))
-            except RuntimeError:
-                for buffer, then in zip(buffers, before, strict=True):
-                    buffer.copy_(then)
-                raise
             clock.tick()
             self._step += 1
             self._samples += len(y)
@@ -281,6 +303,7 @@ class Split:
                 self._keep()
         votes.close()
         self._end_clock(done)
+        self._group.check()  # the device is waited for
         return self._step == ends
 
     def _samples_of(self, step: int) -> slice:
@@ -291,6 +314,7 @@ class Split:
         """Before each step: whether the members have agreed, in the step before, to stop here."""
         work = tally = None
         while True:
+            self._group.check()  # who trains alone waits for nobody
             if work is not None:
                 work.wait()
                 wanted, leave = tally.tolist()
@@ -312,8 +336,14 @@ class Split:
             done.seconds[max(done.losses)] = self._clock.epoch_times_s[-1]
 
     def _keep(self, wait: bool = False) -> None:
-        self._checkpoints.take(self._step, self.strategy.state_tensors(), wait)
+        facts = {"epochs": list(self._entries)}
+        self._checkpoints.take(self._step, self.strategy.state_tensors(), wait, facts=facts)
         self._kept_s = time.monotonic()
+
+    def _keep_for_others(self) -> None:
+        """Keep the state for whoever comes next, if anybody does: at its time limit a cell has ended."""
+        if self._step and not self.worker.folder.ended.exists():
+            self._keep(wait=True)
 
     # ------------------------------------------------------------ evaluation
 
@@ -323,7 +353,8 @@ class Split:
         s = self.worker.settings
         if rest or s.steps or epoch <= self._epochs_done:
             return
-        with self._phases("eval"):
+        buffers = list(self.strategy.model.buffers())  # which are sent
+        with self._phases("eval"), self._undone_if_it_fails(buffers):
             evaluated = loop.evaluate(
                 self.strategy,
                 self.data,
@@ -332,11 +363,13 @@ class Split:
                 Mesh(self._world),
                 self.worker.pulse,
             )
+            self._group.check()
         self._epochs_done = epoch
+        # The coordinator knows the times of all generations, and everybody's losses.
+        entry = loop.epoch_entry(epoch - 1, 0.0, None, evaluated)
+        self._entries.append(entry)
+        self._seat.say("epoch", entry=entry)
         if self._rank == 0:
-            # The coordinator knows the times of all generations, and everybody's losses.
-            entry = loop.epoch_entry(epoch - 1, 0.0, None, evaluated)
-            self._seat.say("epoch", entry=entry)
             score = loop.describe_score(self._task, entry["score"])
             print(f"epoch {epoch}/{s.epochs}: {self._world} members, {score}", flush=True)
         if reaches(evaluated[1], s.ends_at, self._task.better):  # the coordinator finds so, too
@@ -345,48 +378,5 @@ class Split:
             self._status = "diverged", f"the test loss became {evaluated[0]} in epoch {epoch}"
 
 
-def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device together, up to _SENT_BYTES."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in kinds.values():
-        part: list[Tensor] = []
-        for tensor in alike:
-            if part and sum(t.nbytes for t in part) + tensor.nbytes > _SENT_BYTES:
-                yield part
-                part = []
-            part.append(tensor)
-        yield part
-
-
-def _broadcast(tensors: list[Tensor]) -> None:
-    """Have all members hold what the first rank holds."""
-    flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-    dist.broadcast(flat, src=0)
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.detach().copy_(part.view_as(tensor))
-
-
 def _first(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
-
-
-def leave_on(signals: tuple[signal.Signals, ...], leaving: threading.Event) -> None:
-    """Set `leaving` when one of the signals comes: SLURM's warning, or the end of a job's time.
-
-    At once, by a thread of its own: the main one may compute for seconds without looking.
-    """
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)
-
-    def wait() -> None:
-        number = reading.recv(1)[0]
-        leaving.set()
-        print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
-        writing.close()  # which its handlers need no longer
-
-    for each in signals:
-        signal.signal(each, lambda number, frame: None)
-    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=wait, daemon=True).start()

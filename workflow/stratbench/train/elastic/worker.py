@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,20 +25,15 @@ from typing import Any
 import torch
 
 from stratbench.cell.run_folder import worker_name
-from stratbench.strategies import strategy_class
+from stratbench.ps.elastic.channel import RunOver
+from stratbench.ps.wire.link import Left, ServerLost
 from stratbench.strategies.mesh import Mesh
-from stratbench.telemetry.clock import Phases
-from stratbench.telemetry.memory import MemoryMeter
-from stratbench.telemetry.pulse import Pulse
-from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import loop, worker
-from stratbench.train.elastic import served_worker
+from stratbench.train import agent, loop, worker
 from stratbench.train.elastic.group import Group
 from stratbench.train.elastic.member import Over, take_seat
-from stratbench.train.elastic.split import Outcome, Split, leave_on
+from stratbench.train.elastic.split import Split
 from stratbench.train.job import Job
 from stratbench.train.locks import scratch
-from stratbench.workload.users_code import Refused
 
 
 def main(job_file: str, number: int, local_rank: int = 0) -> None:
@@ -45,6 +42,7 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     leaving = threading.Event()
     leave_on((signal.SIGTERM, signal.SIGUSR1), leaving)
     job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
+    agent.set_environment(job, on_one_host=False)
     folder = job.folder
     if folder.ended.exists():
         worker.leave(0)
@@ -56,41 +54,50 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     worker.leave(code)
 
 
+def leave_on(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
+    """Set `leaving` when one of the signals comes: SLURM's warning, or the end of a job's time.
+
+    At once, by a thread of its own: the main one may compute for seconds without looking.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+
+    def wait() -> None:
+        number = reading.recv(1)[0]
+        leaving.set()
+        print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
+        writing.close()  # which its handlers need no longer
+
+    for each in signals:
+        signal.signal(each, lambda number, frame: None)
+    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _run(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
+    """Train, and write what came of it; returns the exit code."""
+    train = train_served if job.has_servers else train_split
     try:
-        by = served_worker.train if job.has_servers else train
-        result = by(job, number, local_rank, leaving)
-    except Over as over:
+        result, code = train(job, number, local_rank, leaving), 0
+    except (Over, RunOver, Left, ServerLost) as over:
         print(over, flush=True)
         return 0
     except Exception as error:
         traceback.print_exc()
-        status = "oom" if worker.is_out_of_memory(error) else "error"
-        refused = isinstance(error, Refused)
-        told = {
-            "status": "refused" if refused else status,
-            "reason": str(error) if refused else worker.first_line(error),
-        }
-        job.folder.write_worker(number, told)
-        return worker.EXIT_OOM if status == "oom" else worker.EXIT_ERROR
+        result, code = worker.outcome_of(error)
     job.folder.write_worker(number, result)
-    return 0
+    return code
 
 
-def train(job: Job, number: int, local_rank: int, leaving: threading.Event) -> dict[str, Any]:
-    """Train as one of the cell's members; returns what the worker measured."""
-    s = job.settings
-    device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
-    worker.configure_torch(s, device, job.threads)
-    memory = MemoryMeter(device)
-    pulse = Pulse(job.folder.pulse(number))
-    log = PhaseLog(job.folder.phases(number), number, job.origin_s, pulse.alive)
-    phases = Phases(device, log)
-    started_s = job.elapsed_s
+def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event) -> dict[str, Any]:
+    """Train as a member of a split synchronous cell; returns what the worker measured.
+
+    Raises Over where nobody lets it in.
+    """
+    s, start = job.settings, worker.begin(job, number, local_rank)
+    strategy, device, phases = start.strategy, start.device, start.phases
     group = Group(job.folder.path, device)
-    seat = take_seat(job.folder, number, lambda _: group.break_up(), leaving)
-    cls = strategy_class(s.strategy)
-    strategy = cls(cls.Options(**s.options))
+    seat = take_seat(job.folder, number, group.break_up, leaving)
     with phases("rendezvous"):
         group.form_alone()
     with phases("data"):
@@ -98,32 +105,50 @@ def train(job: Job, number: int, local_rank: int, leaving: threading.Event) -> d
     with phases("build"):
         ready = worker.set_up(
             s, strategy, data, device, seat.place,
-            rank=0, world_size=1, local_world=1, folder=job.folder, pulse=pulse, mesh=Mesh(1),
+            rank=0, world_size=1, local_world=1, folder=job.folder, pulse=start.pulse, mesh=Mesh(1),
         )  # fmt: skip
-        me = ready.worker
     with phases("warmup"):
-        loop.warm_up(strategy, data, me)
-    split = Split(strategy, data, me, phases, group, seat, leaving, number)
-    outcome = split.run(memory, loop.Progress(None))
-    measured = worker.worker_result(outcome.result, strategy, phases, number)
-    measured |= _facts(outcome)
+        loop.warm_up(strategy, data, ready.worker)
+    split = Split(strategy, data, ready.worker, phases, group, seat, leaving, number)
+    measured = worker.worker_result(split.run(start.memory), start, number)
+    # How much it sent depends on how many were there, step by step: no figure stands for that.
+    measured |= {"communication": None, "generations": split.generations}
     worker.describe(measured, ready, strategy, data)
-    if outcome.was_first:
+    if split.is_first:
         measured |= worker.flops_of(s, ready.built)
-    measured["started_s"] = started_s
     return measured
 
 
-def _facts(outcome: Outcome) -> dict[str, Any]:
-    """What a member's file says beside what every worker's does.
+def train_served(
+    job: Job, number: int, local_rank: int, leaving: threading.Event
+) -> dict[str, Any]:
+    """Train as a worker of a cell with parameter servers; returns what the worker measured.
 
-    How much it sent depends on how many were there, step by step: no figure stands for that.
+    Raises RunOver where the training is over before it has joined, Left where it leaves before that, and
+    ServerLost where the servers are gone for good.
     """
-    return {
-        "communication": None,
-        "generations": outcome.generations,
-        "checkpoints": {"held_up_s": outcome.held_up_s, "written_s": outcome.written_s},
-    }
+    s, start = job.settings, worker.begin(job, number, local_rank)
+    strategy, device, phases = start.strategy, start.device, start.phases
+    with phases("data"):
+        data = worker.load_data(job, device)
+    with phases("build"):
+        # A worker's number never comes again: those of `slowdown.workers` are what is left over `gpus`.
+        ready = worker.set_up(
+            s, strategy, data, device, number % s.gpus,
+            rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
+            pulse=start.pulse, mesh=Mesh(1), leaving=leaving,
+        )  # fmt: skip
+        torch.manual_seed(s.seed + 1 + number)  # what is random per copy (dropout)
+    result = loop.train_with_server(
+        strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
+    )
+    measured = worker.worker_result(result, start, number)
+    worker.describe(measured, ready, strategy, data)
+    if not strategy.channel.left:
+        measured |= worker.flops_of(s, ready.built)
+    measured["left"], measured["returns"] = strategy.channel.left, strategy.channel.returns
+    strategy.close()
+    return measured
 
 
 if __name__ == "__main__":

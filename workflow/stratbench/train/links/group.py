@@ -46,12 +46,13 @@ class Group:
         return self.nodes * self.a_node
 
     @property
-    def found(self) -> Path:
-        return Path(self.folder, "found.json")
+    def result(self) -> Path:
+        """Where rank 0 writes what was measured."""
+        return Path(self.folder, "result.json")
 
     def measured(self) -> Measured:
-        found = json.loads(self.found.read_text(encoding="utf-8"))
-        return [Time(*t) for t in found["times"]], found["kappa"]
+        result = json.loads(self.result.read_text(encoding="utf-8"))
+        return [Time(*t) for t in result["times"]], result["kappa"]
 
     def run(self, node: int) -> None:
         """The processes of one node, until all have ended. Raises RuntimeError where one fails."""
@@ -95,20 +96,20 @@ def _member(group: Group, node: int, number: int) -> None:
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         store = dist.FileStore(f"{group.folder}/group", group.world)
-    found = _in_group(
+    times, kappa = _in_group(
         group.sweep, group.on_gpus, number, store=store, rank=rank, world_size=group.world
     )
     if rank == 0:
-        times, kappa = found
-        told = json.dumps({"times": [astuple(t) for t in times], "kappa": kappa})
-        group.found.write_text(told, encoding="utf-8")
+        result = {"times": [astuple(t) for t in times], "kappa": kappa}
+        group.result.write_text(json.dumps(result), encoding="utf-8")
 
 
 def as_one_of_many(sweep: Sweep, on_gpus: bool) -> Measured | None:
     """`measure` as a process that a launcher started; None but for rank 0."""
     rank = int(os.environ["RANK"])
-    found = _in_group(sweep, on_gpus, int(os.environ.get("LOCAL_RANK", 0)), init_method="env://")
-    return found if rank == 0 else None
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    measured = _in_group(sweep, on_gpus, local_rank, init_method="env://")
+    return measured if rank == 0 else None
 
 
 def _in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) -> Measured:
@@ -124,11 +125,11 @@ def _in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) -> Measure
             raise RuntimeError(
                 f"--workers {max(sweep.workers)}: only {dist.get_world_size()} were started"
             )
-        found = measure(sweep, device)
+        measured = measure(sweep, device)
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    return found
+    return measured
 
 
 def main() -> int:

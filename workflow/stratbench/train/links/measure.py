@@ -41,12 +41,12 @@ def main(argv: list[str] | None = None) -> int:
         tuple(sorted(set(args.workers))), args.largest_mib << 20, args.repeats, tuple(args.kinds)
     )
     try:
-        found = measured(args, sweep)
+        result = measured(args, sweep)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if found is not None:
-        write_links(args.out, *found)
+    if result is not None:
+        write_links(args.out, *result)
         print(f"Written: {args.out / 'links.csv'}, {args.out / 'times.csv'}")
     return 0
 

@@ -48,7 +48,7 @@ def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
     dist.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     groups = {ranks: dist.new_group(list(ranks)) for ranks in _timed_ranks(sweep, nodes)}
     cells = [(k, ranks, size) for k in sweep.kinds for ranks in groups for size in sweep.sizes()]
-    found: list[Time] = []
+    times: list[Time] = []
     for number in range(-1, sweep.repeats):  # the first round connects and warms up
         if rank == 0 and number >= 0:
             print(f"collectives: round {number + 1} of {sweep.repeats}", flush=True)
@@ -62,8 +62,8 @@ def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
             if number >= 0:
                 passed = (ranks[0], ranks[-1]) if kind == "send" else ranks
                 n_nodes = len({nodes[r] for r in passed})
-                found.append(Time(library, kind, len(ranks), n_nodes, size, number, slowest.item()))
-    return found, kappa(sweep, groups[tuple(range(max(sweep.workers)))], device)
+                times.append(Time(library, kind, len(ranks), n_nodes, size, number, slowest.item()))
+    return times, kappa(sweep, groups[tuple(range(max(sweep.workers)))], device)
 
 
 def _timed_ranks(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 
 import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
 
-LIMIT_S = 120
+#: How long it may take until rank 0 listens, in seconds.
+LIMIT_S = 120.0
 
 
 def tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
@@ -19,9 +19,4 @@ def tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
         store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
         folder.write_endpoint(host, store.port)
         return store
-    deadline = time.monotonic() + LIMIT_S
-    while (endpoint := folder.read_endpoint()) is None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 told no endpoint in {folder.path} within {LIMIT_S} s")
-        time.sleep(0.05)
-    return dist.TCPStore(*endpoint, world_size, wait_for_workers=False)
+    return dist.TCPStore(*folder.wait_for_endpoint(LIMIT_S), world_size, wait_for_workers=False)

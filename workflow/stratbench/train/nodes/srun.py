@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 
 from stratbench.study.slurm.commands import ask_slurm
 
@@ -13,7 +14,7 @@ from stratbench.study.slurm.commands import ask_slurm
 SRUN_END_S = 30.0
 
 
-def told_of_job() -> dict[str, str]:
+def facts_of_job() -> dict[str, str]:
     """What SLURM tells of the job that this process runs in; nothing outside of SLURM, or without an answer.
 
     Not by variables: Snakemake's plugin takes most of them away.
@@ -27,9 +28,25 @@ def told_of_job() -> dict[str, str]:
 
 def size_of_job() -> tuple[int, int]:
     """Nodes of the SLURM job that this process runs in, and its cores on each of them; (1, 1) outside."""
-    said = told_of_job()
-    nodes, cpus = (int(said.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
+    facts = facts_of_job()
+    nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
     return nodes, max(1, cpus // nodes)
+
+
+def queue_wait_s() -> float | None:
+    """How long this process's SLURM job waited since it was submitted, or could first have started.
+
+    None outside of SLURM, and where it does not answer.
+    """
+    facts = facts_of_job()
+    try:
+        submitted, eligible, started = (
+            datetime.fromisoformat(facts[key])
+            for key in ("SubmitTime", "EligibleTime", "StartTime")
+        )
+    except (KeyError, ValueError):
+        return None
+    return max(0.0, (started - max(submitted, eligible)).total_seconds())
 
 
 def share_of_cores(cpus: int) -> list[str]:

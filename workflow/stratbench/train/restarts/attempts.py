@@ -18,7 +18,7 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.job import Job
-from stratbench.train.restarts.checkpoints import forget, path_of, steps_in
+from stratbench.train.restarts.checkpoints import forget, forget_beyond, path_of, steps_in
 
 #: The folder in a cell's log folder that holds its checkpoints.
 FOLDER = "checkpoints"
@@ -86,8 +86,8 @@ def begin(job: Job, ended_unix_s: float | None) -> Job:
 
 def identity_of(job: Job) -> dict[str, Any]:
     """What must be the same for an attempt to go on from another's checkpoints."""
-    told = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
-    return json.loads(json.dumps(told | {"cuda": job.use_cuda}))
+    identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
+    return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 
 
 def _read(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,22 +101,20 @@ def _read(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
 def _close(attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: float) -> None:
     """Add to an attempt when it ended, what of it was lost, and where the next one goes on."""
     step = common_step(job.folder, job.world_size)
+    for rank in range(job.world_size):  # else all might have one soon, each of another attempt
+        forget_beyond(folder_of(job.folder, rank), step or 0)
     begun = attempt["started_unix_s"]
     ended = min(max(ended_unix_s, begun), now_unix_s)
     kept = begun
     if step is not None:
-        kept = min(_dates(job, step))
+        each = [folder_of(job.folder, rank) for rank in range(job.world_size)]
+        kept = min(path_of(folder, step).stat().st_mtime for folder in each)
     attempt |= {
         "next_step": step or 0,
         "ran_s": ended - begun,
         "repeated_s": ended - min(max(kept, begun), ended),
         "between_s": now_unix_s - ended,
     }
-
-
-def _dates(job: Job, step: int) -> Sequence[float]:
-    ranks = range(job.world_size)
-    return [path_of(folder_of(job.folder, rank), step).stat().st_mtime for rank in ranks]
 
 
 def forget_all(job: Job) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:  # the launcher looks for checkpoints, and does without PyTorc
 #: The longest line of JSON that is read, in bytes.
 _HEAD_BYTES = 16 << 20
 _NAME = re.compile(r"checkpoint-(\d+)\.bin")
+#: One that is being written, or was when its writer was killed.
+_PART = re.compile(r"\.[0-9a-f]+\." + _NAME.pattern)
 
 
 class Damaged(ValueError):
@@ -38,12 +42,7 @@ def _raw(tensor: Tensor) -> memoryview:
 
 def steps_in(folder: Path) -> set[int]:
     """After how many steps each checkpoint in a folder was taken."""
-    return {int(found[1]) for p in folder.glob("*.bin") if (found := _NAME.fullmatch(p.name))}
-
-
-def newest(folder: Path) -> int | None:
-    """The steps of the newest checkpoint in a folder; None without one."""
-    return max(steps_in(folder), default=None)
+    return {int(match[1]) for p in folder.glob("*.bin") if (match := _NAME.fullmatch(p.name))}
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -63,17 +62,29 @@ def write(
         "crc32": checksum,
         "tensors": [[str(t.dtype), list(t.shape)] for t in tensors],
         "facts": facts or {},
+        "facts_crc32": _crc_of(facts or {}),
     }
     with replacing(path_of(folder, step)) as temporary, temporary.open("xb") as file:
         file.write(json.dumps(head).encode() + b"\n")
         for tensor in tensors:
             file.write(_raw(tensor))
+        file.flush()
+        os.fsync(file.fileno())  # the ones before are deleted now, and this node may be lost
 
 
 def forget(folder: Path, below: float = math.inf) -> None:
-    """Delete the checkpoints after fewer than `below` steps."""
+    """Delete the checkpoints after fewer than `below` steps; all of them with what killed writers left."""
     for path in folder.glob("*.bin"):
-        if (found := _NAME.fullmatch(path.name)) and int(found[1]) < below:
+        match = _NAME.fullmatch(path.name)
+        if int(match[1]) < below if match else below == math.inf and _PART.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def forget_beyond(folder: Path, step: int) -> None:
+    """Delete the checkpoints after more than `step` steps, and what killed writers left."""
+    for path in folder.glob("*.bin"):
+        match = _NAME.fullmatch(path.name)
+        if int(match[1]) > step if match else _PART.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
@@ -87,9 +98,17 @@ def read_facts(folder: Path, step: int) -> dict[str, Any]:
 def _read_head(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         head = json.loads(file.readline(_HEAD_BYTES))
-        return {key: head[key] for key in ("tensors", "crc32", "facts")}
+        whole = head["facts_crc32"] == _crc_of(head["facts"])
+        head = {key: head[key] for key in ("tensors", "crc32", "facts")}
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path}: its first line cannot be read: {error}") from None
+    if not whole:
+        raise Damaged(f"{path}: its facts were changed since they were written")
+    return head
+
+
+def _crc_of(facts: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(facts).encode())
 
 
 def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
@@ -115,21 +134,45 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
             tensor.copy_(copy)
 
 
+@contextmanager
+def deleted_if_damaged(folder: Path, step: int) -> Iterator[None]:
+    """Delete the checkpoint after `step` where reading it raises Damaged: then the one before is taken.
+
+    Raises Damaged where there is none any more, too.
+    """
+    path = path_of(folder, step)
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} was deleted") from error
+    except Damaged:
+        path.unlink(missing_ok=True)
+        raise
+
+
 class Writer:
     """Writes checkpoints on a thread of its own, from copies that a device makes without being waited for."""
 
-    def __init__(self, folder: Path, clean_up: Callable[[Path, int], None] = forget) -> None:
-        """`clean_up` deletes older ones, given the folder and the steps of the one that was written."""
-        self._folder, self._clean_up = folder, clean_up
+    def __init__(
+        self,
+        folder: Path,
+        clean_up: Callable[[Path, int], None] = forget,
+        counts: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`clean_up` deletes older ones, given the folder and the steps of the one that was written.
+
+        `counts`: whether what a device has computed until now counts; else nothing is written.
+        """
+        self._folder, self._clean_up, self._counts = folder, clean_up, counts
         self._copies: list[Tensor] = []
         self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         #: Seconds that the training was held up, and that the writing took, of each checkpoint.
         self.held_up_s: list[float] = []
         self.written_s: list[float] = []
 
     def settle(self) -> None:
-        """Wait for the one that is being written. Raises OSError where one could not be."""
+        """Wait for the one that is being written. Raises why, such as OSError, where one could not be."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -146,7 +189,7 @@ class Writer:
         """Keep the state after `step`; False if the one before is still being written.
 
         `wait`: until it lies on the disk. `more`: tensors of the host's memory that nobody will change.
-        Raises OSError where an earlier one could not be written.
+        Raises as `settle` where an earlier one could not be written.
         """
         import torch
 
@@ -185,8 +228,10 @@ class Writer:
         try:
             if event is not None:
                 event.synchronize()
+                if not self._counts():
+                    return
             write(self._folder, step, [*self._copies, *more], facts)
             self._clean_up(self._folder, step)
-        except OSError as error:
+        except Exception as error:  # nobody else would hear of it
             self._error = error
         self.written_s.append(time.perf_counter() - began)

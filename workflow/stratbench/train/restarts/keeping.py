@@ -60,15 +60,12 @@ class Keeper:
 
     def _load(self, step: int) -> list[dict[str, Any]]:
         random = self._random()
-        try:
+        with checkpoints.deleted_if_damaged(self._folder, step):
             facts = checkpoints.read_facts(self._folder, step)
             losses = torch.zeros(facts["losses"], dtype=getattr(torch, facts["loss_dtype"]))
             step_ms = torch.zeros(step, dtype=torch.float64)
             tensors = [*self._strategy.state_tensors(), *random, step_ms, losses]
             checkpoints.read_into(self._folder, step, tensors)
-        except checkpoints.Damaged:
-            checkpoints.path_of(self._folder, step).unlink(missing_ok=True)
-            raise
         self._strategy.go_on(facts["counts"])
         self._clock.load_history(facts["clock"] | {"step_ms": step_ms.tolist()})
         torch.set_rng_state(random[0])
@@ -77,7 +74,7 @@ class Keeper:
         self._before, self._losses = facts["kept"], list(losses.to(self._worker.device))
         return facts["epochs"]
 
-    def begun(self) -> list[Tensor]:
+    def take_losses(self) -> list[Tensor]:
         """The losses of the steps that were taken before of the epoch that begins now, once."""
         losses, self._losses = self._losses, []
         return losses

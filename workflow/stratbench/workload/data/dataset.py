@@ -23,14 +23,16 @@ class Dataset:
     whether a target is no class number but `classes` values, float32.
 
     Of a user's own data set shape, classes and samples are None until it is prepared, but for what its
-    spec says.
+    spec says; `own_data.OwnData` opens it, so that `open_source` is None.
     """
 
     shape: tuple[int, ...] | None
     classes: int | None
     train_samples: int | None
     test_samples: int | None
-    open_source: Callable[[Path | None, Path | None], Source] = field(compare=False, repr=False)
+    open_source: Callable[[Path | None, Path | None], Source] | None = field(
+        default=None, compare=False, repr=False
+    )
     crop_padding: int = 0
     flip: bool = False
     floats: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stratbench.workload.data import sources
+from stratbench.workload.data import generated, sources
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.own_data import is_own, own_data
 from stratbench.workload.data.sources import DataError
@@ -70,18 +70,17 @@ def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
-    said = own_data(name, spec)
-    values, shape = said.values, None
+    own = own_data(name, spec)
+    values, shape = own.values, None
     if values.get("sequence"):  # a text has it, and no image
         shape = (values["sequence"],)
-    elif said.kind == "images":
+    elif own.kind == "images":
         shape = (values["channels"], values["size"], values["size"])
     return Dataset(
         shape=tuple(meta["shape"]) if meta else shape,
         classes=meta.get("classes"),
         train_samples=meta.get("train_samples"),
         test_samples=meta.get("test_samples"),
-        open_source=lambda root, downloads: said.opened().source,
         crop_padding=values.get("crop_padding", 0),
         flip=values.get("flip", False),
         floats=meta.get("floats", False),
@@ -115,7 +114,7 @@ def _synthetic(values: Mapping[str, int]) -> Dataset:
         classes=values["classes"],
         train_samples=values["train_samples"],
         test_samples=values["test_samples"],
-        open_source=lambda root, downloads: sources.synthetic(**values),
+        open_source=lambda root, downloads: generated.synthetic(**values),
     )
 
 
@@ -125,7 +124,7 @@ def _markov_text(values: Mapping[str, int]) -> Dataset:
         classes=values["vocabulary"],
         train_samples=values["train_samples"],
         test_samples=values["test_samples"],
-        open_source=lambda root, downloads: sources.markov_text(**values),
+        open_source=lambda root, downloads: generated.markov_text(**values),
     )
 
 
@@ -152,7 +151,7 @@ _MAKERS = {
 }
 
 DATASETS: dict[str, Dataset] = {
-    "digits": Dataset((1, 8, 8), 10, 1437, 360, sources.digits, crop_padding=1),
+    "digits": Dataset((1, 8, 8), 10, 1437, 360, generated.digits, crop_padding=1),
     "mnist": Dataset((1, 28, 28), 10, 60_000, 10_000, sources.mnist, crop_padding=2),
     "cifar10": Dataset((3, 32, 32), 10, 50_000, 10_000, sources.cifar10, crop_padding=4, flip=True),
 } | {source: _MAKERS[source](defaults) for source, defaults in SPECS.items()}

@@ -206,9 +206,9 @@ class DeviceData(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The training samples `indices` [b] as a model takes them, and their targets."""
         if self._rows is not None:
-            return self._made(*self._rows.take(indices, augmentation))
+            return self._batch_of(*self._rows.take(indices, augmentation))
         drawn = augmentation and [table[indices] for table in augmentation]
-        return self._made(self.train_inputs[indices], self.train_targets[indices], drawn)
+        return self._batch_of(self.train_inputs[indices], self.train_targets[indices], drawn)
 
     def expect(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
         """Say which batch probably comes next; from host memory it is fetched meanwhile.
@@ -226,10 +226,10 @@ class DeviceData(ABC):
     def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Test samples `start` to `stop` (exclusive), or to the last: never augmented."""
         rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
-        return self._made(*rows)
+        return self._batch_of(*rows)
 
     @abstractmethod
-    def _made(
+    def _batch_of(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -241,7 +241,7 @@ class DeviceData(ABC):
 class Texts(DeviceData):
     """Text: batches of tokens [b, length] and of the tokens that come next, int64 both."""
 
-    def _made(
+    def _batch_of(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -309,7 +309,7 @@ class Images(DeviceData):
             torch.randint(2 if self._flip else 1, draw, generator=generator),
         )
 
-    def _made(
+    def _batch_of(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -321,9 +321,9 @@ class Images(DeviceData):
             inputs = self._crop(inputs, *drawn)
         if targets.is_floating_point():
             targets = targets.to(self._scale.dtype)
-        return self._normalised(inputs), targets
+        return self._normalise(inputs), targets
 
-    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+    def _normalise(self, images: torch.Tensor) -> torch.Tensor:
         import torch
 
         # The product is written in the format that the model wants: no kernel more.

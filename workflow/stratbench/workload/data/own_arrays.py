@@ -40,7 +40,7 @@ def open_arrays(who: str, returned: Any, sequence: int | None) -> Opened:
     `test` [N], of an integer type, which become pieces of `sequence`. Raises DataError, which begins with
     `who`, for anything else.
     """
-    arrays = _named(who, returned)
+    arrays = _arrays_by_name(who, returned)
     if "train" in arrays:
         return _text(who, arrays, sequence)
     if sequence is not None:
@@ -48,26 +48,26 @@ def open_arrays(who: str, returned: Any, sequence: int | None) -> Opened:
     return _images(who, arrays)
 
 
-def _named(who: str, returned: Any) -> dict[str, np.ndarray]:
+def _arrays_by_name(who: str, returned: Any) -> dict[str, np.ndarray]:
     import numpy as np
 
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     if isinstance(returned, Mapping):
         if set(returned) in (set(NAMES), set(TOKEN_NAMES)):
-            found = dict(returned)
+            arrays = dict(returned)
     elif isinstance(returned, (tuple, list)) and len(returned) in (4, 2):
-        found = dict(zip(NAMES if len(returned) == 4 else TOKEN_NAMES, returned, strict=True))
-    if not found:
+        arrays = dict(zip(NAMES if len(returned) == 4 else TOKEN_NAMES, returned, strict=True))
+    if not arrays:
         what = f"a {type(returned).__name__}"
         if isinstance(returned, Mapping):
             what = f"a mapping with the keys {', '.join(map(str, returned)) or '(none)'}"
         elif isinstance(returned, (tuple, list)):
             what += f" of {len(returned)}"
         raise DataError(f"{who}: returned {what}; {RETURNS}")
-    for name, array in found.items():
+    for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
             raise DataError(f"{who}: {name} is a {type(array).__name__}; it must be a NumPy array")
-    return found
+    return arrays
 
 
 # ---------------------------------------------------------------- images
@@ -155,21 +155,21 @@ def _values(who: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray
     """Targets that are values, as [N, values]."""
     import numpy as np
 
-    found = {}
+    flat = {}
     for split, y in targets.items():
         if y.dtype.kind == "f" and not np.isfinite(y).all():
             place = int(np.flatnonzero(~np.isfinite(y.reshape(len(y), -1)).all(axis=1))[0])
             raise DataError(
                 f"{who}: {split}_y[{place}] holds NaN or infinity; every value must be finite"
             )
-        found[split] = y.reshape(len(y), -1)
-    told = {split: f"{y.dtype} {list(y.shape[1:])}" for split, y in targets.items()}
-    if told["train"] != told["test"]:
+        flat[split] = y.reshape(len(y), -1)
+    kinds = {split: f"{y.dtype} {list(y.shape[1:])}" for split, y in targets.items()}
+    if kinds["train"] != kinds["test"]:
         raise DataError(
-            f"{who}: a target of train_y is {told['train']}, and one of test_y {told['test']}; they must "
+            f"{who}: a target of train_y is {kinds['train']}, and one of test_y {kinds['test']}; they must "
             "be alike"
         )
-    return found
+    return flat
 
 
 def _image_chunks(

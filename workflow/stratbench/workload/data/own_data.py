@@ -58,16 +58,18 @@ class OwnData:
         change. DataError where a file cannot be read.
         """
         if self.call:
-            found = users_code.fingerprint(self.call, folders)
+            fingerprint = users_code.fingerprint(self.call, folders)
         else:
             files = [place for places in self.places.values() for place in places]
-            found = {"sha256": own_files.content_sha256(files, known), "version": None}
-        return {"kind": self.kind} | self.values | found
+            fingerprint = {"sha256": own_files.content_sha256(files, known), "version": None}
+        return {"kind": self.kind} | self.values | fingerprint
 
-    def opened(self) -> Opened:
+    def open_samples(self) -> Opened:
         """Its samples, and what is known of them."""
         if self.call:
-            return own_arrays.open_arrays(str(self), self._called(), self.values["sequence"])
+            return own_arrays.open_arrays(
+                str(self), self._returned_arrays(), self.values["sequence"]
+            )
         options = {k: v for k, v in self.values.items() if k not in AUGMENTATION}
         if self.kind == "images":
             [folder] = self.places["images"]
@@ -77,7 +79,7 @@ class OwnData:
         source, tokens = own_files.text_files(self.name, self.places["text"], tokenizer, **options)
         return Opened(source, (options["sequence"],), tokens)
 
-    def _called(self) -> Any:
+    def _returned_arrays(self) -> Any:
         try:
             function = users_code.callable_of(self)
         except users_code.ModelError as error:
@@ -110,9 +112,9 @@ def own_data(
     given = {k: v for k, v in spec.items() if k not in ("kind", "sha256", "version")}
     kinds = [spec["kind"]] if "kind" in spec else [kind for kind in KINDS if kind in spec]
     if len(kinds) != 1:
-        found = " and ".join(kinds) or "none of them"
+        stated = " and ".join(kinds) or "none of them"
         raise DataError(
-            f"data set {name!r}: must have one of source, {', '.join(KINDS)}; it has {found}"
+            f"data set {name!r}: must have one of source, {', '.join(KINDS)}; it has {stated}"
         )
     [kind] = kinds
     allowed = [kind, *KINDS[kind]]
@@ -122,7 +124,7 @@ def own_data(
                 f"data set {name!r}: {key!r} does not go with {kind!r}; allowed: {', '.join(allowed)}"
             )
     values = KINDS[kind] | given
-    found_places = _places(name, given if places is None else places)
+    locations = _places(name, given if places is None else places)
     for key in PLACES:
         values.pop(key, None)
     if kind == "call":
@@ -135,39 +137,42 @@ def own_data(
         raise DataError(
             f"data set {name!r}: channels = {values['channels']}: images become grey (1) or RGB (3)"
         )
-    if "tokenizer" in found_places and util.find_spec("tokenizers") is None:
+    if "tokenizer" in locations and util.find_spec("tokenizers") is None:
         raise DataError(f"data set {name!r}: {own_files.NO_TOKENIZERS}")
-    return OwnData(name, kind, values, found_places)
+    return OwnData(name, kind, values, locations)
 
 
 def _places(name: str, given: Mapping[str, Any]) -> dict[str, list[Path]]:
-    found = {}
+    locations = {}
     for key in PLACES:
         value = given.get(key)
         if value is None:
             continue
-        found[key] = [Path(p).expanduser() for p in ([value] if isinstance(value, str) else value)]
-        for place in found[key]:
+        locations[key] = [Path(p).expanduser() for p in _each(value)]
+        for place in locations[key]:
             if key == "images" and not place.is_dir():
                 raise DataError(f"data set {name!r}: images = {str(place)!r} is no folder")
             if key != "images" and not place.is_file():
                 raise DataError(f"data set {name!r}: {key} = {str(place)!r} is no file")
-    return found
+    return locations
+
+
+def _each(paths: str | list[str]) -> list[str]:
+    return [paths] if isinstance(paths, str) else paths
 
 
 def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     """Where the files of the config's data sets lie, as a text for PLACES_VARIABLE."""
-    found = {}
+    locations = {}
     for name, spec in datasets.items():
         given = {
-            k: [spec[k]] if isinstance(spec[k], str) else spec[k] for k in PLACES if spec.get(k)
+            key: [str(Path(p).expanduser().absolute()) for p in _each(spec[key])]
+            for key in PLACES
+            if spec.get(key)
         }
         if given:
-            found[name] = {
-                k: [str(Path(p).expanduser().absolute()) for p in paths]
-                for k, paths in given.items()
-            }
-    return json.dumps(found, sort_keys=True)
+            locations[name] = given
+    return json.dumps(locations, sort_keys=True)
 
 
 def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.workload.data.sources import DataError, Source, Split, pieces, progress_bar
+from stratbench.cell.text.progress import progress_bar
+from stratbench.workload.data.sources import DataError, Source, Split, pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +37,7 @@ def files_of(places: Sequence[Path]) -> list[tuple[str, Path]]:
 
     DataError for a place that is missing, or a folder without an image.
     """
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     for place in places:
         if place.is_dir():
             images = sorted(_images_below(place))
@@ -44,10 +45,10 @@ def files_of(places: Sequence[Path]) -> list[tuple[str, Path]]:
                 raise DataError(
                     f"{place}: holds no image ({', '.join(IMAGE_ENDS)}) in class folders"
                 )
-            found += [(path.relative_to(place).as_posix(), path) for path in images]
+            files += [(path.relative_to(place).as_posix(), path) for path in images]
         else:
-            found.append(("", place))
-    return found
+            files.append(("", place))
+    return files
 
 
 def _images_below(folder: Path) -> Iterator[Path]:
@@ -145,8 +146,8 @@ def image_folder(
             test[label] = [p for i, p in enumerate(paths) if i in chosen]
             train[label] = [p for i, p in enumerate(paths) if i not in chosen]
 
-    def split(found: dict[str, list[Path]]) -> Split:
-        images = [(path, classes.index(label)) for label in found for path in found[label]]
+    def split(by_class: dict[str, list[Path]]) -> Split:
+        images = [(path, classes.index(label)) for label in by_class for path in by_class[label]]
         return Split(len(images), _image_chunks(name, images, size, channels))
 
     return Source(split(train), split(test), []), len(classes)
@@ -154,14 +155,14 @@ def image_folder(
 
 def _by_class(name: str, folder: Path) -> dict[str, list[Path]]:
     """The images of each class folder, sorted both; DataError where one has none."""
-    found = {}
+    by_class = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        found[place.name] = sorted(_images_below(place))
-        if not found[place.name]:
+        by_class[place.name] = sorted(_images_below(place))
+        if not by_class[place.name]:
             raise DataError(
                 f"data set {name!r}: the class folder {place} holds no image ({', '.join(IMAGE_ENDS)})"
             )
-    return found
+    return by_class
 
 
 def _image_chunks(

@@ -39,7 +39,7 @@ class ByClass:
         #: How many samples of each class this worker has trained on, by ascending label.
         self.class_samples = [0] * len(classes)
 
-    def arranged(self, order: torch.Tensor, global_batch: int) -> torch.Tensor:
+    def arrange(self, order: torch.Tensor, global_batch: int) -> torch.Tensor:
         """An epoch's order of the samples, so that a worker's place in each batch holds its own samples.
 
         Of shape [steps x global_batch], if `order` is of [samples]. Each worker's samples come in the
@@ -62,4 +62,4 @@ class ByClass:
 
     def applied_to(self, tables: EpochTables, global_batch: int) -> EpochTables:
         """The tables of an epoch, with its order arranged."""
-        return tables._replace(order=self.arranged(tables.order, global_batch))
+        return tables._replace(order=self.arrange(tables.order, global_batch))

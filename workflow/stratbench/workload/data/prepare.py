@@ -56,26 +56,26 @@ def prepare(
     return _prepared_for(request, Path(out_dir), open_source)
 
 
-def _prepare_own(said: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
+def _prepare_own(own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
     """The same of a user's own data; DataError where they are not those that `spec` was made of."""
-    identity = json.loads(json.dumps(said.identity(users_code.code_folders())))
+    identity = json.loads(json.dumps(own.identity(users_code.code_folders())))
     stated = {key: spec[key] for key in ("sha256", "version") if key in spec}
     if any(identity[key] != value for key, value in stated.items()):
         raise DataError(
-            f"{said}: its {'code has' if said.call else 'files have'} changed since the run was "
+            f"{own}: its {'code has' if own.call else 'files have'} changed since the run was "
             "started; start it again"
         )
     request = {
         "format": prepared.FORMAT,
-        "name": said.name,
+        "name": own.name,
         "spec": identity,
-        **{key: said.values.get(key, off) for key, off in own_data.AUGMENTATION.items()},
+        **{key: own.values.get(key, off) for key, off in own_data.AUGMENTATION.items()},
     }
 
     def open_source(scratch: Path) -> tuple[Source, Dataset]:
-        source, shape, classes, *kinds = said.opened()
+        source, shape, classes, *kinds = own.open_samples()
         samples = source.train.samples, source.test.samples
-        return source, Dataset(shape, classes, *samples, lambda *_: source, 0, False, *kinds)
+        return source, Dataset(shape, classes, *samples, None, 0, False, *kinds)
 
     return _prepared_for(request, out_dir, open_source)
 

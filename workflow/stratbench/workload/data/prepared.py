@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.files import read_json
-from stratbench.workload.data.sources import DataError, Source, progress_bar
+from stratbench.cell.text.progress import progress_bar
+from stratbench.workload.data.sources import DataError, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -217,10 +218,10 @@ def _move_aside(folder: Path, where: Path) -> None:
 
 def _meta(folder: Path) -> dict[str, Any]:
     """What the file of the meta data holds; OSError or ValueError if it cannot be read."""
-    found = list(folder.glob("meta*.json"))
-    if len(found) != 1:
-        raise FileNotFoundError(errno.ENOENT, f"{len(found)} files meta*.json", str(folder))
-    return read_json(found[0])
+    paths = list(folder.glob("meta*.json"))
+    if len(paths) != 1:
+        raise FileNotFoundError(errno.ENOENT, f"{len(paths)} files meta*.json", str(folder))
+    return read_json(paths[0])
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a data set's samples come from: files on disk or from a mirror, or computed here.
+"""Where a data set's samples come from: files on disk or from a mirror. `generated` has what is computed.
 
 MNIST and CIFAR-10 are read in torchvision's layout, and no byte of a file is interpreted before
 its MD5 is the published one. numpy is imported inside functions: the Snakefile imports this.
@@ -11,15 +11,13 @@ import hashlib
 import io
 import pickle
 import struct
-import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.cell.files import read_regular
+from stratbench.cell.text.progress import progress_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,14 +75,6 @@ SHAKESPEARE_MIRRORS = (
 SHAKESPEARE_TOKENS = (1_003_854, 111_540)
 SHAKESPEARE_VOCABULARY = 65
 
-#: Tokens that may follow a token of a Markov text.
-MARKOV_SUCCESSORS = 8
-
-#: Seed of the split of the digits into training and test set: part of the data set, never changed.
-DIGITS_SPLIT_SEED = 20240
-DIGITS_TEST_SAMPLES = 360
-
-SYNTHETIC_CHUNK_SAMPLES = 1024
 TEXT_CHUNK_SAMPLES = 1 << 14
 DOWNLOAD_TIMEOUT_S = 30
 #: No file of a data set that we know is larger; what is, is not read to its end.
@@ -119,26 +109,6 @@ class Source(NamedTuple):
     least_loss: float | None = None
 
 
-def progress_bar(total: int, unit: str, description: str) -> Any:
-    """A tqdm bar on stderr, shown after two seconds; seldom redrawn if stderr is a log file.
-
-    Without tqdm (where only the engine is installed) the bar shows nothing.
-    """
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return nullcontext(SimpleNamespace(update=lambda n: None))
-
-    return tqdm(
-        total=total,
-        unit=unit,
-        unit_scale=True,
-        desc=description,
-        delay=2,
-        mininterval=0.2 if sys.stderr.isatty() else 10.0,
-    )
-
-
 # ---------------------------------------------------------------- files: find, download, verify
 
 
@@ -148,12 +118,12 @@ def read_verified(path: Path, md5: str) -> bytes:
         content = read_regular(path, MOST_FILE_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != md5:
+    actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if actual != md5:
         raise DataError(
             f"{path}: corrupt or truncated ({len(content):,} bytes).\n"
             f"  expected MD5 {md5}\n"
-            f"  found MD5    {found}\n"
+            f"  found MD5    {actual}\n"
             "  Delete the file and put an intact copy in its place, or point data.root in "
             f"config.yaml (or the environment variable {ROOT_VARIABLE}) to another folder; "
             "without one, the files are downloaded."
@@ -346,70 +316,6 @@ def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndar
     return images, np.asarray(batch[b"labels"], dtype=np.uint8)
 
 
-# ---------------------------------------------------------------- computed here
-
-
-def digits(root: Path | None = None, scratch: Path | None = None) -> Source:
-    """scikit-learn's embedded 8x8 digits, 0..16 scaled to 0..255, in a fixed stratified split.
-
-    They come with scikit-learn: neither folder is looked at.
-    """
-    import numpy as np
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    bunch = load_digits()
-    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]
-    train, test = train_test_split(
-        np.arange(len(images)),
-        test_size=DIGITS_TEST_SAMPLES,
-        random_state=DIGITS_SPLIT_SEED,
-        stratify=bunch.target,
-    )
-    return Source(
-        Split(len(train), iter([(images[train], bunch.target[train])])),
-        Split(len(test), iter([(images[test], bunch.target[test])])),
-        [],
-    )
-
-
-def synthetic(
-    train_samples: int,
-    test_samples: int,
-    classes: int,
-    channels: int,
-    size: int,
-    seed: int,
-) -> Source:
-    """Images [channels, size, size]: a prototype of 4x4 patches for each class, and noise.
-
-    The noise is as strong as the prototypes, so a model has to learn, and can. Sample i has the
-    class i modulo `classes`. Made in chunks: a set larger than memory is no problem.
-    """
-    import numpy as np
-
-    rng = np.random.default_rng([seed, 0])
-    patches = rng.integers(64, 192, (classes, channels, 4, 4), dtype=np.uint8)
-    where = np.arange(size) * 4 // size
-    prototypes = patches[:, :, where][:, :, :, where]
-
-    def chunks(samples: int, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for start in range(0, samples, SYNTHETIC_CHUNK_SAMPLES):
-            labels = np.arange(start, min(start + SYNTHETIC_CHUNK_SAMPLES, samples)) % classes
-            # 64 below to 63 above: with prototypes in 64..191 the sum stays within a byte.
-            noise = np.random.default_rng([seed, stream, start]).integers(
-                0, 128, (len(labels), channels, size, size), dtype=np.uint8
-            )
-            yield prototypes[labels] + noise - np.uint8(64), labels
-
-    return Source(
-        Split(train_samples, chunks(train_samples, 1)),
-        Split(test_samples, chunks(test_samples, 2)),
-        [],
-        generated=True,
-    )
-
-
 # ---------------------------------------------------------------- text
 
 
@@ -441,48 +347,3 @@ def pieces(tokens: np.ndarray, sequence: int) -> Split:
     starts = range(0, samples, TEXT_CHUNK_SAMPLES)
     chunks = ((inputs[i : i + starts.step], targets[i : i + starts.step]) for i in starts)
     return Split(samples, chunks)
-
-
-def markov_text(
-    train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
-) -> Source:
-    """Texts in which a token's successor depends on the token alone: one of eight, at fixed odds.
-
-    The odds are drawn anew for each token. The least possible loss is the chain's entropy rate: the
-    mean, over the stationary distribution, of the entropy of the successor (Shannon, 1948).
-    """
-    import numpy as np
-
-    rng = np.random.default_rng([seed, 0])
-    n = min(MARKOV_SUCCESSORS, vocabulary)
-    after = np.stack([rng.choice(vocabulary, n, replace=False) for _ in range(vocabulary)])
-    odds = rng.dirichlet(np.ones(n), vocabulary)
-    share = np.full(vocabulary, 1 / vocabulary)
-    # Averaged with the step before, which keeps the stationary distribution and damps any period.
-    for _ in range(1000):
-        share = (
-            share + np.bincount(after.ravel(), (share[:, None] * odds).ravel(), vocabulary)
-        ) / 2
-    entropy = -(share @ np.where(odds > 0, odds * np.log(np.maximum(odds, 1e-300)), 0).sum(axis=1))
-    up_to = odds.cumsum(axis=1)
-
-    def chunks(samples: int, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for start in range(0, samples, SYNTHETIC_CHUNK_SAMPLES):
-            count = min(SYNTHETIC_CHUNK_SAMPLES, samples - start)
-            draw = np.random.default_rng([seed, stream, start])
-            text = np.empty((count, sequence + 1), np.int64)
-            text[:, 0] = draw.choice(vocabulary, count, p=share / share.sum())
-            for i in range(sequence):
-                now = text[:, i]
-                # Rounding may leave the last sum below 1.
-                which = (draw.random((count, 1)) >= up_to[now][:, :-1]).sum(axis=1)
-                text[:, i + 1] = after[now, which]
-            yield text[:, :-1], text[:, 1:]
-
-    return Source(
-        Split(train_samples, chunks(train_samples, 1)),
-        Split(test_samples, chunks(test_samples, 2)),
-        [],
-        generated=True,
-        least_loss=float(entropy),
-    )

@@ -34,12 +34,9 @@ def checkpoint_blocks(groups: Groups) -> int:
     """
     blocks = blocks_of(groups)
     for block in blocks:
-        block.forward = partial(_forward, block.forward, _norms(block))
+        norms = [m for m in block.modules() if isinstance(m, _BatchNorm)]
+        block.forward = partial(_forward, block.forward, norms)
     return len(blocks)
-
-
-def _norms(block: nn.Module) -> list[_BatchNorm]:
-    return [m for m in block.modules() if isinstance(m, _BatchNorm)]
 
 
 def _forward(

@@ -3,7 +3,7 @@
 Each keeps what makes its family costly to distribute (VGG: most parameters in one layer; DenseNet:
 many small tensors; ...) at 100,000 to 500,000 parameters, for images of 16 pixels and more.
 They have no dropout and no stochastic depth: few parameters, few epochs, nothing to regularise.
-Importing this file imports torch; `models.MODELS` names its functions.
+Importing this file imports torch; `registry.MODELS` names its functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GPT: a decoder that predicts the next token of a text, in the sizes of nanoGPT and GPT-2.
 
-Importing this file imports torch; `models.MODELS` names its functions.
+Importing this file imports torch; `registry.MODELS` names its functions.
 """
 
 from __future__ import annotations

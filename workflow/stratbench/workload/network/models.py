@@ -1,4 +1,4 @@
-"""The networks: what is known of each without torch, and how it is built.
+"""The networks: how each is built, and how its layers are shared out.
 
 The Snakefile imports this, so torch is imported inside functions only.
 """
@@ -6,13 +6,14 @@ The Snakefile imports this, so torch is imported inside functions only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stratbench.workload import users_code
 from stratbench.workload.network import own
 from stratbench.workload.network.own import OwnModel
+from stratbench.workload.network.registry import FAMILIES, MODELS, Model, facts_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,159 +32,10 @@ NO_BLOCKS = (
 )
 
 
-@dataclass(frozen=True)
-class Family:
-    """What the networks of a family share.
-
-    `batchnorm`: whether it normalises over the batch, which a batch of one sample cannot bear.
-    `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
-    `reads_text`: whether its input is tokens, and not images. None: not known before it is built.
-    `tensor_plan`: how workers divide its layers, as `module:NAME` of a dictionary from the paths of
-    modules to how each is divided (`strategies/splitting/tensor.py`); None: nobody has said so. `pieces`: its
-    forward as a chain that can be cut into stages, as `module:NAME` of a plan (`workload/network/pieces.py`).
-    """
-
-    batchnorm: bool | None
-    blocks: tuple[str, ...] = ()
-    reads_text: bool | None = False
-    tensor_plan: str | None = None
-    pieces: str | None = None
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is known of a network before it is built.
-
-    `parameters` is the number at 1000 classes and images of three channels and 224 pixels, the
-    published one for the full-size networks; of a GPT, with the vocabulary and length of its text.
-    `min_size` is the smallest image side in pixels that we give it; every side is a multiple of
-    `patch`. `builder` is a function of (classes, input shape), as `module:function`, and the network
-    takes the data's channels. Without one it is torchvision's network of the same name; it keeps its
-    three input channels, so that its size stays the published one (greyscale is repeated).
-
-    `own` is what a user says of a model that is not in MODELS; `parameters` is None then. `heads`: of its
-    attention, where its layers can be divided among workers. `most_stages`: into which it can be cut.
-    """
-
-    family: str
-    parameters: int | None
-    min_size: int = 1
-    builder: str | None = None
-    patch: int = 1
-    own: OwnModel | None = None
-    heads: int | None = None
-    most_stages: int | None = None
-
-    @property
-    def batchnorm(self) -> bool | None:
-        """Whether it normalises over the batch; None where that is not known before it is built."""
-        return FAMILIES[self.family].batchnorm
-
-    @property
-    def reads_text(self) -> bool | None:
-        """Whether its input is tokens, and not images; None where both may be."""
-        return FAMILIES[self.family].reads_text
-
-    @property
-    def is_torchvisions(self) -> bool:
-        """Whether it is torchvision's network, with its three input channels."""
-        return self.builder is None and self.family != "own"
-
-
-FAMILIES: dict[str, Family] = {
-    "vgg": Family(  # its groups are made in `_vgg_groups`
-        batchnorm=False, pieces="stratbench.workload.network.torchvisions:VGG"
-    ),
-    "efficientnet": Family(
-        batchnorm=True,
-        blocks=(
-            "torchvision.models.efficientnet:MBConv",
-            "torchvision.models.efficientnet:FusedMBConv",
-        ),
-    ),
-    "convnext": Family(batchnorm=False, blocks=("torchvision.models.convnext:CNBlock",)),
-    "resnet": Family(batchnorm=True, blocks=("torchvision.models.resnet:Bottleneck",)),
-    "densenet": Family(
-        batchnorm=True,
-        blocks=(
-            "torchvision.models.densenet:_DenseBlock",
-            "torchvision.models.densenet:_Transition",
-        ),
-    ),
-    "vit": Family(
-        batchnorm=False,
-        blocks=("torchvision.models.vision_transformer:EncoderBlock",),
-        tensor_plan="stratbench.workload.network.torchvisions:VIT_TENSOR_PLAN",
-        pieces="stratbench.workload.network.torchvisions:VIT",
-    ),
-    "gpt": Family(
-        batchnorm=False,
-        blocks=("stratbench.workload.network.gpt:Block",),
-        reads_text=True,
-        tensor_plan="stratbench.workload.network.gpt:TENSOR_PLAN",
-        pieces="stratbench.workload.network.gpt:PIECES",
-    ),
-    "torchvision": Family(batchnorm=None),  # its other networks
-    "own": Family(batchnorm=None, reads_text=None),
-}
-
-MODELS: dict[str, Model] = {
-    "vgg16": Model("vgg", 138_357_544, 32, most_stages=8),
-    "efficientnet_v2_l": Model("efficientnet", 118_515_272, 32),
-    "convnext_large": Model("convnext", 197_767_336, 32),
-    "resnet50": Model("resnet", 25_557_032, 32),
-    "densenet121": Model("densenet", 7_978_856, 32),
-    "vit_b_16": Model("vit", 86_567_656, 32, patch=16, heads=12, most_stages=14),
-    "gpt-char": Model(
-        "gpt", 10_770_816, builder="stratbench.workload.network.gpt:char", heads=6, most_stages=8
-    ),
-    "gpt2-small": Model(
-        "gpt",
-        124_439_808,
-        builder="stratbench.workload.network.gpt:gpt2_small",
-        heads=12,
-        most_stages=14,
-    ),
-    "vgg-compact": Model(
-        "vgg", 645_704, 16, "stratbench.workload.network.compact:vgg", most_stages=6
-    ),
-    "efficientnet-compact": Model(
-        "efficientnet", 393_792, 16, "stratbench.workload.network.compact:efficientnet"
-    ),
-    "convnext-compact": Model(
-        "convnext", 306_688, 16, "stratbench.workload.network.compact:convnext"
-    ),
-    "resnet-compact": Model("resnet", 882_744, 16, "stratbench.workload.network.compact:resnet"),
-    "densenet-compact": Model(
-        "densenet", 276_384, 16, "stratbench.workload.network.compact:densenet"
-    ),
-    "vit-compact": Model(
-        "vit",
-        469_032,
-        16,
-        "stratbench.workload.network.compact:vit",
-        patch=4,
-        heads=4,
-        most_stages=6,
-    ),
-    "gpt-compact": Model(
-        "gpt", 809_856, builder="stratbench.workload.network.gpt:compact", heads=4, most_stages=6
-    ),
-}
-
-
-def _named(path: str) -> Any:
+def _import_name(path: str) -> Any:
     """What `module:name` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
-
-
-def _known(model: str | Model) -> Model:
-    if isinstance(model, Model):
-        return model
-    if model not in MODELS:
-        raise ValueError(f"unknown model {model!r}; known: {', '.join(MODELS)}")
-    return MODELS[model]
 
 
 def _name(model: str | Model) -> str:
@@ -200,13 +52,13 @@ def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
     if spec is None:
         return name
     keys = {f.name for f in fields(OwnModel)}
-    said = OwnModel(name, **{key: value for key, value in spec.items() if key in keys})
-    torchvisions = said.torchvision_name
+    stated = OwnModel(name, **{key: value for key, value in spec.items() if key in keys})
+    torchvisions = stated.torchvision_name
     if torchvisions is None:
-        return Model("own", None, own=said)
+        return Model("own", None, own=stated)
     patch = int(torchvisions.rpartition("_")[2]) if torchvisions.startswith("vit_") else 1
     patch = _SIDES.get(torchvisions, patch)
-    return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=said)
+    return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=stated)
 
 
 #: Torchvision's networks that need more than 32 pixels a side, and one that takes multiples only.
@@ -227,7 +79,7 @@ def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def check_reads(name: str | Model, text: bool) -> None:
     """ValueError where the model takes images and the data are `text`, or the other way round."""
-    reads_text = _known(name).reads_text
+    reads_text = facts_of(name).reads_text
     if reads_text is not None and reads_text != text:
         reads, has = ("texts", "images") if reads_text else ("images", "texts")
         raise ValueError(f"{_name(name)} takes {reads}, and the data set has {has}")
@@ -240,7 +92,7 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     Raises ValueError where the model does not take such data.
     """
     check_reads(name, len(shape) == 1)
-    model, name = _known(name), _name(name)
+    model, name = facts_of(name), _name(name)
     if model.reads_text is None:
         return tuple(shape)
     if model.reads_text:
@@ -263,12 +115,12 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
 
     Weights come from torch's global generator: seed it before. `shape` is what `input_shape` gives.
     """
-    model = _known(name)
+    model = facts_of(name)
     import_torchvision()
     if model.own:
         return own.build(model.own, classes, shape)
     if model.builder:
-        return _named(model.builder)(classes, shape)
+        return _import_name(model.builder)(classes, shape)
     if shape[0] != 3:
         raise ValueError(f"{name} takes 3 channels, not {shape[0]}: repeat a single one")
     from torchvision import models
@@ -336,7 +188,7 @@ def for_training(
         from stratbench.workload.network.checkpointing import checkpoint_blocks
 
         if not checkpoint_blocks(wrap_groups(name, model)):
-            raise users_code.ModelError(f"{_known(name).own or name}: {NO_BLOCKS}")
+            raise users_code.ModelError(f"{facts_of(name).own or name}: {NO_BLOCKS}")
     return model
 
 
@@ -369,8 +221,8 @@ def trial_of(
 
 def in_words(name: str | Model) -> str:
     """A model in a sentence about it."""
-    said = _known(name).own
-    return str(said) if said is not None else f"model {_name(name)!r}"
+    stated = facts_of(name).own
+    return str(stated) if stated is not None else f"model {_name(name)!r}"
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
@@ -397,32 +249,32 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     convolutions between two poolings are one group, and each linear layer is one. What is in no group
     (stem, head) belongs to the root.
     """
-    if (said := _known(name).own) is not None:
+    if (stated := facts_of(name).own) is not None:
         from stratbench.workload.network import sharding
 
-        if said.shard:
-            return sharding.groups_by_class(model, said.shard, said)
+        if stated.shard:
+            return sharding.groups_by_class(model, stated.shard, stated)
         return sharding.groups_by_size(model)
-    family = _known(name).family
+    family = facts_of(name).family
     if family == "vgg":
         return _vgg_groups(model)
-    blocks = tuple(_named(path) for path in FAMILIES[family].blocks)
+    blocks = tuple(_import_name(path) for path in FAMILIES[family].blocks)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
-def _stated(network: str | Model, key: str) -> Any:
+def _statement(network: str | Model, key: str) -> Any:
     """What a network states by `key`; None: nothing. A user may name, as `module:NAME`, what says it."""
-    model = _known(network)
+    model = facts_of(network)
     if model.own is None:
         path = getattr(FAMILIES[model.family], key)
-        return path and _named(path)
-    said = getattr(model.own, key)
-    return users_code.named(model.own, said) if isinstance(said, str) else said
+        return path and _import_name(path)
+    stated = getattr(model.own, key)
+    return users_code.import_name(model.own, stated) if isinstance(stated, str) else stated
 
 
 def _states(network: str | Model, key: str) -> bool:
     """Whether it states anything; nothing is imported."""
-    model = _known(network)
+    model = facts_of(network)
     return getattr(model.own or FAMILIES[model.family], key) is not None
 
 
@@ -433,12 +285,12 @@ def has_tensor_plan(network: str | Model) -> bool:
 
 def tensor_plan(network: str | Model) -> dict[str, str]:
     """How workers divide the network's layers: of modules, by their paths (`*`: any name), which way."""
-    return _stated(network, "tensor_plan")
+    return _statement(network, "tensor_plan")
 
 
 def heads_of(network: str | Model) -> int:
     """The heads of its attention; 0, which any number divides, where it has none."""
-    model = _known(network)
+    model = facts_of(network)
     return (model.own.heads if model.own else model.heads) or 0
 
 
@@ -451,27 +303,12 @@ def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
     """The network's forward as a chain of pieces. ValueError where one is not in it."""
     from stratbench.workload.network import pieces
 
-    return pieces.pieces_of(model, _stated(network, "pieces"))
-
-
-def reads_images(network: str | Model) -> bool:
-    """Whether its input is images; False where that is not known before it is built."""
-    return _known(network).reads_text is False
-
-
-def most_stages(network: str | Model) -> int | None:
-    """Into how many stages it can be cut; None where that is not known before it is built."""
-    return _known(network).most_stages
-
-
-def normalises_over_batch(network: str | Model) -> bool | None:
-    """Whether it has BatchNorm; None where that is not known before it is built."""
-    return _known(network).batchnorm
+    return pieces.pieces_of(model, _statement(network, "pieces"))
 
 
 def sharding_rule(name: str | Model) -> str:
     """By which rule `wrap_groups` makes its groups, in words."""
-    model = _known(name)
+    model = facts_of(name)
     if model.own:
         from stratbench.workload.network import sharding
 

@@ -1,4 +1,4 @@
-"""The code that a user brings, and its models: what is called, with which arguments, from which files.
+"""The models that a user brings: what is called, and with which arguments.
 
 The Snakefile imports this: neither torch nor a user's code is imported before a model is built.
 """
@@ -36,7 +36,7 @@ class OwnModel:
     """What a user says of a model; `shard` are class names, None where the rule by size is taken.
 
     `tensor_plan`, `heads` and `pieces` say how it can be divided, as a built-in family does
-    (`workload/network/models.py`), or name in the user's code, as `module:NAME`, what says it.
+    (`workload/network/registry.py`), or name in the user's code, as `module:NAME`, what says it.
     """
 
     name: str
@@ -60,10 +60,10 @@ class OwnModel:
 @cache
 def torchvision_names() -> frozenset[str]:
     """The names of torchvision's classification networks, read from its files without importing it."""
-    found = util.find_spec("torchvision")
-    if found is None or found.origin is None:
+    spec = util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
         return frozenset()
-    texts = (p.read_text(encoding="utf-8") for p in Path(found.origin).parent.glob("models/*.py"))
+    texts = (p.read_text(encoding="utf-8") for p in Path(spec.origin).parent.glob("models/*.py"))
     pattern = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", re.M)
     return frozenset(name for text in texts for name in pattern.findall(text))
 
@@ -140,9 +140,6 @@ def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
     return {}
 
 
-# --- the code ------------------------------------------------------------------------------------
-
-
 # --- the network ---------------------------------------------------------------------------------
 
 
@@ -160,7 +157,7 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
         _raise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in given.items())
         raise ModelError(
-            f"{own}: called with ({called}), it raised {error_text(e)}{_not_of_data(own, shape, e)}"
+            f"{own}: called with ({called}), it raised {error_text(e)}{_not_of_data(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
         raise ModelError(f"{own}: returned {_kind(made)}, which is no torch.nn.Module")
@@ -172,8 +169,8 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     return made
 
 
-def _not_of_data(own: OwnModel, shape: Sequence[int], e: Exception) -> str:
-    """What an error about arguments of `own` wants, and data of this kind do not have; or nothing."""
+def _not_of_data(shape: Sequence[int], e: Exception) -> str:
+    """What an error about a call's arguments wants, and data of this kind do not have; or nothing."""
     wanted = [
         key
         for role in ROLES.keys() - facts_of_data(0, shape).keys()

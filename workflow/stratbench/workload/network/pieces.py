@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from torch import Tensor, nn
 
-from stratbench.workload import users_code
+from stratbench.cell.text.words import names_text
 
 #: A plan's pieces: the path of a module, or a function with the paths that it reads.
 Plan = tuple[str | tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]], ...]
@@ -32,8 +32,8 @@ class Piece:
     def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
         """Its parameters in `model`, each as often as it is read."""
         for path in self.paths:
-            found = attrgetter(path)(model)
-            yield from found.parameters() if isinstance(found, nn.Module) else (found,)
+            part = attrgetter(path)(model)
+            yield from part.parameters() if isinstance(part, nn.Module) else (part,)
 
     def holds(self, model: nn.Module, module: nn.Module) -> bool:
         """Whether `module` is one of those that it calls, or in one of them."""
@@ -46,11 +46,11 @@ def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
 
     ValueError where it has no module of a path.
     """
-    found = []
+    pieces = []
     for entry in plan:
         if isinstance(entry, tuple):
             call, paths = entry
-            found.append(Piece(call.__name__, call, paths))
+            pieces.append(Piece(call.__name__, call, paths))
             continue
         depth = entry.count(".")
         names = [
@@ -62,8 +62,8 @@ def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
             raise ValueError(
                 f"its pieces name {entry!r}, and the network has no module of that path"
             )
-        found += [Piece(name, _calling(name), (name,)) for name in names]
-    return found
+        pieces += [Piece(name, _calling(name), (name,)) for name in names]
+    return pieces
 
 
 def faults_of(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
@@ -71,7 +71,8 @@ def faults_of(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
     read = {p for piece in pieces for p in piece.parameters(model)}
     if left := [name for name, p in model.named_parameters() if p not in read]:
         yield (
-            f"its pieces read no {users_code.listed(left)}; name the modules that do, in the order of forward"
+            f"its pieces read no {names_text(left)}; name the modules that do, in the order of "
+            "forward"
         )
 
 

@@ -1,7 +1,8 @@
-"""What a cell's `precision` setting means for its tensors: dtype and memory format."""
+"""What a cell's `precision` setting means: number formats, memory format, mixed precision."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,3 +26,38 @@ def batch_format(precision: str, device_type: str) -> torch.memory_format:
 
     wanted = device_type == "cuda" and precision in ("fp16", "bf16", "tf32")
     return torch.channels_last if wanted else torch.contiguous_format
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """The dtype of mixed precision; None for fp32, tf32 and fp64."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """A block in mixed precision, if `precision` asks for it."""
+    import torch
+
+    dtype = autocast_dtype(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
+    """The number formats that are really used, for the record."""
+    weights = "float64" if precision == "fp64" else "float32"
+    compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
+    used = compute.get(precision, weights)
+    if precision == "tf32" and (lacking := _lacks_tf32(device)):
+        used = f"float32 (no TensorFloat-32 on {lacking})"
+    return {"weights_dtype": weights, "compute_dtype": used}
+
+
+def _lacks_tf32(device: torch.device) -> str | None:
+    """What the device is, if it computes float32 whatever is allowed: a CPU, or a GPU before Ampere."""
+    import torch
+
+    if device.type != "cuda":
+        return "a CPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"a GPU of compute capability {major}.{minor}"

@@ -19,6 +19,7 @@ from stratbench.workload.users_code import ModelError
 GROUPS = 12
 #: Modules that hold others and are never called themselves.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict)
+_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 #: PyTorch's own modules that call what they hold. Its others read the weights of what they hold.
 _CALLERS = (
     nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *_HOLDERS,
@@ -43,11 +44,11 @@ def groups_by_class(model: nn.Module, shard: Sequence[str], who: object) -> Grou
     In the order of registration. What shares a parameter with a module outside stays with the root.
     ModelError where a class has no instance; `who` is the model in words.
     """
-    found: Groups = []
+    groups: Groups = []
     for name, module in model.named_modules():
-        within = any(name.startswith(f"{label}.") for label, _ in found)
+        within = any(name.startswith(f"{label}.") for label, _ in groups)
         if name and not within and type(module).__name__ in shard:
-            found.append((name, [module]))
+            groups.append((name, [module]))
     classes = {type(m).__name__ for m in model.modules()}
     for name in shard:
         if name not in classes:
@@ -55,7 +56,7 @@ def groups_by_class(model: nn.Module, shard: Sequence[str], who: object) -> Grou
                 f"{who}: shard names {name!r}, and it has no such module; its classes are "
                 f"{', '.join(sorted(classes))}"
             )
-    return [(label, modules) for label, modules in found if _stands_alone(modules, model)]
+    return [(label, modules) for label, modules in groups if _stands_alone(modules, model)]
 
 
 def groups_by_size(model: nn.Module) -> Groups:
@@ -68,11 +69,11 @@ def groups_by_size(model: nn.Module) -> Groups:
     that holds it reads (`self.head.weight` in its code).
     """
     limit = _size([model]) / GROUPS
-    found: Groups = []
+    groups: Groups = []
 
     def flush(waiting: list[tuple[str, nn.Module]]) -> None:
         if waiting:
-            found.append((waiting[0][0], [m for _, m in waiting]))
+            groups.append((waiting[0][0], [m for _, m in waiting]))
             waiting.clear()
 
     def divide(prefix: str, parent: nn.Module) -> None:
@@ -80,7 +81,7 @@ def groups_by_size(model: nn.Module) -> Groups:
         read = _read_by(type(parent))
         for name, module in parent.named_children():
             label = prefix + name
-            if id(module) in seen or not _size([module]) or _is_parameter_holder(module):
+            if id(module) in seen or not _size([module]) or isinstance(module, _PARAMETERS):
                 continue
             if name in read:  # left to the root, which is gathered all the time
                 seen.update(id(m) for m in module.modules())
@@ -97,7 +98,7 @@ def groups_by_size(model: nn.Module) -> Groups:
 
     seen: set[int] = set()
     divide("", model)
-    return found
+    return groups
 
 
 def _may_divide(module: nn.Module) -> bool:
@@ -109,20 +110,16 @@ def _may_divide(module: nn.Module) -> bool:
 @cache
 def _read_by(kind: type[nn.Module]) -> frozenset[str]:
     """What a class holds and reads the weights of itself, by its code; making them is not reading."""
-    found: set[str] = set()
+    names: set[str] = set()
     for name, method in inspect.getmembers(kind, inspect.isfunction):
-        if "init" not in name and name != "reset_parameters" and not _is_torchs(method.__module__):
+        if (
+            "init" not in name
+            and name != "reset_parameters"
+            and not method.__module__.startswith("torch.")
+        ):
             with suppress(OSError):  # code that is in no file
-                found |= set(re.findall(_READ, inspect.getsource(method)))
-    return frozenset(found)
-
-
-def _is_torchs(module: str) -> bool:
-    return module.startswith("torch.")
-
-
-def _is_parameter_holder(module: nn.Module) -> bool:
-    return isinstance(module, nn.ParameterList | nn.ParameterDict)
+                names |= set(re.findall(_READ, inspect.getsource(method)))
+    return frozenset(names)
 
 
 def _size(modules: list[nn.Module]) -> int:

@@ -94,13 +94,13 @@ def take_trial(
     """
     names = {p: name for name, p in model.named_parameters()}
     versions = {p: p._version for p in names}
-    gathering = _Gathering(model, groups)
+    gathering = _Gathering(groups)
     with _restored_buffers(model) as changed:
         try:
             with gathering:
                 scores = model(x)
         except Exception as e:
-            _raise_told(who, e, f"forward of a batch {list(x.shape)}")
+            _raise_model_error(who, e, f"forward of a batch {list(x.shape)}")
         _check_scores(who, scores, x, y, list(outputs))
         overwritten = [name for p, name in names.items() if p._version != versions[p]]
         with _gradients_dropped(names) as reached:
@@ -109,7 +109,7 @@ def take_trial(
                 loss = Classification().loss(scores, y) if _are_scores(outputs, y) else scores.sum()
                 loss.backward()
             except Exception as e:
-                _raise_told(who, e, f"backward of a batch {list(x.shape)}")
+                _raise_model_error(who, e, f"backward of a batch {list(x.shape)}")
     trainable = {p: name for p, name in names.items() if p.requires_grad}
     return Trial(
         unused=tuple(name for p, name in trainable.items() if p not in reached),
@@ -161,7 +161,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
-    return [found for found in names.values() if len(found) > 1]
+    return [aliases for aliases in names.values() if len(aliases) > 1]
 
 
 def _are_scores(outputs: Sequence[int], y: Tensor) -> bool:
@@ -182,7 +182,7 @@ def _check_scores(who: object, scores: Any, x: Tensor, y: Tensor, wanted: list[i
         )
 
 
-def _raise_told(who: object, e: Exception, what: str) -> None:
+def _raise_model_error(who: object, e: Exception, what: str) -> None:
     """ModelError in one sentence; an error that is no fault of the model stays what it is."""
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         raise e
@@ -240,7 +240,7 @@ class _Gathering(TorchFunctionMode):
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _register_group_forward_hooks).
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[tuple[str, list[nn.Module]]]) -> None:
+    def __init__(self, groups: Sequence[tuple[str, list[nn.Module]]]) -> None:
         super().__init__()
         self.uncalled: dict[nn.Parameter, None] = {}
         self.late: dict[nn.Parameter, None] = {}
@@ -273,8 +273,8 @@ class _Gathering(TorchFunctionMode):
 
     def _close(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
         self._waiting[i].discard(module)
-        found = any(t.requires_grad for t in tree_leaves(output) if isinstance(t, Tensor))
-        self.in_backward[i] = self.in_backward.get(i, False) or found
+        needs_gradient = any(t.requires_grad for t in tree_leaves(output) if isinstance(t, Tensor))
+        self.in_backward[i] = self.in_backward.get(i, False) or needs_gradient
 
     def __torch_function__(
         self,

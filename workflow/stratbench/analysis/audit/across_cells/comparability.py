@@ -9,18 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.across_cells.mixed import shortened
-from stratbench.analysis.audit.rule import (
-    Evidence,
-    Found,
-    coordinates_of_group,
-    coordinates_of_row,
-    rows_of,
-    rule,
-)
+from stratbench.analysis.audit.rule import Case, Evidence, rows_of, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.groups import rows_by_group
 from stratbench.cell.coordinates import STATUSES
+from stratbench.cell.text.words import shortened
 
 #: Ratio of the most to the fewest samples seen.
 SAMPLES = 1.005
@@ -34,27 +27,19 @@ def comparable_cells(
     yield from stated.groupby(["experiment", "model"], sort=False)
 
 
-@rule(
-    "unequal-samples",
-    "unusable",
-    "all",
-    "Strategies that saw different numbers of samples do not compare in time or score.",
-)
-def unequal_samples(evidence: Evidence) -> Iterator[Found]:
+@rule("unequal-samples", "unusable", "all")
+def unequal_samples(evidence: Evidence) -> Iterator[Case]:
+    """Strategies that saw different numbers of samples do not compare in time or score."""
     for (experiment, model), rows in comparable_cells(evidence, "samples_seen"):
         low, high = rows["samples_seen"].min(), rows["samples_seen"].max()
         if high > SAMPLES * low:
             where = {"experiment": experiment, "model": model}
-            yield Found(where, f"{low:.0f} to {high:.0f} samples")
+            yield where, f"{low:.0f} to {high:.0f} samples"
 
 
-@rule(
-    "unequal-start",
-    "unusable",
-    "score",
-    "The strategies of a repeat must start from the same weights.",
-)
-def unequal_start(evidence: Evidence) -> Iterator[Found]:
+@rule("unequal-start", "unusable", "score")
+def unequal_start(evidence: Evidence) -> Iterator[Case]:
+    """The strategies of a repeat must start from the same weights."""
     for (experiment, model), rows in comparable_cells(evidence, "initial_weights_sha256"):
         for repeat, same in rows.groupby("repeat", sort=False):
             hashes = same["initial_weights_sha256"]
@@ -62,68 +47,47 @@ def unequal_start(evidence: Evidence) -> Iterator[Found]:
                 usual = hashes.mode().iloc[0]
                 others = ", ".join(sorted(set(same.loc[hashes != usual, "strategy"])))
                 where = {"experiment": experiment, "model": model, "repeat": repeat}
-                yield Found(
-                    where, f"{hashes.nunique()} different initial weights; not as most: {others}"
-                )
+                yield where, f"{hashes.nunique()} different initial weights; not as most: {others}"
 
 
-@rule(
-    "no-common-cell",
-    "doubtful",  # each of its figures may be used, and whoever ranks the two kinds has nothing to go by
-    "all",
-    "Collective strategies and parameter servers never trained the same model on the same data, so "
-    "these records cannot rank one against the other.",
-)
-def no_common_cell(evidence: Evidence) -> Iterator[Found]:
+# Doubtful: each of its figures may be used, and whoever ranks the two kinds has nothing to go by.
+@rule("no-common-cell", "doubtful", "all")
+def no_common_cell(evidence: Evidence) -> Iterator[Case]:
+    """Collective strategies and parameter servers never trained the same model on the same data, so these
+    records cannot rank one against the other.
+    """
     kinds = evidence.ok.groupby(["experiment", "model"])["strategy_kind"].agg(set)
     all_kinds = set().union(*kinds) if len(kinds) else set()
     for one, other in combinations(sorted(all_kinds), 2):
         if not any({one, other} <= found for found in kinds):
-            yield Found({}, f"no experiment and model has strategies of both kinds: {one}, {other}")
+            yield {}, f"no experiment and model has strategies of both kinds: {one}, {other}"
 
 
-@rule(
-    "repeats-end-differently",
-    "doubtful",
-    "all",
-    "Repeats of a cell do the same work, so that one ends as the others do, but for chance. Look at what "
-    "else was on the device, and at the loss.",
-)
-def repeats_end_differently(evidence: Evidence) -> Iterator[Found]:
+@rule("repeats-end-differently", "doubtful", "all")
+def repeats_end_differently(evidence: Evidence) -> Iterator[Case]:
+    """Repeats of a cell do the same work, so that one ends as the others do, but for chance. Look at what
+    else was on the device, and at the loss.
+    """
     ended = evidence.cells[evidence.cells["status"].isin(STATUSES)]
     for key, rows in rows_by_group(ended).items():
         counts = rows["status"].value_counts()
         if len(counts) > 1:
-            yield Found(
-                coordinates_of_group(key),
-                ", ".join(f"{n} {status}" for status, n in counts.items()),
-            )
+            yield key, ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
-@rule(
-    "mixed-limits",
-    "note",
-    "time",
-    "A cell was stopped at a time limit that is shorter than others of its comparison had.",
-)
-def mixed_limits(evidence: Evidence) -> Iterator[Found]:
+@rule("mixed-limits", "note", "time")
+def mixed_limits(evidence: Evidence) -> Iterator[Case]:
+    """A cell was stopped at a time limit that is shorter than others of its comparison had."""
     for _, rows in evidence.cells.groupby(["experiment", "model"], sort=False):
         longest_s = rows["time_limit_s"].max()
         for row in rows_of(rows[rows["status"] == "timeout"]):
             if row.time_limit_s < longest_s:
-                yield Found(
-                    coordinates_of_row(row),
-                    f"stopped after {row.time_limit_s:g} s, others {longest_s:g} s",
-                )
+                yield row, f"stopped after {row.time_limit_s:g} s, others {longest_s:g} s"
 
 
-@rule(
-    "repeats-alike",
-    "unusable",
-    "all",
-    "Repeats that start from the same weights or seed are one repeat, told several times.",
-)
-def repeats_alike(evidence: Evidence) -> Iterator[Found]:
+@rule("repeats-alike", "unusable", "all")
+def repeats_alike(evidence: Evidence) -> Iterator[Case]:
+    """Repeats that start from the same weights or seed are one repeat, told several times."""
     seeds: dict[tuple[Any, ...], dict[Any, set[int]]] = defaultdict(lambda: defaultdict(set))
     for record in evidence.records:
         cell = record["cell"]
@@ -135,4 +99,4 @@ def repeats_alike(evidence: Evidence) -> Iterator[Found]:
             if len(repeats) > 1:
                 where = {"experiment": experiment, "model": model}
                 named = ", ".join(map(str, sorted(repeats)))
-                yield Found(where, f"{path} {shortened(str(value))} of repeats {named}")
+                yield where, f"{path} {shortened(str(value))} of repeats {named}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.audit.rule import Evidence, Found, coordinates_of_group, rule
+from stratbench.analysis.audit.rule import Case, Evidence, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
@@ -41,14 +41,14 @@ class Run(NamedTuple):
 @lru_cache(maxsize=1)
 def runs_of(evidence: Evidence) -> dict[Group, list[Run]]:
     """The repeats that ended well, of groups with at least two of them."""
-    found: defaultdict[Group, list[Run]] = defaultdict(list)
+    by_group: defaultdict[Group, list[Run]] = defaultdict(list)
     for record in evidence.records:
         cell, time_s = record["cell"], value_at(record, "time.train_time_s")
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
             ends = (moment_of(record, name) for name in ("started", "finished"))
-            found[group].append(Run(cell["repeat"], *ends, hosts_of(record), math.log(time_s)))
-    return {group: runs for group, runs in found.items() if len(runs) > 1}
+            by_group[group].append(Run(cell["repeat"], *ends, hosts_of(record), math.log(time_s)))
+    return {group: runs for group, runs in by_group.items() if len(runs) > 1}
 
 
 def moment_of(record: Record, name: str) -> float | None:
@@ -84,14 +84,11 @@ def rivals_by_group(
             )
 
 
-@rule(
-    "confounded-order",
-    "doubtful",
-    "time",
-    "The strategy was trained at another time than most that are about as fast, and not in turns with them: "
-    "a machine that changed meanwhile makes such a difference. Train all of them anew, as one study.",
-)
-def confounded_order(evidence: Evidence) -> Iterator[Found]:
+@rule("confounded-order", "doubtful", "time")
+def confounded_order(evidence: Evidence) -> Iterator[Case]:
+    """The strategy was trained at another time than most that are about as fast, and not in turns with them:
+    a machine that changed meanwhile makes such a difference. Train all of them anew, as one study.
+    """
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
         for group, runs in runs_of(evidence).items()
@@ -104,7 +101,7 @@ def confounded_order(evidence: Evidence) -> Iterator[Found]:
         # One that was added later is apart from all others, and each of those from it alone.
         if 2 * sum(map(len, named.values())) > len(rivals):
             told = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
-            yield Found(coordinates_of_group(group), f"trained {told}, not in turns")
+            yield group, f"trained {told}, not in turns"
 
 
 def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
@@ -125,14 +122,11 @@ def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
     return 0 if not between else 1 if first is one else -1
 
 
-@rule(
-    "confounded-host",
-    "doubtful",
-    "time",
-    "The strategy is known by its host, and one that is about as fast ran elsewhere: what differs may be "
-    "the hosts. Spread repeats over hosts, or train all strategies on the same.",
-)
-def confounded_host(evidence: Evidence) -> Iterator[Found]:
+@rule("confounded-host", "doubtful", "time")
+def confounded_host(evidence: Evidence) -> Iterator[Case]:
+    """The strategy is known by its host, and one that is about as fast ran elsewhere: what differs may be the
+    hosts. Spread repeats over hosts, or train all strategies on the same.
+    """
     homes: defaultdict[tuple[str, int], defaultdict[str, list[str]]]
     homes = defaultdict(lambda: defaultdict(list))
     for group, runs in runs_of(evidence).items():
@@ -151,20 +145,14 @@ def confounded_host(evidence: Evidence) -> Iterator[Found]:
             why = "as each strategy on one host"
         else:
             continue
-        yield Found(
-            coordinates_of_group(group),
-            f"all {len(own)} runs on {own[0]}, {why}; elsewhere: {', '.join(elsewhere)}",
-        )
+        yield group, f"all {len(own)} runs on {own[0]}, {why}; elsewhere: {', '.join(elsewhere)}"
 
 
-@rule(
-    "times-follow-time",
-    "doubtful",
-    "time",
-    "How long a cell trained depends on when it ran: the machine got slower or faster during the study. "
-    "Strategies that took turns are compared fairly; a single time, or one beside another study's, is not.",
-)
-def times_follow_time(evidence: Evidence) -> Iterator[Found]:
+@rule("times-follow-time", "doubtful", "time")
+def times_follow_time(evidence: Evidence) -> Iterator[Case]:
+    """How long a cell trained depends on when it ran: the machine got slower or faster during the study.
+    Strategies that took turns are compared fairly; a single time, or one beside another study's, is not.
+    """
     experiments: defaultdict[str, list[list[Run]]] = defaultdict(list)
     for group, runs in runs_of(evidence).items():
         timed = [run for run in runs if run.begun_s is not None]
@@ -172,7 +160,7 @@ def times_follow_time(evidence: Evidence) -> Iterator[Found]:
             experiments[group.experiment].append(timed)
     for experiment, groups in experiments.items():
         if told := trend_in(groups):
-            yield Found({"experiment": experiment}, told)
+            yield {"experiment": experiment}, told
 
 
 def trend_in(groups: Sequence[Sequence[Run]]) -> str:

@@ -6,21 +6,18 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from stratbench.analysis.audit.rule import Evidence, Found, coordinates_of_cell, rule
+from stratbench.analysis.audit.rule import Case, Evidence, rule
 from stratbench.cell.block_rules import MOST_OFF
 from stratbench.cell.blocks import Block, Place, trained_digest
 from stratbench.cell.record import Record
 
 
-@rule(
-    "full-run-against-steps",
-    "doubtful",
-    "time",
-    "A full run should take as long as its steps do in the blocks of the verdict. A difference of more "
-    "than 3 % means that one of them is no measure of the other: a device that heats up or slows down "
-    "over minutes, input that runs dry, other load, or segments that are too short.",
-)
-def full_run_against_steps(evidence: Evidence) -> Iterator[Found]:
+@rule("full-run-against-steps", "doubtful", "time")
+def full_run_against_steps(evidence: Evidence) -> Iterator[Case]:
+    """A full run should take as long as its steps do in the blocks of the verdict. A difference of more than
+    3 % means that one of them is no measure of the other: a device that heats up or slows down over minutes,
+    input that runs dry, other load, or segments that are too short.
+    """
     by_place: dict[Place, list[Block]] = {}
     for block in evidence.blocks:
         by_place.setdefault(block.place, []).append(block)
@@ -34,8 +31,8 @@ def full_run_against_steps(evidence: Evidence) -> Iterator[Found]:
         by_steps_s = steps * math.exp(statistics.fmean(logs))
         off = math.log(record["time"]["train_time_s"] / by_steps_s)
         if abs(off) > MOST_OFF:
-            yield Found(
-                coordinates_of_cell(record["cell"]),
+            yield (
+                record["cell"],
                 f"{record['time']['train_time_s']:.4g} s; {steps} steps of "
                 f"{1e3 * by_steps_s / steps:.4g} ms in {len(logs)} blocks make {by_steps_s:.4g} s: "
                 f"{math.expm1(off):+.1%}",

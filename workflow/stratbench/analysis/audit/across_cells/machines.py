@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from itertools import pairwise
 
-from stratbench.analysis.audit.checks import Facts, unless_same
-from stratbench.analysis.audit.rule import (
-    Evidence,
-    Found,
-    coordinates_of_cell,
-    coordinates_of_row,
-    record_rule,
-    rows_of,
-    rule,
-)
+from stratbench.analysis.audit.checks import Facts, host_of
+from stratbench.analysis.audit.relations import relations, unless_hold
+from stratbench.analysis.audit.rule import Case, Evidence, named, record_rule, rows_of, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
@@ -31,85 +23,60 @@ CONTEXT_BYTES = GIB * 3 // 4
 LIBRARIES_BYTES = 4 * GIB
 #: Start and end are recorded in whole seconds.
 TOGETHER_S = 2.5
+DEVICE = relations("kind_of_device == provenance.device")
 
 
-@rule(
-    "throttled",
-    "doubtful",
-    "time",
-    "A GPU was slowed down by heat or by a lack of power in part of the samples.",
-)
-def throttled(evidence: Evidence) -> Iterator[Found]:
+@rule("throttled", "doubtful", "time")
+def throttled(evidence: Evidence) -> Iterator[Case]:
+    """A GPU was slowed down by heat or by a lack of power in part of the samples."""
     for row in rows_of(evidence.ok[evidence.ok["throttled_share"] > THROTTLED]):
-        yield Found(
-            coordinates_of_row(row), f"throttled in {row.throttled_share:.0%} of the samples"
-        )
+        yield row, f"throttled in {row.throttled_share:.0%} of the samples"
 
 
-@rule(
-    "busy-machine",
-    "doubtful",
-    "time",
-    "Other processes used the machine when the cell started: it measures them too.",
-)
-def busy_machine(evidence: Evidence) -> Iterator[Found]:
+@rule("busy-machine", "doubtful", "time")
+def busy_machine(evidence: Evidence) -> Iterator[Case]:
+    """Other processes used the machine when the cell started: it measures them too."""
     found = evidence.of_any_loop
     for row in rows_of(found[found["other_cpu_cores"] > OTHERS]):
-        yield Found(coordinates_of_row(row), f"others used {row.other_cpu_cores:.2g} CPU cores")
+        yield row, f"others used {row.other_cpu_cores:.2g} CPU cores"
 
 
-@rule(
-    "software-gpu",
-    "unusable",
-    "all",
-    "The cell was trained on the software GPU of the tests, which runs no kernel: its times and "
-    "its scores are no measurements, and it has no figure in any table.",
-)
-def on_software_gpu(evidence: Evidence) -> Iterator[Found]:
+@rule("software-gpu", "unusable", "all")
+def on_software_gpu(evidence: Evidence) -> Iterator[Case]:
+    """The cell was trained on the software GPU of the tests, which runs no kernel: its times and its scores
+    are no measurements, and it has no figure in any table.
+    """
     for row in rows_of(evidence.cells[evidence.cells["status"] == "unusable"]):
-        yield Found(coordinates_of_row(row), row.reason)
+        yield row, row.reason
 
 
-@rule(
-    "workers-are-processes",
-    "note",
-    "time",
-    "Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication "
-    "say nothing about GPUs.",
-)
-def workers_are_processes(evidence: Evidence) -> Iterator[Found]:
+@rule("workers-are-processes", "note", "time")
+def workers_are_processes(evidence: Evidence) -> Iterator[Case]:
+    """Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication say
+    nothing about GPUs.
+    """
     for experiment, rows in evidence.ok.groupby("experiment", sort=False):
         cpu = rows[rows["device_kind"] == "cpu"]
         if len(cpu):
             cores = " or ".join(f"{n:g}" for n in sorted(set(cpu["cpu_cores"].dropna())))
             hosts = ", ".join(sorted(set(cpu["host"].dropna())))
-            yield Found(
-                {"experiment": experiment}, f"CPU processes sharing {cores} cores of {hosts}"
-            )
+            yield {"experiment": experiment}, f"CPU processes sharing {cores} cores of {hosts}"
 
 
-@rule(
-    "processes-share-cores",
-    "doubtful",
-    "time",
-    "There are more workers than cores: they take turns, and more workers bring no speed.",
-)
-def processes_share_cores(evidence: Evidence) -> Iterator[Found]:
+@rule("processes-share-cores", "doubtful", "time")
+def processes_share_cores(evidence: Evidence) -> Iterator[Case]:
+    """There are more workers than cores: they take turns, and more workers bring no speed."""
     for experiment, rows in evidence.ok.groupby("experiment", sort=False):
         cpu = rows[(rows["device_kind"] == "cpu") & (rows["gpus"] > rows["cpu_cores"])]
         for gpus, crowded in cpu.groupby("gpus", sort=False):
             cores = crowded["cpu_cores"].max()
             where = {"experiment": experiment, "gpus": gpus}
-            yield Found(where, f"{gpus} processes on {cores:g} cores")
+            yield where, f"{gpus} processes on {cores:g} cores"
 
 
-@record_rule(
-    "contradictory-devices",
-    "unusable",
-    "all",
-    "The workers did not run where the record says: two of them on one GPU, none, or another kind.",
-)
+@record_rule("contradictory-devices", "unusable", "all")
 def contradictory_devices(facts: Facts) -> Iterator[str]:
+    """The workers did not run where the record says: two of them on one GPU, none, or another kind."""
     places: dict[tuple[str, str], int] = {}
     for worker in facts.workers:
         place, name = worker["provenance"], f"rank {worker['rank']}"
@@ -117,12 +84,7 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
             yield f"{name} does not say where it ran"
             continue
         device, host = place["device"], place["host"]["name"]
-        yield from unless_same(
-            f"device of {name}",
-            device.partition(":")[0],
-            "provenance.device",
-            facts("provenance.device"),
-        )
+        yield from unless_hold(facts, DEVICE, name, kind_of_device=device.partition(":")[0])
         is_cuda = device.startswith("cuda")
         if is_cuda != ("gpu" in place):
             yield f"{name} ran on {device} and {'names a' if 'gpu' in place else 'names no'} GPU"
@@ -137,28 +99,19 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
             places[what, value] = worker["rank"]
 
 
-@record_rule(
-    "stranger-on-gpu",
-    "doubtful",
-    "time",
-    "A process of somebody else computed on a GPU of the cell, or held memory there: what it did there "
-    "slowed the cell.",
-    of="both",
-)
+@record_rule("stranger-on-gpu", "doubtful", "time", of="both")
 def stranger_on_gpu(facts: Facts) -> Iterator[str]:
+    """A process of somebody else computed on a GPU of the cell, or held memory there: what it did there
+    slowed the cell.
+    """
     if facts.status != "oom":
         yield from strangers_in(facts)
         yield from memory_of_others(facts)
 
 
-@record_rule(
-    "memory-held-by-others",
-    "unusable",
-    "all",
-    "The cell ran out of memory while somebody else held a part of its GPU: alone it may not.",
-    of="both",
-)
+@record_rule("memory-held-by-others", "unusable", "all", of="both")
 def memory_held_by_others(facts: Facts) -> Iterator[str]:
+    """The cell ran out of memory while somebody else held a part of its GPU: alone it may not."""
     if facts.status == "oom":
         yield from strangers_in(facts)
 
@@ -208,7 +161,7 @@ def memory_of_others(facts: Facts) -> Iterator[str]:
 
 def own_gpus(facts: Facts) -> set[tuple[int, int]]:
     """The cell's GPUs, as the numbers of their node and NVML's number there."""
-    found = {
+    gpus = {
         (place["node"], place["index"])
         for place in (facts("provenance.gpus") or {}).values()
         if place.get("index") is not None
@@ -216,19 +169,16 @@ def own_gpus(facts: Facts) -> set[tuple[int, int]]:
     for worker in facts.workers:
         index = value_at(worker["provenance"], "gpu.index")
         if index is not None:
-            found.add((facts.node_of(worker["rank"]), index))
-    return found
+            gpus.add((facts.node_of(worker["rank"]), index))
+    return gpus
 
 
-@record_rule(
-    "groups-cross-nodes",
-    "doubtful",
-    "time",
-    "Workers that divide layers between them were on several nodes, though a node could hold them: they "
-    "exchanged activations over the slower link. Let the number of workers on a node be a multiple of "
-    "tensor_workers, on whole nodes (scattered: false).",
-)
+@record_rule("groups-cross-nodes", "doubtful", "time")
 def groups_cross_nodes(facts: Facts) -> Iterator[str]:
+    """Workers that divide layers between them were on several nodes, though a node could hold them: they
+    exchanged activations over the slower link. Let the number of workers on a node be a multiple of
+    tensor_workers, on whole nodes (scattered: false).
+    """
     together, on_nodes = facts.mesh.tensor, facts.workers_on_nodes
     if together > max(on_nodes):
         return
@@ -242,30 +192,65 @@ def groups_cross_nodes(facts: Facts) -> Iterator[str]:
         yield f"{len(across)} groups of {together} workers, and {laid} workers on the nodes"
 
 
-@rule(
-    "shared-devices",
-    "unusable",
-    "time",
-    "Two cells were on one GPU at the same time: each slowed the other.",
-)
-def shared_devices(evidence: Evidence) -> Iterator[Found]:
+@rule("shared-devices", "unusable", "time")
+def shared_devices(evidence: Evidence) -> Iterator[Case]:
+    """Two cells were on one GPU at the same time: each slowed the other."""
+
+    def gpus_of(record: Record) -> Iterator[str]:
+        uuids = {value_at(worker["provenance"], "gpu.uuid") for worker in record["workers"]}
+        yield from uuids - {None}
+
+    for uuid, together_s, one, later in stays_together(evidence, gpus_of):
+        yield later["cell"], f"{uuid} {together_s:.0f} s together with {named([one['cell']])}"
+
+
+@rule("shared-cores", "doubtful", "time")
+def shared_cores(evidence: Evidence) -> Iterator[Case]:
+    """Two cells trained on the CPU at the same time, and wanted more cores together than both could use: they
+    took turns.
+    """
+
+    def hosts_on_cpu(record: Record) -> Iterator[str]:
+        if record["provenance"].get("device") == "cpu":
+            yield from {host_of(worker) for worker in record["workers"]} - {None}
+
+    for host, together_s, one, later in stays_together(evidence, hosts_on_cpu):
+        (cores, wanted), (others, more) = (cores_on(host, record) for record in (one, later))
+        if cores & others and wanted + more > len(cores | others):
+            yield (
+                later["cell"],
+                f"{wanted + more} threads on {len(cores | others)} cores of {host}, {together_s:.0f} s "
+                f"together with {named([one['cell']])}",
+            )
+
+
+def cores_on(host: str, record: Record) -> tuple[set[int], int]:
+    """The cores of a host that the workers of a cell might use, and how many threads they have there."""
+    there = [worker for worker in record["workers"] if host_of(worker) == host]
+    cores = (value_at(worker["provenance"], "host.affinity") or () for worker in there)
+    threads = value_at(record, "provenance.threads_per_worker") or 1
+    return set().union(*cores), threads * len(there)
+
+
+def stays_together(
+    evidence: Evidence, places_of: Callable[[Record], Iterable[str]]
+) -> Iterator[tuple[str, float, Record, Record]]:
+    """Places where two cells were at the same time, for how long in s, and the two, the earlier one first.
+
+    Without cells that left their places meanwhile: whose workers came and went, or that were started again.
+    """
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
     for record in evidence.records:
         begun, ended = (value_at(record, f"provenance.{end}") for end in ("started", "finished"))
-        if not begun or not ended:
-            continue
-        uuids = {value_at(worker["provenance"], "gpu.uuid") for worker in record["workers"]} - {
-            None
-        }
-        for uuid in uuids:
+        stayed = not record.get("elastic") and not value_at(record, "restarts.between_s")
+        for place in places_of(record) if begun and ended and stayed else ():
             stay = (datetime.fromisoformat(begun), datetime.fromisoformat(ended), record)
-            stays[uuid].append(stay)
-    for uuid, listed in stays.items():
-        listed.sort(key=lambda stay: stay[:2])
-        for (_, until, one), (begun, _, other_one) in pairwise(listed):
-            together_s = (until - begun).total_seconds()
+            stays[place].append(stay)
+    for place, listed in stays.items():
+        (_, until, one), *rest = sorted(listed, key=lambda stay: stay[:2])
+        for begun, ended, later in rest:
+            together_s = (min(until, ended) - begun).total_seconds()
             if together_s > TOGETHER_S:
-                first, second = one["cell"], other_one["cell"]
-                where = coordinates_of_cell(second)
-                named = f"{first['strategy']} on {first['gpus']}, repeat {first['repeat']}"
-                yield Found(where, f"{uuid} {together_s:.0f} s together with {named}")
+                yield place, together_s, one, later
+            if ended > until:  # the one that stays longest meets those that come
+                until, one = ended, later

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from stratbench.analysis.audit.rule import Affects, Evidence, Found, Rule, Severity
+from stratbench.analysis.audit.rule import Affects, Case, Evidence, Rule, Severity, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.cell.record import Record
 from stratbench.cell.text.words import shortened
@@ -21,6 +21,8 @@ OWN = (
 )
 #: Fields that all cells of a comparison state, or none: by the start of their path.
 STATED = ("settings.", "worker.", "provenance.git.")
+#: What the record of a cell without a worker that could tell it says by default: by the start of their path.
+OF_WORKERS = ("strategy.wrap_groups", "strategy.traits.")
 #: Replaces a field that one cell or worker does not state, but others do.
 NOT_STATED = "not stated"
 #: Settings that differ on purpose between the cells of an experiment.
@@ -42,171 +44,68 @@ class Compared:
     within: tuple[str, ...] = ()
 
 
+# fmt: off
 #: A field belongs to the first row that names it; the last row takes the rest of the workers' provenance.
 TABLE = (
-    Compared(
-        "mixed-precision",
-        "unusable",
-        "all",
-        "Cells of a comparison compute in different precisions.",
-        (
-            *("settings.precision", "strategy.details.compute_dtype"),
-            *("strategy.details.weights_dtype", "worker.flags.float32_matmul_precision"),
-            *("worker.flags.matmul_tf32", "worker.flags.cudnn_tf32", "worker.flags.default_dtype"),
-            *("worker.environment.NVIDIA_TF32_OVERRIDE", "worker.environment.TORCH_ALLOW_TF32"),
-        ),
-    ),
-    Compared(
-        "mixed-tasks",
-        "unusable",
-        "all",
+    Compared("mixed-precision", "unusable", "all", "Cells of a comparison compute in different precisions.",
+        ("settings.precision", "strategy.details.compute_dtype", "strategy.details.weights_dtype",
+         "worker.flags.float32_matmul_precision", "worker.flags.matmul_tf32", "worker.flags.cudnn_tf32",
+         "worker.flags.default_dtype", "worker.environment.NVIDIA_TF32_OVERRIDE",
+         "worker.environment.TORCH_ALLOW_TF32")),
+    Compared("mixed-tasks", "unusable", "all",
         "Cells of a comparison learn different tasks, whose scores and speeds do not compare.",
-        ("task", "settings.own_task"),
-    ),
-    Compared(
-        "mixed-data",
-        "unusable",
-        "all",
-        "Cells of a comparison were trained or tested on different data.",
-        ("data", "settings.data_spec"),
-    ),
-    Compared(
-        "mixed-models",
-        "unusable",
-        "all",
+        ("task", "settings.own_task")),
+    Compared("mixed-data", "unusable", "all",
+        "Cells of a comparison were trained or tested on different data.", ("data", "settings.data_spec")),
+    Compared("mixed-models", "unusable", "all",
         "Cells of a comparison trained models that differ in size, resolution, classes or work.",
-        (
-            *(
-                "model.parameters",
-                "model.trainable_parameters",
-                "model.input_shape",
-                "model.classes",
-            ),
-            *("model.batchnorm", "model.dropout", "compute.forward_flops_per_sample"),
-        ),
-    ),
-    Compared(
-        "mixed-optimizers",
-        "unusable",
-        "all",
+        ("model.parameters", "model.trainable_parameters", "model.input_shape", "model.classes",
+         "model.batchnorm", "model.dropout", "compute.forward_flops_per_sample")),
+    Compared("mixed-optimizers", "unusable", "all",
         "Cells of a comparison were trained by different optimizers, or keep their states in different "
         "types.",
-        (
-            *("settings.optimizer", "settings.betas", "settings.eps"),
-            "strategy.details.optimizer_dtype",
-        ),
-    ),
-    Compared(
-        "mixed-settings",
-        "unusable",
-        "all",
-        "Cells of a comparison were trained with different settings.",
-        ("settings",),
-    ),
-    Compared(
-        "mixed-seeds",
-        "unusable",
-        "score",
-        "All cells of a repeat draw weights and samples from one seed.",
-        ("seed",),
-        ("repeat",),
-    ),
-    Compared(
-        "mixed-batches",
-        "unusable",
-        "all",
+        ("settings.optimizer", "settings.betas", "settings.eps", "strategy.details.optimizer_dtype")),
+    Compared("mixed-settings", "unusable", "all",
+        "Cells of a comparison were trained with different settings.", ("settings",)),
+    Compared("mixed-seeds", "unusable", "score",
+        "All cells of a repeat draw weights and samples from one seed.", ("seed",), ("repeat",)),
+    Compared("mixed-batches", "unusable", "all",
         "Cells of a comparison on as many workers divide the data into different batches.",
-        ("batch.global_batch", "batch.steps_per_epoch"),
-        ("gpus",),
-    ),
-    Compared(
-        "mixed-devices",
-        "unusable",
-        "time",
-        "Cells of a comparison ran on different devices.",
-        (
-            *("provenance.device", "worker.gpu.name", "worker.gpu.memory_bytes"),
-            *("worker.gpu.capability", "worker.gpu.multiprocessors", "worker.host.cpu_model"),
-        ),
-    ),
-    Compared(
-        "mixed-clocks",
-        "doubtful",
-        "time",
-        "GPUs of a comparison were allowed other clocks, power or links.",
-        ("worker.gpu",),
-    ),
-    Compared(
-        "mixed-hosts",
-        "note",
-        "time",
+        ("batch.global_batch", "batch.steps_per_epoch"), ("gpus",)),
+    Compared("mixed-devices", "unusable", "time", "Cells of a comparison ran on different devices.",
+        ("provenance.device", "worker.gpu.name", "worker.gpu.memory_bytes", "worker.gpu.capability",
+         "worker.gpu.multiprocessors", "worker.host.cpu_model")),
+    Compared("mixed-clocks", "doubtful", "time",
+        "GPUs of a comparison were allowed other clocks, power or links.", ("worker.gpu",)),
+    Compared("mixed-hosts", "note", "time",
         "Cells of a comparison ran on different hosts, which may differ in more than their GPUs.",
-        ("worker.host.name", "worker.host.os"),
-    ),
-    Compared(
-        "mixed-cores",
-        "doubtful",
-        "time",
+        ("worker.host.name", "worker.host.os")),
+    Compared("mixed-cores", "doubtful", "time",
         "Cells of a comparison on as many workers had different cores, threads or memory.",
-        (
-            *("worker.host", "cores", "provenance.threads_per_worker", "provenance.nodes"),
-            *(
-                "provenance.workers_per_node",
-                "provenance.workers_on_nodes",
-                "worker.environment.OMP_NUM_THREADS",
-            ),
-        ),
-        ("gpus",),
-    ),
-    Compared(
-        "mixed-versions",
-        "doubtful",
-        "all",
+        ("worker.host", "cores", "provenance.threads_per_worker", "provenance.nodes",
+         "provenance.workers_per_node", "provenance.workers_on_nodes",
+         "worker.environment.OMP_NUM_THREADS"), ("gpus",)),
+    Compared("mixed-versions", "doubtful", "all",
         "Cells of a comparison ran with different versions of torch or of its libraries.",
-        ("worker.software",),
-    ),
-    Compared(
-        "mixed-drivers",
-        "note",
-        "time",
-        "Cells of a comparison ran with different GPU drivers.",
-        ("worker.driver",),
-    ),
-    Compared(
-        "mixed-revisions",
-        "note",
-        "all",
+        ("worker.software",)),
+    Compared("mixed-drivers", "note", "time", "Cells of a comparison ran with different GPU drivers.",
+        ("worker.driver",)),
+    Compared("mixed-revisions", "note", "all",
         "Cells of a comparison were trained by different revisions of the code.",
-        ("provenance.git", "provenance.stratbench"),
-    ),
-    Compared(
-        "mixed-methods",
-        "doubtful",
-        "memory",
-        "Peaks of memory of a comparison were measured in different ways.",
-        ("memory.method",),
-    ),
-    Compared(
-        "repeats-differ",
-        "unusable",
-        "all",
+        ("provenance.git", "provenance.stratbench")),
+    Compared("mixed-methods", "doubtful", "memory",
+        "Peaks of memory of a comparison were measured in different ways.", ("memory.method",)),
+    Compared("repeats-differ", "unusable", "all",
         "Repeats of a cell differ in what does not depend on chance.",
-        (
-            *("memory.model_states", "strategy.wrap_groups", "strategy.options", "strategy.traits"),
-            *("strategy.name", "strategy.kind", "score.evaluated_on", "batch.samples_per_step"),
-            *("communication.method", "strategy.details.bucket_bytes"),
-            "strategy.details.engine",
-        ),
-        ("strategy", "gpus"),
-    ),
-    Compared(
-        "mixed-environments",
-        "doubtful",
-        "all",
+        ("memory.model_states", "strategy.wrap_groups", "strategy.options", "strategy.traits",
+         "strategy.name", "strategy.kind", "score.evaluated_on", "batch.samples_per_step",
+         "communication.method", "strategy.details.bucket_bytes", "strategy.details.engine"),
+        ("strategy", "gpus")),
+    Compared("mixed-environments", "doubtful", "all",
         "Workers of a comparison ran with different flags or environments.",
-        ("worker.flags", "worker.environment", "worker"),
-    ),
+        ("worker.flags", "worker.environment", "worker")),
 )
+# fmt: on
 
 
 def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -220,18 +119,10 @@ def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def texts_by_path(record: Record) -> dict[str, set[str]]:
     """The fields of a record that could make it incomparable: texts by path, over all its workers."""
-    found: dict[str, set[str]] = defaultdict(set)
+    texts: dict[str, set[str]] = defaultdict(set)
     parts = (
-        "settings",
-        "strategy",
-        "model",
-        "task",
-        "data",
-        "batch",
-        "memory",
-        "provenance",
-        "score",
-    )
+        "settings", "strategy", "model", "task", "data", "batch", "memory", "provenance", "score",
+    )  # fmt: skip
     said = [leaf for part in parts for leaf in values_by_path(record[part], part)]
     for part in ("compute", "communication"):
         said += values_by_path(record.get(part), part)
@@ -245,11 +136,13 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
     for worker in record["workers"]:
         said.append(("cores", len(value_at(worker["provenance"], "host.affinity") or ()) or None))
     for path, value in said:
+        if not record["workers"] and path.startswith(OF_WORKERS):
+            continue
         # The strategy chooses how to reach a format: `float16 (autocast)`.
         word = path == "strategy.details.compute_dtype" and isinstance(value, str)
         if value is not None:
-            found[path].add(str(value.split()[0] if word else value))
-    return found
+            texts[path].add(str(value.split()[0] if word else value))
+    return texts
 
 
 @lru_cache(maxsize=10_000)
@@ -271,18 +164,18 @@ def row_comparing(path: str) -> int | None:
 @lru_cache(maxsize=1)
 def records_by_row(evidence: Evidence) -> list[list[tuple[Record, dict[str, set[str]]]]]:
     """For each row of TABLE, every record with its values of the row's fields."""
-    found: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
+    by_row: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
     for record in evidence.records:
         parts: list[dict[str, set[str]]] = [{} for _ in TABLE]
         for path, values in texts_by_path(record).items():
             if (entry := row_comparing(path)) is not None:
                 parts[entry][path] = values
         for entry, part in enumerate(parts):
-            found[entry].append((record, part))
-    return found
+            by_row[entry].append((record, part))
+    return by_row
 
 
-def differences_of_row(evidence: Evidence, entry: int) -> Iterator[Found]:
+def differences_of_row(evidence: Evidence, entry: int) -> Iterator[Case]:
     """The fields of a row of TABLE in which compared cells differ."""
     names = ("experiment", "model", *TABLE[entry].within)
     groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
@@ -297,7 +190,7 @@ def differences_of_row(evidence: Evidence, entry: int) -> Iterator[Found]:
             said = [(record, facts.get(path, silent)) for record, facts in members]
             said = [(record, values) for record, values in said if values]
             if len(set().union(*(values for _, values in said))) > 1:
-                yield Found(where, describe_values(path, said))
+                yield where, describe_values(path, said)
 
 
 def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
@@ -316,10 +209,11 @@ def rule_of_row(entry: int) -> Rule:
     """The rule that compares the fields of a row of TABLE."""
     compared = TABLE[entry]
 
-    def check(evidence: Evidence) -> Iterator[Found]:
+    def check(evidence: Evidence) -> Iterator[Case]:
         yield from differences_of_row(evidence, entry)
 
-    return Rule(compared.rule, compared.severity, compared.affects, compared.explanation, check)
+    check.__doc__ = compared.explanation
+    return rule(compared.rule, compared.severity, compared.affects)(check)
 
 
 MIXED = tuple(map(rule_of_row, range(len(TABLE))))

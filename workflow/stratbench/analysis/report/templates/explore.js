@@ -226,15 +226,14 @@ function trace(g, shape, x, y, r) {
   }
 }
 
-/** Drawn as in the figures; a cell without a full result is hollow and crossed out. */
+/** As in the figures, with more fillings, since no name stands beside it; a cell without a full result is hollow and crossed out. */
 function drawMark(g, colour, marker, failed, x, y, r) {
   const [shape, fill] = marker.split(" ");
   trace(g, shape, x, y, r);
-  g.fillStyle = failed || fill !== "full" ? T.paper : colour; g.fill();
-  if (!failed && fill === "half") {
-    g.save(); g.clip(); g.fillStyle = colour; g.fillRect(x - 2 * r, y - 2 * r, 2 * r, 4 * r); g.restore();
-    trace(g, shape, x, y, r);
-  }
+  g.fillStyle = T.paper; g.fill();
+  g.save(); g.clip(); g.fillStyle = colour;
+  if (!failed) for (const [left, top, width, height] of D.fills[fill]) g.fillRect(x + left * r, y + top * r, width * r, height * r);
+  g.restore();
   g.strokeStyle = colour; g.lineWidth = 1.4; g.stroke();
   if (failed) {
     g.beginPath(); g.moveTo(x - r, y - r); g.lineTo(x + r, y + r); g.moveTo(x - r, y + r); g.lineTo(x + r, y - r); g.stroke();

@@ -1,0 +1,28 @@
+"""A bar that shows how far what takes long has got."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+
+def progress_bar(total: int, unit: str, description: str) -> Any:
+    """A tqdm bar on stderr, shown after two seconds; seldom redrawn if stderr is a log file.
+
+    Without tqdm (where only the engine is installed) the bar shows nothing.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return nullcontext(SimpleNamespace(update=lambda n: None))
+
+    return tqdm(
+        total=total,
+        unit=unit,
+        unit_scale=True,
+        desc=description,
+        delay=2,
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+    )

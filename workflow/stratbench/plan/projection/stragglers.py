@@ -1,0 +1,93 @@
+"""What waiting for the slowest of N workers costs, from the workers' own times in measured steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: With fewer steps or workers nothing is said of how workers lie apart.
+LEAST_STEPS, LEAST_WORKERS = 20, 2
+#: Levels and times of the distribution of workers whose levels are drawn.
+LEVELS, VARYING = 64, 256
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Workers' own times (workers x steps, above zero), as shares of their job's mean."""
+
+    series: NDArray
+
+    def slowest(self, workers: int, spreads: float = 0.0) -> float:
+        """How many times the mean computing the slowest of `workers` takes, in the mean of steps.
+
+        Of each a step of any measured worker counts, all as likely: for how long a slow worker stays slow
+        makes no difference to the mean step. `spreads`: so many standard deviations are added, in ln.
+        """
+        more = spreads * self._log_sd(workers) if spreads else 0.0
+        return math.exp(_log_slowest(self.series, workers) + more)
+
+    def _log_sd(self, workers: int) -> float:
+        """How sure that is: from the times, by leaving out each worker in turn, and from what stays.
+
+        That few workers were measured matters as far as each has a level of its own: others may have other
+        levels. A standard deviation of few values is widened as Student's t is.
+        """
+        import numpy as np
+        from scipy.special import ndtri, stdtrit
+
+        n = len(self.series)
+        without = [_log_slowest(np.delete(self.series, i, axis=0), workers) for i in range(n)]
+        jackknife = math.sqrt((n - 1) * float(np.var(without)))
+        of_levels = self._log_of_levels(workers) / math.sqrt(n - 1)
+        return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
+
+    def _log_of_levels(self, workers: int) -> float:
+        """What levels that are log-normal, as far apart as the measured ones, add to ln of the slowest."""
+        import numpy as np
+        from scipy.special import ndtri
+
+        logs = np.log(self.series)
+        levels = logs.mean(axis=1)
+        varying = np.quantile(logs - levels[:, None], _middles(VARYING))
+        drawn = levels.std(ddof=1) * ndtri(_middles(LEVELS))
+        both = np.exp(varying + drawn[:, None])
+        return _log_slowest(both, workers) - _log_slowest(np.exp(varying), workers)
+
+
+def _middles(n: int) -> NDArray:
+    """The middles of n equal parts of 0 to 1."""
+    import numpy as np
+
+    return (np.arange(n) + 0.5) / n
+
+
+def _log_slowest(times: NDArray, workers: int) -> float:
+    """ln of the largest of `workers` times, each any of `times`, over their mean."""
+    import numpy as np
+
+    ordered = np.sort(times, axis=None)
+    share = np.linspace(0, 1, len(ordered) + 1)
+    return math.log(float(ordered @ np.diff(share**workers)) / float(ordered.mean()))
+
+
+def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
+    """Of the repeats of one count; None where their workers have no series, or too short ones."""
+    import numpy as np
+
+    found = []
+    for record in records:
+        series = [w.get("own_ms") or [] for w in record["workers"]]
+        steps = min(map(len, series), default=0)
+        if len(series) < LEAST_WORKERS or steps < LEAST_STEPS:
+            return None
+        own = np.array([s[-steps:] for s in series])
+        if not own.all():  # below what the clock can tell
+            return None
+        found.append(own / own.mean())
+    steps = min((own.shape[1] for own in found), default=0)
+    return Stragglers(np.concatenate([own[:, -steps:] for own in found])) if found else None

@@ -1,0 +1,47 @@
+"""The base of strategies of which only a step tells what its workers exchange: it is counted, untimed."""
+
+from __future__ import annotations
+
+from math import isnan, nan
+from typing import TYPE_CHECKING, Any
+
+from stratbench.strategies import base
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratbench.strategies.saved import SavedState
+
+
+class Counted(base.Collective):
+    """Counts what a step of the warm-up sends: the first, or the last one where the first do other work.
+
+    The last one of a strategy that `warms_up`.
+    """
+
+    #: Whether the step that comes is counted: from a `save` on.
+    _counts_step = True
+    #: Bytes that the step sent that was counted last; NaN: none was, or what it sent is not known.
+    _sent_bytes = nan
+
+    def save(self) -> SavedState:
+        self._counts_step = True
+        return super().save()
+
+    def restore(self, saved: SavedState) -> None:
+        super().restore(saved)
+        self._counts_step = False
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        if not self._counts_step:
+            return super().step(x, y)
+        from stratbench.telemetry.collective_count import CollectiveCount
+
+        with CollectiveCount() as count:
+            loss = super().step(x, y)
+        self._sent_bytes = count.wire_bytes(self.worker.world_size)
+        self._counts_step = self.warms_up
+        return loss
+
+    def communication(self) -> dict[str, Any] | None:
+        return None if isnan(self._sent_bytes) else base.ring_traffic(self._sent_bytes)

@@ -1,0 +1,82 @@
+"""What else uses this machine as a cell begins. No torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import psutil
+
+from stratbench.telemetry.machine.nvml import Nvml
+from stratbench.telemetry.machine.tenants import is_broker
+
+
+def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
+    """What else uses this machine: call it before a cell starts. Takes `window_s`.
+
+    `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process nor its
+    ancestors and descendants), those of other containers included;
+    `load_1m`; `other_processes`: the visible ones above a tenth of a core, busiest first, at
+    most five; `other_gpu_processes` per GPU of the node that has some, as NVML numbers them, which in
+    a container may not be our numbers: none is ours, since nothing of a cell is on a GPU before it starts.
+    """
+    ours = _family()
+    before, total_before = _cpu_times(), _busy_s()
+    begun_s = time.monotonic()
+    time.sleep(window_s)
+    after, total_after = _cpu_times(), _busy_s()
+    ours |= _family()  # workers may have been started meanwhile
+    elapsed_s = time.monotonic() - begun_s
+    cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}
+    own_cores = sum(used for pid, used in cores.items() if pid in ours)
+    busiest = sorted((p for p in cores if p not in ours), key=cores.__getitem__, reverse=True)
+    facts: dict[str, Any] = {
+        "other_cpu_cores": round(max(0.0, (total_after - total_before) / elapsed_s - own_cores), 3),
+        "load_1m": os.getloadavg()[0],
+        "other_processes": [
+            {"pid": pid, "name": _name(pid), "cores": round(cores[pid], 3)}
+            for pid in busiest[:5]
+            if cores[pid] > 0.1
+        ],
+    }
+    strangers = {
+        gpu.index: [p for p in gpu.computing() if not is_broker(p)]
+        for gpu in (nvml or Nvml()).gpus()
+    }
+    if any(strangers.values()):
+        facts["other_gpu_processes"] = {gpu: pids for gpu, pids in strangers.items() if pids}
+    return facts
+
+
+def _family() -> set[int]:
+    here = psutil.Process()
+    relatives = [here, *here.parents(), *here.children(recursive=True)]
+    return {process.pid for process in relatives}
+
+
+def _cpu_times() -> dict[int, float]:
+    """CPU seconds of every visible process by pid."""
+    seconds = {}
+    for process in psutil.process_iter():
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        seconds[process.pid] = times.user + times.system
+    return seconds
+
+
+def _busy_s() -> float:
+    """CPU seconds that all cores together have been busy since boot."""
+    times = psutil.cpu_times()
+    # Guests are counted in user and nice already; time stolen by a hypervisor is not ours.
+    idle = ("idle", "iowait", "steal", "guest", "guest_nice")
+    return sum(value for name, value in times._asdict().items() if name not in idle)
+
+
+def _name(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "?"

@@ -1,0 +1,151 @@
+"""What a cell is trained on, the data, the network and its task: whether they are what its settings say, and
+what a record says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.settings import Settings
+from stratbench.cell.text.words import names_text
+from stratbench.strategies import strategy_class
+from stratbench.telemetry.git import git_state
+from stratbench.train.job import Job
+from stratbench.workload import tasks, users_code
+from stratbench.workload.data import prepared
+from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.placement import BUFFERED_BATCHES
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network import models
+from stratbench.workload.users_code import ModelError
+
+
+def check_inputs(data: Path, s: Settings) -> None:
+    """ModelError or DataError where a user's code or the prepared data are not those of the settings."""
+    files = strategy_class(s.strategy).files(s.options)
+    if files and users_code.digest_of(files) != s.options["sha256"]:
+        names = names_text(list(files))
+        raise ModelError(
+            f"its files ({names}) have changed since the run was started; start it again"
+        )
+    for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
+        if spec:
+            users_code.check_unchanged(what, spec)
+    check_data(data, s)
+
+
+def check_data(folder: Path, s: Settings) -> None:
+    """DataError where the prepared data are not those of the settings, or do not suit them.
+
+    To built-in data the config has been held; of a user's own little was known then.
+    """
+    meta = prepared.read_meta(folder)
+    check_spec(meta, folder, s)
+    if not is_own(s.data_spec):
+        return
+    if s.global_batch > meta["train_samples"]:
+        raise DataError(
+            f"a step of {s.gpus} workers would take {s.global_batch} samples, but {s.dataset} has "
+            f"{meta['train_samples']} to train on; use a smaller batch"
+        )
+    try:
+        models.input_shape(models.model_of(s), tuple(meta["shape"]))
+    except ValueError as e:
+        raise DataError(f"data set {s.dataset!r}: {e}") from e
+
+
+def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
+    """DataError where the meta data in `folder` are those of another data set than the settings'.
+
+    That may have the same name: another config's with the same results, or an earlier state of it.
+    """
+    wanted = {"format": prepared.FORMAT, "name": s.dataset, "spec": s.data_spec}
+    if other := [key for key, value in wanted.items() if meta.get(key) != value]:
+        differences = "; ".join(
+            f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other
+        )
+        raise DataError(
+            f"{folder} holds other data than the cell is to be trained on: {differences}. Start the run "
+            "again, which prepares it; two configs that share `results` must name such data sets "
+            "differently"
+        )
+
+
+# ---------------------------------------------------------------- what a record says of them
+
+
+def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
+    """The record's `data`."""
+    buffered = job.settings.placement == "host"
+    return {
+        "name": job.cell.dataset,
+        "sha256": meta["sha256"],
+        "train_samples": meta["train_samples"],
+        "test_samples": meta["test_samples"],
+        "synthetic": meta["generated"],
+        **({"buffered_batches": BUFFERED_BATCHES} if buffered else {}),
+        **own_data_entry(job),
+    }
+
+
+def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
+    """The record's `model` if no worker lived long enough to describe it."""
+    program = (job.folder.read_worker(0) or {}).get("told") or {}
+    return {
+        "parameters": program.get("parameters"),  # of a command
+        "trainable_parameters": None,
+        "initial_weights_sha256": None,
+        "input_shape": list(models.input_shape(models.model_of(job.settings), job.data_shape)),
+        "classes": classes,
+        "batchnorm": None,
+        "dropout": None,
+    }
+
+
+def model_entry(job: Job, built: dict[str, Any] | None, classes: int) -> dict[str, Any]:
+    """The record's `model`: of a user's own, too, which files it comes from and their git revision.
+
+    `built`: what a worker says of it; None if none lived long enough.
+    """
+    built, spec = built or unbuilt_model(job, classes), job.settings.own_model
+    if spec is None:
+        return built
+    stated = {"arguments": None, "sharding": None} | built.get("own", {})
+    return built | {"own": stated | code_entry(spec)}
+
+
+def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """The record's `task`: of a user's own, too, which files it comes from and their git revision."""
+    s, shape = job.settings, job.data_shape
+    facts = worker.get("task") or tasks.facts_of_task(
+        tasks.task_of(s, shape),
+        tasks.name_of_task(s, shape),
+        meta["classes"],
+        shape,
+        meta.get("least_loss"),
+    )
+    return facts | {"own": s.own_task and code_entry(s.own_task)}
+
+
+def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
+    """What a record says of a user's code: what is called, its hash, its files, their git revision."""
+    files = users_code.sources(spec["call"], users_code.code_folders())
+    return {key: spec[key] for key in ("call", "sha256", "version")} | files_entry(files)
+
+
+def files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
+    """What a record says of a user's files: their names, and their git revision."""
+    git = git_state(next(iter(files.values())).parent) if files else None
+    return {"files": list(files), "git": git}
+
+
+def own_data_entry(job: Job) -> dict[str, Any]:
+    """The record's `data.own` where the data set is a user's: its files, or the code that made it."""
+    spec = job.settings.data_spec
+    if not is_own(spec):
+        return {}
+    if "call" in spec:
+        return {"own": {"kind": spec["kind"], "kwargs": spec["kwargs"]} | code_entry(spec)}
+    return {"own": {key: spec[key] for key in ("kind", "sha256")}}
