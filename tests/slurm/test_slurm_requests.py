@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import NODES, SlurmCluster
-from cluster_workflow import ENDLESS, PROFILE, ClusterWorkflow, study
+from cluster_workflow import CELLS_ONLY, ENDLESS, PROFILE, ClusterWorkflow, study
 
-from launching import assert_gone, until
+from launching import LIMIT_S, assert_gone, until
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -76,6 +77,51 @@ def test_ctrl_c_takes_the_cells_from_slurm(interrupted: Interrupted) -> None:
     assert_gone(interrupted.workers)
     assert [workflow.cell_record(name) for name in interrupted.asked] == [None, None]
     assert workflow.jobs()["train_cell"] == 2
+
+
+#: A squeue that answers once HOLD is no longer there, and says that it waits.
+HOLDING = """#!/bin/sh
+trap '' INT
+if [ -e HOLD ]; then
+    touch WAITS
+    while [ -e HOLD ]; do sleep 0.1; done
+fi
+exec REAL "$@"
+"""
+
+
+def test_ctrl_c_while_slurm_is_asked_for_states_takes_the_cells_from_slurm(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Snakemake knows none of its jobs meanwhile, and cancels none."""
+    workflow = ClusterWorkflow(tmp_path / "w", study({"one": ENDLESS}), slurm)
+    path = slurm.env["PATH"]
+    hold, waits = tmp_path / "hold", tmp_path / "waits"
+    text = HOLDING.replace("REAL", shutil.which("squeue", path=path))
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(text.replace("HOLD", str(hold)).replace("WAITS", str(waits)))
+    squeue.chmod(0o755)
+    workflow.variables["PATH"] = f"{squeue.parent}:{path}"
+    printed = tmp_path / "printed"
+    with printed.open("w") as output:
+        run = workflow.start(*CELLS_ONLY, stdout=output)
+    try:
+        worker = until(lambda: workflow.training_worker("one"))
+        hold.touch()
+        until(waits.exists)
+        os.killpg(run.pid, signal.SIGINT)
+        until(lambda: "Terminating processes on user request" in printed.read_text())
+        hold.unlink()
+        run.wait(timeout=LIMIT_S)
+        (job,) = workflow.slurm_jobs()
+        assert job["state"] == "CANCELLED", printed.read_text()
+        assert f"this snakemake ends: {job['id']}" in printed.read_text()
+        assert_gone([worker])
+    finally:
+        hold.unlink(missing_ok=True)
+        run.kill()
+        slurm.cancel_all()
 
 
 def test_a_request_that_no_node_can_hold_is_told_before_anything_is_submitted(

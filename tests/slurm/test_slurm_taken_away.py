@@ -119,7 +119,7 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
         os.killpg(run.pid, signal.SIGINT)
         until(lambda: not split.jobs("RUNNING", "PENDING"))
     finally:
-        workflow.finish(run)
+        print(workflow.finish(run))
     print((workflow.folder / "results/tiny/logs/worker_jobs.log").read_text())
     until(lambda: not desks_of(workflow))
-    assert slurm.run("squeue", "-h", "-t", "all", "-j", own, "-o", "%T").startswith("C")
+    until(lambda: slurm.run("squeue", "-h", "-t", "all", "-j", own, "-o", "%T") == "CANCELLED")

@@ -60,6 +60,11 @@ onstart:
         forkserver.share_until_exit()
 
 
+# After Ctrl-C too, and after all that is left has ended.
+onerror:
+    live_jobs.cancel_left(workflow)
+
+
 # Training: one job a cell. Oom, timeout and divergence are results; anything else fails the job.
 # No `benchmark:`. Snakemake would see the launcher alone, since workers live under the fork server or on
 # other nodes; and reading the memory of processes disturbs what is measured in them.

@@ -1,6 +1,7 @@
-"""Before Snakemake submits to SLURM: makes sure that no cell that still runs there is started twice.
+"""Jobs that Snakemake does not know of, before it submits to SLURM and when it ends.
 
-A Snakemake that was killed does not remember its SLURM jobs: it would submit them again.
+A Snakemake that was killed does not remember its SLURM jobs: it would submit them again. One that Ctrl-C
+interrupts while it asks SLURM for its jobs' states cancels none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.study.resume import restart
-from stratbench.study.slurm.commands import printed_by
+from stratbench.study.slurm.commands import ask_slurm, printed_by
 
 #: The time between two status requests, each for all jobs, in seconds.
 POLL_S = 15
@@ -108,6 +109,23 @@ def wait_for_live(cells: Mapping[str, str], directory: Path, lists: Path) -> boo
             tell(describe_live_jobs(live))
             waited = True
         time.sleep(POLL_S)
+
+
+def cancel_left(workflow: Any) -> None:
+    """Cancel what Snakemake leaves queued or running in SLURM where it ends before its jobs.
+
+    The executor's list of jobs is empty while their states are asked for, and a job that is just being
+    submitted is not in it yet. All have the run's id as their name. `workflow` is Snakemake's.
+    """
+    name = getattr(workflow.scheduler._executor, "run_uuid", None)
+    if name is None:  # not the SLURM plugin's
+        return
+    shown = printed_by(["squeue", "--me", "--noheader", f"--name={name}", "--format=%i %T"])
+    jobs = [line.split() for line in (shown or "").splitlines()]
+    left = [job for job, state in jobs if state != "COMPLETING"]
+    if left:
+        ask_slurm(["scancel", "--quiet", *left])
+        tell(f"cancelled in SLURM, since this snakemake ends: {' '.join(left)}")
 
 
 def tell(text: str) -> None:
