@@ -69,6 +69,8 @@ STAGES = {
     " --study-dir {params.study:q} --verdict={params.verdict:q}"
     " --description={params.description:q}",
 }
+# A decision, and before it the simulation that it may go by.
+DECIDE = " ".join(STAGES[stage] for stage in (*QUEUE_STAGE, "decide"))
 
 
 rule merge_records:
@@ -204,9 +206,7 @@ rule make_decision:
     message:
         "rank the strategies of {wildcards.study}"
     shell:
-        PROGRAM
-        + " ".join(STAGES[stage] for stage in (*QUEUE_STAGE, "decide"))
-        + " > {log:q} 2>&1"
+        f"{PROGRAM}{DECIDE} > {{log:q}} 2>&1"
 
 
 rule compare_with_paper:
@@ -340,5 +340,5 @@ rule decide:
         f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial {STAGES['audit']}"
         " > {params.out:q}/records.txt"
         f" && {RUN}--hold {{params.out:q}}"
-        f" {' '.join(STAGES[stage] for stage in (*QUEUE_STAGE, 'decide'))}"
+        f" {DECIDE}"
         ") 2>&1 | tee {log:q}"
