@@ -47,22 +47,16 @@ onstart:
         live_jobs.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
     most = CLUSTER["cells_per_job"]
-    if (
-        most > 1
-        and not workflow.local_exec
-        and workflow.executor_plugin.name == "slurm"
-    ):
+    on_slurm = not workflow.local_exec and workflow.executor_plugin.name == "slurm"
+    if on_slurm:
+        live_jobs.end_at_once(workflow)
+    if on_slurm and most > 1:
         from stratbench.study.slurm.sharing_executor import begin_sharing
 
         begin_sharing(workflow, rules.train_cell.rule.name, most, SHARED_LISTS)
     order.start_by_priority(workflow)
     if workflow.local_exec and requests:
         forkserver.share_until_exit()
-
-
-# After Ctrl-C too, and after all that is left has ended.
-onerror:
-    live_jobs.cancel_left(workflow)
 
 
 # Training: one job a cell. Oom, timeout and divergence are results; anything else fails the job.

@@ -6,6 +6,7 @@ interrupts while it asks SLURM for its jobs' states cancels none of them.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import sys
@@ -22,6 +23,8 @@ POLL_S = 15
 #: The longest time between two requests of Snakemake's SLURM plugin for the states of its jobs, in
 #: seconds. A job that ends and is forgotten in between never ends for Snakemake.
 LONGEST_POLL_S = 180
+#: How often the wait between two requests looks whether Snakemake ends, in seconds.
+_WAKE_S = 0.5
 
 
 def comment_of(rule: str, wildcards: list[str]) -> str:
@@ -111,21 +114,34 @@ def wait_for_live(cells: Mapping[str, str], directory: Path, lists: Path) -> boo
         time.sleep(POLL_S)
 
 
-def cancel_left(workflow: Any) -> None:
-    """Cancel what Snakemake leaves queued or running in SLURM where it ends before its jobs.
+def end_at_once(workflow: Any) -> None:
+    """From now on have Ctrl-C cancel all SLURM jobs of this run, and end without a wait.
 
-    The executor's list of jobs is empty while their states are asked for, and a job that is just being
-    submitted is not in it yet. All have the run's id as their name. `workflow` is Snakemake's.
+    Snakemake knows none of its jobs while it asks for their states, and not yet the one that it is just
+    submitting: all have the run's id as their name. And it would sleep first until it asks again, for
+    up to LONGEST_POLL_S. `workflow` is Snakemake's.
     """
-    name = getattr(workflow.scheduler._executor, "run_uuid", None)
-    if name is None:  # not the SLURM plugin's
-        return
-    shown = printed_by(["squeue", "--me", "--noheader", f"--name={name}", "--format=%i %T"])
-    jobs = [line.split() for line in (shown or "").splitlines()]
-    left = [job for job, state in jobs if state != "COMPLETING"]
-    if left:
-        ask_slurm(["scancel", "--quiet", *left])
-        tell(f"cancelled in SLURM, since this snakemake ends: {' '.join(left)}")
+    executor = workflow.scheduler._executor
+    cancel_known, run = executor.cancel_jobs, executor.run_uuid
+
+    def cancel_jobs(known: list[Any]) -> None:
+        try:
+            cancel_known(known)
+        finally:
+            shown = printed_by(["squeue", "--me", "--noheader", f"--name={run}", "--format=%i %T"])
+            jobs = [line.split() for line in (shown or "").splitlines()]
+            if left := [job for job, state in jobs if state != "COMPLETING"]:
+                ask_slurm(["scancel", "--quiet", *left])
+                tell(
+                    f"SLURM jobs that Snakemake had lost from view are cancelled: {' '.join(left)}"
+                )
+
+    async def sleep() -> None:
+        until = time.monotonic() + executor.next_seconds_between_status_checks
+        while executor.wait and time.monotonic() < until:
+            await asyncio.sleep(_WAKE_S)
+
+    executor.cancel_jobs, executor.sleep = cancel_jobs, sleep
 
 
 def tell(text: str) -> None:
