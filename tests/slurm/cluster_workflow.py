@@ -166,7 +166,10 @@ class ClusterWorkflow(Workflow):
         """The last worker of the experiment's cell, once all of its workers train."""
         logs = self.folder / "results" / "tiny" / "logs" / experiment
         phases = phase_logs(logs)
-        if not phases or any('"train"' not in p.read_text() for p in phases):
+        try:
+            if not phases or any('"train"' not in p.read_text() for p in phases):
+                return None
+        except FileNotFoundError:  # an earlier run's: its launcher has just cleared the folder
             return None
         workers = {}
         for process in psutil.process_iter():

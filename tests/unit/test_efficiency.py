@@ -212,6 +212,20 @@ def test_what_a_server_dropped_was_no_training():
     assert (run["samples_seen"], run["samples_applied"]) == (48, 40)
 
 
+def test_an_epoch_whose_workers_were_all_lost_has_no_train_loss():
+    """Of the second, one told what it had; of the first, none."""
+    servers = [
+        {"epochs": [{"epoch": n, "end_s": 4.0 + n} for n in range(2)], "tickets_settled": 8,
+         "train_time_s": 4.0, "updates": [8], "staleness": [[8]]},
+    ]  # fmt: skip
+    workers = [
+        {"per_epoch": [], "losses": losses} for losses in ({}, {"1": [6.0, 4]}, {"1": [3.0, 2]})
+    ]
+    epochs = [{"epoch": n, "train_loss": None} for n in (1, 2)]
+    run = assemble.served_run(workers, servers, samples_per_step=6, evaluated=epochs)
+    assert [entry["train_loss"] for entry in run["per_epoch"]] == [None, 1.5]
+
+
 def test_steps_that_overflowed_were_no_training():
     workers = [
         {"rank": r, "train_time_s": 1.0, "steps": 10, "samples": 40, "epoch_times_s": [1.0],

@@ -244,8 +244,11 @@ def served_run(
     tickets = first["tickets_settled"] - after_the_end(first)
     for entry in per_epoch:
         parts = [w["losses"].get(str(entry["epoch"] - 1), (0.0, 0)) for w in workers]
-        if all(total is not None for total, _ in parts):
-            entry["train_loss"] = sum(t for t, _ in parts) / max(1, sum(n for _, n in parts))
+        steps = sum(
+            n for _, n in parts
+        )  # none where those who took them were lost before they told
+        if steps and all(total is not None for total, _ in parts):
+            entry["train_loss"] = sum(t for t, _ in parts) / steps
     return {
         "train_time_s": max(server["train_time_s"] for server in timed),
         "samples_seen": tickets * samples_per_step,
