@@ -12,7 +12,8 @@ from test_elastic_coordinator import Cell, stop
 from test_restarts import job_in
 
 from launching import until
-from stratbench.train.elastic import accounts
+from stratbench.cell.settings import Settings
+from stratbench.train.elastic import accounts, launch
 from stratbench.train.job import Job
 
 
@@ -33,6 +34,22 @@ def job_of(tmp_path: Path, *lives: dict[str, Any]) -> Job:
     for number, life in enumerate(lives):
         job.folder.write_life(number, life)
     return job
+
+
+def test_a_training_goes_on_only_with_its_own_settings_and_data(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    state = job.folder.path / "state"
+
+    def is_kept(s: Settings = job.settings, data: dict[str, Any] = job.data) -> bool:
+        job.folder.create()
+        job.folder.write_job(job.to_json())
+        state.touch()
+        launch.prepare(job.folder, job.cell, s, data)
+        return state.exists()
+
+    assert is_kept()
+    assert not is_kept(s=replace(job.settings, epochs=3))
+    assert not is_kept(data=job.data | {"sha256": "prepared anew"})
 
 
 def entries(*losses: float) -> list[dict[str, Any]]:

@@ -157,7 +157,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         old.unlink(missing_ok=True)
     folder = RunFolder.of_logs(args.logs)
     if settings.elastic:
-        elastic.prepare(folder, cell, settings)
+        elastic.prepare(folder, cell, settings, prepared.read_meta(args.data))
     else:
         ended_unix_s = attempts.last_sign(folder)
         folder.create()

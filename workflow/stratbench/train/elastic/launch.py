@@ -38,13 +38,17 @@ LAST_WORDS_S = 60.0
 LOOK_S, KEEP_S = 0.2, 10.0
 
 
-def prepare(folder: RunFolder, cell: Cell, settings: Settings) -> None:
-    """Make the run folder, or keep one with an unfinished training of this cell with these settings."""
+def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]) -> None:
+    """Make the run folder, or keep one with an unfinished training of this cell, these settings and data.
+
+    `data`: the meta data of the prepared data set, with the checksum of its arrays.
+    """
     try:
         kept = json.loads(folder.job.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = None
-    same = kept and (kept["cell"], kept["settings"]) == (asdict(cell), asdict(settings))
+    wanted = {"cell": asdict(cell), "settings": asdict(settings), "data": data}
+    same = kept and {key: kept[key] for key in wanted} == wanted
     if not same or folder.ended.exists():
         folder.create()
         return
