@@ -9,6 +9,7 @@ from stratbench.train import forkserver
 SHARED_LISTS = Path(RESULTS, STUDY.name, "logs/jobs")
 if sharing.is_shared_job():
     forkserver.share_until_exit()
+live_jobs.wake_to_end()
 
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
@@ -49,7 +50,7 @@ onstart:
     most = CLUSTER["cells_per_job"]
     on_slurm = not workflow.local_exec and workflow.executor_plugin.name == "slurm"
     if on_slurm:
-        live_jobs.end_at_once(workflow)
+        live_jobs.cancel_all(workflow)
     if on_slurm and most > 1:
         from stratbench.study.slurm.sharing_executor import begin_sharing
 

@@ -114,12 +114,27 @@ def wait_for_live(cells: Mapping[str, str], directory: Path, lists: Path) -> boo
         time.sleep(POLL_S)
 
 
-def end_at_once(workflow: Any) -> None:
-    """From now on have Ctrl-C cancel all SLURM jobs of this run, and end without a wait.
+def wake_to_end() -> None:
+    """From now on have an executor that waits between two requests for its jobs' states wake when it ends.
+
+    It would first sleep to the end, for up to LONGEST_POLL_S. To be called before there is an executor,
+    since it begins to wait as soon as it is there.
+    """
+    from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
+
+    async def sleep(executor: Any) -> None:
+        until = time.monotonic() + executor.next_seconds_between_status_checks
+        while executor.wait and time.monotonic() < until:
+            await asyncio.sleep(_WAKE_S)
+
+    RemoteExecutor.sleep = sleep
+
+
+def cancel_all(workflow: Any) -> None:
+    """From now on have Ctrl-C cancel all SLURM jobs of this run.
 
     Snakemake knows none of its jobs while it asks for their states, and not yet the one that it is just
-    submitting: all have the run's id as their name. And it would sleep first until it asks again, for
-    up to LONGEST_POLL_S. `workflow` is Snakemake's.
+    submitting: all have the run's id as their name. `workflow` is Snakemake's.
     """
     executor = workflow.scheduler._executor
     cancel_known, run = executor.cancel_jobs, executor.run_uuid
@@ -136,12 +151,7 @@ def end_at_once(workflow: Any) -> None:
                     f"SLURM jobs that Snakemake had lost from view are cancelled: {' '.join(left)}"
                 )
 
-    async def sleep() -> None:
-        until = time.monotonic() + executor.next_seconds_between_status_checks
-        while executor.wait and time.monotonic() < until:
-            await asyncio.sleep(_WAKE_S)
-
-    executor.cancel_jobs, executor.sleep = cancel_jobs, sleep
+    executor.cancel_jobs = cancel_jobs
 
 
 def tell(text: str) -> None:
