@@ -27,7 +27,8 @@ def place_of(path: Iterable[str | int]) -> str:
 
 def repr_of(value: Any) -> str:
     """A wrong value as a message shows it, cut if it is long."""
-    text = repr(value)
+    names = {None: "null", True: "true", False: "false"}  # what YAML calls them
+    text = next((name for known, name in names.items() if value is known), repr(value))
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 

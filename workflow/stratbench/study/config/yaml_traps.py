@@ -61,8 +61,9 @@ def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
         for key, inner in value.items():
             if not isinstance(key, str):
                 at = f"config: {place_of(path)}" if path else "config"
+                shown = repr_of(key)
                 raise ConfigError(
-                    f"{at}: the key {repr_of(key)} is not text; write it in quotes: '{key}'"
+                    f"{at}: the key {shown} is not text; write it in quotes: '{shown}'"
                 )
             _check_characters(key, path)
             check_plain(inner, (*path, key))
