@@ -431,10 +431,15 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
 
 
 def projection(tmp_path, *rows, gpus=256):
-    """What a projection.csv says: (strategy, low, middle and high training time, or why there is none)."""
+    """What a projection.csv says: (strategy, low, middle and high training time, or why there is none).
+
+    `ddp × 8` is ddp on 8 workers and not on `gpus`.
+    """
     found = []
-    for strategy, *said in rows:
-        row = Row("e", "vgg16", strategy, strategy, "strong", "A100", gpus, None, "refused")
+    for name, *said in rows:
+        strategy, _, count = name.partition(" × ")
+        workers = int(count or gpus)
+        row = Row("e", "vgg16", strategy, strategy, "strong", "A100", workers, None, "refused")
         if len(said) == 1:
             found.append(replace(row, why=said[0]))
             continue
@@ -488,8 +493,9 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
 
 def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path):
     made = projection(tmp_path, ("ddp", 0.5, 0.6, 0.7), gpus=8)
-    made[("e", "vgg16", "ddp")] = replace(
-        made[("e", "vgg16", "ddp")],
+    by_count = made[("e", "vgg16", "ddp")]
+    by_count[8] = replace(
+        by_count[8],
         target_s=(40.0, 60.0, 80.0), target_hours=0.13, target_cost=0.4,
     )  # fmt: skip
     frame = pd.DataFrame(LINES, columns=list(COLUMNS))
@@ -503,6 +509,25 @@ def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path)
     assert found.changes[-1].startswith("Another number of workers: From about 23 GPUs on fsdp")
     (measured,) = decide.decisions(frame, none, Constraints(gpus=4), crossings=told)
     assert not any("From about" in change for change in measured.changes)
+
+
+def test_fewer_workers_than_there_are_may_be_the_faster_ones(tmp_path):
+    more = ("ddp × 16", 0.9, 1.0, 1.1), ("ddp × 8", 0.5, 0.6, 0.7)
+    found = decided_on(tmp_path, LINES, ("ddp", 2.0, 3.0, 4.0), *more, gpus=32)
+    assert found.headline == "ddp × 8. Fastest as projected: nothing was measured on 8 workers."
+    assert "ddp on 16 GPUs takes 1.67 [1.29, 2.20] times the time" in found.reason
+    assert found.changes[0].startswith("Cells on 8 workers: train them")
+    assert standings(found)[("ddp", 32)] == "possible"
+    # What was asked for and cannot be known comes first.
+    why = "32 is more than 8 times the largest measured count"
+    found = decided_on(tmp_path, LINES, ("ddp", why), *more, gpus=32)
+    assert (found.choice.strategy, found.choice.gpus, found.confidence) == ("ddp", 8, "low")
+    assert found.short.claim == (
+        f"Nothing is known of 32 GPUs: {why}. Of the rest: Fastest as projected: nothing was "
+        "measured on 8 workers."
+    )
+    assert f"Not projected to 32 GPUs: ddp ({why}); fsdp" in found.reason
+    assert decided_on(tmp_path, LINES, *more, gpus=12).choice.gpus == 8
 
 
 def test_projections_that_overlap_are_not_told_apart(tmp_path):

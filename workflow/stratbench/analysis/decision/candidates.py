@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -35,12 +35,12 @@ def candidates_among(
     findings: list[dict[str, Any]],
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
-    projected: Mapping[Line, Projected] | None = None,
+    projected: Mapping[Line, Mapping[int, Projected]] | None = None,
 ) -> list[Candidate]:
     """All candidates of one experiment and model (rows of cells.csv): measured, then projected ones.
 
     `raced`: the results of a verdict's blocks by group; their times replace those of the records.
-    `projected`: on the number of workers that is asked for.
+    `projected`: by the number of workers, of those that the constraints allow.
     """
     groups = Repeats(rows)
     candidates = []
@@ -236,43 +236,47 @@ def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None)
 
 
 def projected_candidates(
-    found: list[Candidate], given: Constraints, projected: Mapping[str, Projected]
+    found: list[Candidate], given: Constraints, projected: Mapping[str, Mapping[int, Projected]]
 ) -> Iterator[Candidate]:
-    """A candidate for each strategy on the GPUs at hand, if that count was not measured.
+    """For each strategy on the GPUs at hand, if that count was not measured, and on fewer: what is projected.
 
     Its time is that of the projection, with an interval of 80 %. Its score is that of the most workers
-    that were measured. Where nothing is projected, the strategy's candidates say why.
+    that were measured. Where nothing is projected to all GPUs, the strategy's candidates say why.
     """
     for name in dict.fromkeys(c.strategy for c in found):
         line = [c for c in found if c.strategy == name]
         if given.gpus is None or given.gpus in [c.gpus for c in line]:
             continue
         usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
-        made = projected.get(name, Projected(why_not_projected(usable, given.gpus)))
-        if not usable and not made.why:
-            made = Projected("none of its records can be used")
-        if made.why:
-            for c in line:
-                c.not_projected = made.why
-            continue
-        low_s, middle_s, high_s = made.train_s
-        yield replace(
-            usable[-1],
-            gpus=given.gpus,
-            basis=f"{PROJECTED} from {made.evidence}",
-            projection=made,
-            times=pd.Series(dtype=float),
-            time_s=middle_s,
-            time_low_s=low_s,
-            time_high_s=high_s,
-            memory_bytes=made.memory_bytes,
-            may_lose=None,
-            held_s=None,
-            present=None,
-            claim=None,
-            slower_than=None,
-            doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
-        )
+        by_count = projected.get(name, {}) if usable else {}
+        asked = by_count.get(given.gpus, Projected(why_not_projected(usable, given.gpus)))
+        for c in line:
+            c.not_projected = asked.why
+        for gpus, made in by_count.items():
+            if not made.why:
+                yield projected_candidate(usable, gpus, made)
+
+
+def projected_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> Candidate:
+    """A strategy as projected to so many workers, from its usable candidates, by their workers."""
+    low_s, middle_s, high_s = made.train_s
+    return replace(
+        usable[-1],
+        gpus=gpus,
+        basis=f"{PROJECTED} from {made.evidence}",
+        projection=made,
+        times=pd.Series(dtype=float),
+        time_s=middle_s,
+        time_low_s=low_s,
+        time_high_s=high_s,
+        memory_bytes=made.memory_bytes,
+        may_lose=None,
+        held_s=None,
+        present=None,
+        claim=None,
+        slower_than=None,
+        doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
+    )
 
 
 def why_not_projected(usable: list[Candidate], gpus: int) -> str:

@@ -94,13 +94,13 @@ def decisions(
     findings: pd.DataFrame,
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
-    projected: Mapping[Line, Projected] | None = None,
+    projected: Mapping[Line, Mapping[int, Projected]] | None = None,
     turns: Sequence[Turn] = (),
     crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> list[Decision]:
     """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
 
-    `projected`: on the number of workers that the constraints ask for, where it was not measured;
+    `projected`: by the number of workers, of those that the constraints allow and nobody measured;
     `turns`: where other links would turn an order; `crossings`: sentences on other numbers of workers,
     by experiment and model.
     ConfigError if the constraints name a model that nobody knows.
@@ -333,7 +333,7 @@ def write_decisions(
     out: Path,
     answers_out: Path,
     raced: Mapping[Group, Raced] | None = None,
-    projected: Mapping[Line, Projected] | None = None,
+    projected: Mapping[Line, Mapping[int, Projected]] | None = None,
     queue: Mapping[str, Any] | None = None,
     turns: Sequence[Turn] = (),
     crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,

@@ -132,12 +132,13 @@ def short_answer(
     first = ranking.first
     score_open = first.is_score_open(given)
     claim = claim_of(found, ranking, given, score_open)
+    known = "Of the rest:" if first.projected else "Of what was measured:"
     score, score_note = score_texts(found, first, given)
     memory, memory_note, share_of_card = memory_texts(first)
     return Short(
         first.strategy,
         first.gpus,
-        " ".join([*unknown, "Of what was measured:"] * bool(unknown) + [claim.text]),
+        " ".join([*unknown, known] * bool(unknown) + [claim.text]),
         KIND_OF_LEVEL.get(sure.level, claim.kind if claim.kind in KINDS else "low"),
         *value_texts(first),
         others=tuple(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from stratbench.cell.text.words import plural
+from stratbench.cell.text.words import counted, plural
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Crossing:
             " and ".join(apart) or "their intervals overlap on all counts, so that either may lead"
         )
         return (
-            f"From about {self.workers:.0f} {plural(noun)} on {self.after} takes the lead in time "
+            f"From about {counted(round(self.workers), noun)} on {self.after} takes the lead in time "
             f"from {self.before}; at 80 % {sure}."
         )
 

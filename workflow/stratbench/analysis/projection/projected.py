@@ -77,16 +77,17 @@ def noun_of(rows: pd.DataFrame) -> str:
     return "CPU process" if (rows["device"] == "CPU").all() else "GPU"
 
 
-def read_projection(path: str, workers: int | None) -> dict[Line, Projected]:
-    """The rows of a projection.csv for so many workers, by strategy; none where `path` is empty."""
-    if not path or workers is None or not Path(path).exists():
+def read_projection(path: str, most: int | None) -> dict[Line, dict[int, Projected]]:
+    """What a projection.csv says of at most so many workers, by strategy and count; none without a `path`."""
+    if not path or most is None or not Path(path).exists():
         return {}
     table = read_rows(Path(path))
-    rows = table[(table["workers"] == workers) & (table["kind"] != "measured")]
-    return {
-        (str(r["experiment"]), str(r["model"]), str(r["strategy"])): _projected(r)
-        for r in rows.to_dict("records")
-    }
+    rows = table[(table["workers"] <= most) & (table["kind"] != "measured")]
+    found: dict[Line, dict[int, Projected]] = {}
+    for r in rows.to_dict("records"):
+        line = (str(r["experiment"]), str(r["model"]), str(r["strategy"]))
+        found.setdefault(line, {})[int(r["workers"])] = _projected(r)
+    return found
 
 
 def _projected(row: Mapping) -> Projected:
