@@ -139,10 +139,13 @@ def figures_of_projection(first: Candidate, made: Projected) -> str:
 
 def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constraints) -> str:
     """Which strategies are not projected to the number that is asked for, and why; empty if none."""
-    refused = {c.strategy: c.not_projected for c in found if c.not_projected}
+    refused: dict[str, dict[str, None]] = {}
+    for c in found:
+        if c.not_projected:
+            refused.setdefault(c.not_projected, {})[c.strategy] = None
     if not refused or not any(c.projected for c in found):  # where none is, the headline says so
         return ""
-    reasons = "; ".join(f"{name} ({why})" for name, why in refused.items())
+    reasons = "; ".join(f"{joined_with_and(list(names))} ({why})" for why, names in refused.items())
     return f"Not projected to {counted(given.gpus, noun)}: {reasons}."
 
 
