@@ -23,7 +23,8 @@ from stratbench.analysis.figures import curves, marks, plots, rows, sheet
 from stratbench.analysis.figures.figure_list import INDEX, PLOTS
 from stratbench.analysis.figures.measured import notes_of
 from stratbench.analysis.figures.scales import Scale, padded
-from stratbench.analysis.figures.tradeoffs import PARTS, REST
+from stratbench.analysis.figures.sheet import WIDTH
+from stratbench.analysis.figures.tradeoffs import ABOVE, NAME, PARTS, REST, free_place
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
@@ -160,6 +161,22 @@ def test_scores_that_round_to_one_value_are_drawn_as_one(tmp_path, draw):
     found = draw(data, "tradeoff")
     assert len(found.texts) == len(set(found.texts))
     assert sum(" × " in text for text in found.texts) == 1
+
+
+def test_a_name_lies_over_no_point_and_no_other_name():
+    above, below = (196, 94, 10, 10), (150, 118, 100, 10)
+    left, top = free_place((200, 120), 60, [(195, 115, 10, 10)])
+    assert (left, top + NAME / 2) == (196, 120 - ABOVE)
+    for taken in ([above], [above, below]):
+        left, top = free_place((200, 120), 60, [(195, 115, 10, 10), *taken])
+        assert all(
+            left + 60 <= x or x + w <= left or top + NAME <= y or y + h <= top
+            for x, y, w, h in taken
+        )
+    # At the right edge it ends at its point, and where all is taken it lies somewhere all the same.
+    assert free_place((WIDTH - 5, 120), 60, [])[0] == WIDTH - 5 + 4 - 60
+    left, top = free_place((200, 120), 60, [(0, 0, WIDTH, 600)])
+    assert 0 <= left <= WIDTH - 60
 
 
 def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):

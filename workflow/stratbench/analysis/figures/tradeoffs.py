@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,6 @@ from stratbench.analysis.figures.curves import (
     Curves,
     frame,
     left_of,
-    spread,
 )
 from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.measured import Drawn, by_end, named_curves, score_curves
@@ -57,6 +56,8 @@ MOST_NAMED = 7
 SCATTER = 210
 #: How far above its point a name stands.
 ABOVE = 13
+#: The height of a name.
+NAME = 12
 
 
 def breakdown_figure(data: FigureData) -> Drawn:
@@ -182,15 +183,15 @@ def tradeoff_figure(data: FigureData) -> Drawn:
         if chosen or (front[i] and len(named) < MOST_NAMED):
             doubt = DOUBT if flags.get((strategy, gpus)) else ""
             named.append((*at, f"{strategy} × {gpus}{doubt}", strategy, chosen))
-    # Above the marks: beside them others lie, whose score is often the same.
-    places = spread([down - ABOVE for _, down, *_ in named], TOP, TOP + SCATTER - 4)
-    for (across, down, text, strategy, chosen), place in zip(named, places, strict=True):
-        beside = 10 if abs(place - down) < ABOVE - 2 else -4
-        text = shortened(text, max(across, WIDTH - across) - beside - 2, chosen)
-        left = across + beside + text_width(text, chosen) < WIDTH
+    marks = [(x.at(t) - 5, y.at(v) - 5, 10.0, 10.0) for t, v in zip(times, scores, strict=True)]
+    for across, down, text, strategy, chosen in sorted(named, key=lambda name: not name[-1]):
+        text = shortened(text, max(across, WIDTH - across) - 2, chosen)
+        left, top = free_place((across, down), text_width(text, chosen), marks)
+        marks.append((left, top, text_width(text, chosen), NAME))
+        if abs(top + NAME / 2 - down) > ABOVE:
+            stroke(axes, [across, across], [down, top + NAME / 2], RULE, zorder=3)
         colour = colour_of(data.marks[strategy], True) if chosen else INK
-        side = {"ha": "left" if left else "right", "bold": chosen, "zorder": 6}
-        write(axes, across + (beside if left else -beside), place, text, colour, **side)
+        write(axes, left, top + NAME / 2, text, colour, bold=chosen, zorder=6)
     unit = data.score.shown_unit
     caption = [
         f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
@@ -198,6 +199,28 @@ def tradeoff_figure(data: FigureData) -> Drawn:
         *data.doubt_note(flags.values()),
     ]
     return Drawn(axes.figure, " ".join(caption))
+
+
+def free_place(
+    at: tuple[float, float], width: float, taken: Sequence[tuple[float, float, float, float]]
+) -> tuple[float, float]:
+    """The left and top of a name near its point that lies over nothing, or else over the least.
+
+    `taken`: left, top, width and height of what is there. All in pixels.
+    """
+    found = []
+    for step in range(1, 5):
+        for middle in (at[1] - step * ABOVE, at[1] + step * ABOVE):
+            for left in (at[0] - 4, at[0] + 4 - width):
+                top = middle - NAME / 2
+                if 0 <= left <= WIDTH - width and TOP - ABOVE <= top <= TOP + SCATTER - NAME:
+                    over = sum(
+                        max(0.0, min(left + width, x + w) - max(left, x))
+                        * max(0.0, min(top + NAME, y + h) - max(top, y))
+                        for x, y, w, h in taken
+                    )
+                    found.append((over, len(found), left, top))
+    return min(found, default=(0, 0, at[0] - 4, at[1] - ABOVE - NAME / 2))[2:]
 
 
 def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
