@@ -143,13 +143,15 @@ class SlurmCluster:
     # Breaking
 
     def lose_node(self, node: str) -> None:
-        """Kill everything on a node at once, as a power cut does; SLURM is not told.
+        """Kill everything on a node at once, as a power cut does, and wait for that; SLURM is not told.
 
         All of it is stopped first: a daemon that still ran would report that its job was killed.
         """
         for pid in self.freeze_node(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # Or else `restore_node` might take them for a node that is up.
+        self._wait(node, lambda: not node_processes(self.directory, self.name, node))
 
     def freeze_node(self, node: str) -> set[int]:
         """Stop everything on a node: nothing answers, and no connection closes. Returns the pids."""

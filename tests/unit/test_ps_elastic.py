@@ -331,6 +331,30 @@ def test_with_all_workers_from_the_start_it_is_the_run_of_a_gang_bit_for_bit(
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
+def test_who_leaves_says_so_before_its_training_ends_the_connection(tmp_path):
+    """`leave` is another thread's than the training, which ends as soon as it sees that."""
+    plan = replace(elastic(tmp_path), workers=2)
+    servers, held = serve_all(plan), Held(first=0)
+    here = [Worked(plan, SECRET, n, before_push=held, life=1) for n in (0, 1)]
+    until(lambda: all(w.tickets for w in here), PATIENCE_S)
+    leaving = here[0].channel
+    say = leaving._say
+
+    def say_late(kind):
+        held.go.set()
+        here[0]._thread.join(0.5)  # it would have closed the connection by then
+        say(kind)
+
+    leaving._say = say_late
+    leaving.leave()
+    with pytest.raises(Left):
+        here[0].join()
+    here[1].join()
+    (found,) = [server.result() for server in servers]
+    check_run(plan, [found])
+    assert found["lost"] == []
+
+
 def test_a_place_comes_back_and_a_number_does_not(tmp_path):
     plan = replace(elastic(tmp_path), workers=2)
     servers = serve_all(plan)

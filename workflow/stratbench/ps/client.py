@@ -69,6 +69,7 @@ class Channel:
         self._next: Ticket | Evaluation | None = None
         self._told = threading.Event()  # a TICKET, DONE or the channel's end has come
         self._was_idle = False
+        self._gone = threading.Event()  # who called `leave` has done so
         self._error: Exception | None = None
         self._done = False
         self._closing = threading.Event()
@@ -273,12 +274,17 @@ class Channel:
             if self._error is not None or self._done:
                 return
             self._error = Left("this worker has left")
-        self._say(Kind.LEAVE)
-        for link in self._links:
-            link.receiver.join(_FAREWELL_S)  # the server closes the connection once it has heard
-            link.replied.set()
-        self._told.set()
-        self._close_connections()
+        try:
+            self._say(Kind.LEAVE)
+            for link in self._links:
+                link.receiver.join(
+                    _FAREWELL_S
+                )  # the server closes the connection once it has heard
+                link.replied.set()
+        finally:
+            self._told.set()
+            self._close_connections()
+            self._gone.set()
 
     def rehearse(self) -> None:
         """Before `first`: push as `push_pull` does, and receive as much.
@@ -301,6 +307,8 @@ class Channel:
                 link.to_send.put(sent.set)
                 sent.wait(_FAREWELL_S)
             self._say(Kind.BYE)
+        if isinstance(self._error, Left):  # the servers hear it before they see a connection end
+            self._gone.wait(_FAREWELL_S)
         self._close_connections()
 
     def _say(self, kind: Kind) -> None:
