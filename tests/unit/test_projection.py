@@ -407,6 +407,45 @@ def test_servers_beside_each_worker_grow_in_number_with_them(tmp_path):
     assert found["colocated"] == pytest.approx([0.1, 0.1 / 8], rel=0.2)
 
 
+def test_servers_without_computing_take_what_was_measured(tmp_path):
+    """The latency passes once for all workers, and the bytes one after the other: as the fit has it."""
+
+    def at(workers: int) -> SimpleNamespace:
+        options = option_defaults("ps-sync") | {"transport": "shm", "servers": 1}
+        settings = SimpleNamespace(strategy="ps-sync", options=options)
+        return SimpleNamespace(served=True, settings=settings, steps_per_batch=1)
+
+    def true_s(workers: int, size: int) -> float:
+        return 1e-3 + workers * size / 1e9
+
+    sizes = (1 << 16, 1 << 20, 1 << 24)
+    times = [
+        Time("servers-shm", "push_pull", n, 1, s, 0, true_s(n, s)) for n in (1, 2, 4) for s in sizes
+    ]
+    write_links(tmp_path, times, math.nan)
+    for size in sizes:
+        stated = Stated("weak", parameters=size / 4, servers=True)
+        evidence = SimpleNamespace(stated=stated, points=points(n4=1.0), stragglers=None)
+        on = on_measured_links(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
+        for n in (1, 4, 32):
+            assert on.replayed(n, 0.0) == pytest.approx(true_s(n, size), rel=0.01)
+
+
+def test_servers_that_nobody_has_measured_are_not_followed_to_where_they_may_be_full():
+    measured = points(n1=1.0, n2=0.52, n4=0.27, n8=0.14)
+    for servers in (True, False):
+        found = project(measured, Stated("strong", servers=servers), [(16, None), (32, None)])
+        assert found[0].refused is None
+        assert bool(found[1].refused) == servers
+    assert (
+        "how long a push and pull takes was not measured"
+        in project(measured, Stated("strong", servers=True), [(32, None)])[0].refused
+    )
+    # Counts beyond were measured: what is known is known.
+    far = [*measured, *points(n32=0.05)]
+    assert project(far, Stated("strong", servers=True), [(32, None)])[0].refused is None
+
+
 def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
     measured = points(n1=1.0, n2=1.05, n4=1.1)
     alike, apart = (

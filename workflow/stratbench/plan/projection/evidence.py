@@ -281,7 +281,12 @@ def _on_servers(
         there = at(workers)  # colocated servers are as many as the workers
         part_bytes = 4 * parameters / there.settings.options["servers"]
         links.check_size("push_pull", part_bytes)
-        return there.steps_per_batch * (link.alpha_s + part_bytes / link.bytes_per_s)
+        return there.steps_per_batch * part_bytes / link.bytes_per_s
+
+    def queue(workers: int, compute_s: float, slower: float = 1.0) -> Queue:
+        # The latency passes for all workers side by side, as in `served`, to which it was fitted.
+        latency_s = at(workers).steps_per_batch * link.alpha_s
+        return Queue(compute_s + slower * latency_s, (slower * demand_s(workers),))
 
     @cache
     def waits(workers: int) -> bool:
@@ -291,14 +296,15 @@ def _on_servers(
     def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
         if nodes_of(workers) > 1:
             raise Unmeasured("push and pull between nodes is not measured")
-        served_s = demand_s(workers) * math.exp(spreads * link.log_sd)
+        slower = math.exp(spreads * link.log_sd)
         if waits(workers):
-            return synchronous(Queue(compute_s * slowest(workers, spreads), (served_s,)), workers)
-        return asynchronous(Queue(compute_s, (served_s,)), workers).step_s
+            each_s = compute_s * slowest(workers, spreads)
+            return synchronous(queue(workers, each_s, slower), workers)
+        return asynchronous(queue(workers, compute_s, slower), workers).step_s
 
     return OnLinks(
         replayed,
         partial(replayed, spreads=1.0),
         frozenset({"within"}),
-        lambda workers, compute_s: Queue(compute_s, (demand_s(workers),)),
+        queue,
     )

@@ -9,6 +9,9 @@ from stratbench.plan.projection.servers import Queue
 
 #: Times the largest measured count. Further than this the rules were not held to published measurements.
 MOST_TIMES = 8
+#: Workers up to which servers are projected whose push and pull nobody has measured: in published series
+#: their throughput stops to grow at 32 to 64, which smaller counts do not show.
+MOST_UNSEEN_SERVED = 16
 
 
 def refusal(
@@ -18,11 +21,13 @@ def refusal(
     measured_levels: Collection[str] = (),
     queue: Callable[[int], Queue] | None = None,
     by_links: bool = True,
+    served: bool = False,
 ) -> str | None:
     """Why nothing is said about `workers` on `nodes`; None where something can be.
 
     `measured_levels`: of `links.csv`, "within" and "between"; `by_links`: whether the projection uses them.
     `queue`: of a strategy with servers, on so many workers; its knee cannot be seen at counts below it.
+    `served`: whether the strategy has servers, if nobody has measured how long they take.
     """
     largest = max(p.workers for p in points)
     if workers > MOST_TIMES * largest:
@@ -49,5 +54,10 @@ def refusal(
         return (
             f"the servers are full from about {full} workers on, and steps were measured up to {largest}: "
             "measure beyond, or take more servers"
+        )
+    if served and queue is None and workers > max(largest, MOST_UNSEEN_SERVED):
+        return (
+            f"the servers may be full at fewer than {workers} workers, and how long a push and pull takes "
+            "was not measured: measure links, or steps beyond"
         )
     return None

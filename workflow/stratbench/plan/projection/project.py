@@ -89,7 +89,7 @@ def project(
     found = []
     for (workers, nodes), interval in zip(targets, intervals, strict=True):
         why = unsuited(workers) or refusal(
-            points, workers, nodes, measured_levels, queue, name == BY_LINKS
+            points, workers, nodes, measured_levels, queue, name == BY_LINKS, stated.servers
         )
         beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
         limit_s = host_s if name == BY_LINKS and interval.middle_s <= host_s else 0.0

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Queue:
-    """A closed queue: each of the workers computes for `think_s`, then each server serves it in turn.
+    """A closed queue: each of the workers is elsewhere for `think_s`, then each server serves it in turn.
 
+    `think_s`: its computing, and the latency of what it sends, for which no other worker waits.
     `demands_s`: seconds of each server for one push and pull of one worker (bytes over its rate, and what
     it applies).
     """
