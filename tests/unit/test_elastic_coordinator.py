@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,25 @@ def cell(tmp_path: Path) -> Iterator[Cell]:
 def stop(seat: Seat, step: int, **more: Any) -> None:
     told = {"failed": False, "leaving": False, "holds": step, "epochs": {}}
     seat.say("stopped", step=step, **told | more)
+
+
+def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cell) -> None:
+    def full(entry: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "progress.jsonl")
+
+    cell.coordinator._on_epoch = full
+    one = cell.member(0)
+    one.next()
+    one.say("begun", pause_s=None)
+    one.say("epoch", entry={"epoch": 1, "test_loss": 0.5, "score": 0.5})
+    until(lambda: cell.coordinator.failure)
+    assert cell.coordinator.failure.startswith("the result of epoch 1 cannot be kept: [Errno 28]")
+    # The disk has room again: the epoch is lost all the same, and none is taken for it.
+    cell.coordinator._on_epoch = cell.epochs.append
+    one.say("epoch", entry={"epoch": 2, "test_loss": 0.5, "score": 0.95})
+    one.say("through", step=8, epochs={})
+    until(lambda: cell.coordinator.done.is_set())
+    assert cell.epochs == []
 
 
 def test_who_is_ready_waits_until_the_others_have_stopped_after_a_step(cell: Cell) -> None:

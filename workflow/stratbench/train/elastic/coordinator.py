@@ -93,7 +93,7 @@ class Coordinator:
         self.history = History()
         #: Set once all steps are taken and evaluated.
         self.done = threading.Event()
-        #: Why the members cannot meet; None: they can.
+        #: Why the cell cannot go on; None: it can.
         self.failure: str | None = None
         self.refusals = Refusals()
         self._gate = Gate(secret, HANDSHAKE_S, self.refusals, self._enter)
@@ -255,13 +255,17 @@ class Coordinator:
                 raise ProtocolError(f"unknown message {other!r}")
 
     def _evaluated(self, entry: dict[str, Any]) -> None:
-        """Keep what an epoch gave, once."""
+        """Keep what an epoch gave, once. Where that cannot be written, the cell cannot go on."""
         if entry["epoch"] == self._epochs_done + 1:
+            try:
+                self._on_epoch(entry)
+            except OSError as error:  # a full disk: a later epoch would stand in this one's place
+                self.failure = f"the result of epoch {entry['epoch']} cannot be kept: {error}"
+                return
             self._epochs_done += 1
             if entry["test_loss"] is None:
                 self._diverged = f"the test loss of epoch {entry['epoch']} is no finite number"
             self._finished |= self._ends_at(entry["score"])
-            self._on_epoch(entry)
 
     def _begun(self, member: Member, pause_s: float | None, now: float) -> None:
         generation = self.history.generations[-1]

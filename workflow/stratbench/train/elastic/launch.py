@@ -118,6 +118,8 @@ def _wait(
             deadline = time.monotonic() + limit_s
         if deadline is not None and time.monotonic() > deadline:
             return slow(limit_s)
+    if coordinator.failure:
+        return Ending("error", coordinator.failure)
     diverged = coordinator.diverged()
     return Ending("diverged", diverged) if diverged else Ending("ok", None)
 
