@@ -163,6 +163,29 @@ def test_a_cell_without_any_worker_job_fails_and_one_with_some_goes_on(tmp_path:
         kept.check()
 
 
+def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a number that no job has: a refused one may be one whose answer was lost."""
+    monkeypatch.setattr(keeper, "LONGEST_LOOK_S", 0.05)
+    backend, refused = Scripted(), []
+    submit = backend.submit
+    backend.submit = lambda number, slot: (
+        backend.full and refused.append(number) or submit(number, slot)
+    )
+    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+        until(lambda: backend.jobs)
+        backend.full = True
+        backend.jobs["0"] = Seen("ended", "PREEMPTED")
+        kept.look_soon()
+        until(lambda: len(refused) >= 2)
+        kept.check()
+        backend.full = False
+        until(lambda: len(backend.jobs) == 2)
+        kept.check()
+    assert not {str(number) for number in refused} & set(backend.jobs)
+
+
 def test_the_keeper_of_a_requeued_cell_takes_over_and_submits_no_job_twice(tmp_path: Path) -> None:
     backend, journal = Scripted(), tmp_path / "jobs"
     first = Keeper(backend, 2, journal)

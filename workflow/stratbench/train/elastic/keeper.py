@@ -236,7 +236,8 @@ class Keeper:
             try:
                 id_ = self._backend.submit(number, slot)
             except Refused as refused:
-                if not self._live:
+                self._next_number += 1  # there may be a job all the same, where the answer was lost
+                if not self._entries:
                     self._gave_up = f"no worker job is accepted: {refused}"
                     return submitted
                 print(f"a worker job is not accepted now: {refused}", flush=True)
