@@ -171,7 +171,7 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
     backend, refused = Scripted(), []
     submit = backend.submit
     backend.submit = lambda number, slot: (
-        backend.full and refused.append(number) or submit(number, slot)
+        (backend.full and refused.append(number)) or submit(number, slot)
     )
     with Keeper(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
