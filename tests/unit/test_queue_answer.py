@@ -308,3 +308,25 @@ def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
     assert json.loads((tmp_path / "out/answers.json").read_text())["queue"] == queue
     with pytest.raises(CommandError, match="give either load or history"):
         from_set.decide("paper:v2", ["decide={queue: {width: 8, hours: 1}}"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        # The interval of what breaks even ends below what was simulated, and so is not known.
+        {"slow_nodes": 0.1, "slow_factor": 3.0, "worth": [0.62, 0.62]},
+        # The worth lies in the interval.
+        {
+            "slow_nodes": 0.1,
+            "slow_factor": 1.5,
+            "worth": [0.9, 0.9],
+            "recovery": "peer",
+            "pause_s": 0.2,
+        },
+    ],
+)
+def test_a_worth_that_may_not_break_even_recommends_no_asynchronous_workers(more):
+    request = QueueRequest(width=16, hours=2, load=0.7, nodes=8, reservations="one", **more)
+    found = answer(request, 8, 0.03)
+    assert found["headline"].startswith("With the queue: split synchronous")
+    assert "leaves it open" in found["lines"][1]

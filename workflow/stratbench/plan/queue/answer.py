@@ -212,8 +212,11 @@ class _Told:
         return at_worth(min(self.request.worth or (1.0,)))
 
     def _choice(self) -> str:
-        """The simplest of those that no other one beats by more than the margin."""
-        allowed = ARMS if self.request.worth else ARMS[:-1]
+        """The simplest of those that no other one beats by more than the margin.
+
+        Asynchronous workers are among them only where their samples are surely worth enough.
+        """
+        allowed = ARMS if self._is_worth() else ARMS[:-1]
         mean = {arm: self.times.mean(self.key(arm)).value for arm in allowed}
         best = min(mean.values())
         return next(arm for arm in allowed if mean[arm] <= best * (1 + self.margin))
@@ -247,6 +250,13 @@ class _Told:
             found.append("Split workers are preempted by all others here; gangs are not.")
         return found
 
+    def _is_worth(self) -> bool | None:
+        """Whether asynchronous samples are worth more than split synchronous ones; None: that is open."""
+        sync, worth = self.even(SYNCHRONOUS), self.request.worth
+        if worth and sync.high is not None and worth[0] >= sync.high:
+            return True
+        return False if worth and sync.low is not None and worth[1] <= sync.low else None
+
     def _on_worth(self) -> str:
         """Whether asynchrony pays, over split synchronous workers and over a gang."""
         sync, gang = self.even(SYNCHRONOUS), self.even(GANG)
@@ -261,9 +271,9 @@ class _Told:
             )
         low, high = worth
         given = f"{low:g} to {high:g}" if low < high else f"{low:g}"
-        if high <= (sync.low or sync.value):
+        if self._is_worth() is False:
             return f"{text}; they are worth {given}, too little: of the split ones, synchronous."
-        if low >= (sync.high or sync.value):
+        if self._is_worth():
             return f"{text}; they are worth {given}, enough: of the split ones, asynchronous."
         return (
             f"{text}; they are worth {given}, which leaves it open: measure the worth more closely."
