@@ -68,6 +68,7 @@ CONTRADICTS = 1.2
 MOST_GPUS, LEAST, MOST = 10**6, 1e-30, 1e30
 #: a + b/N is exact where it is off by less, in percent: rounding of the times.
 EXACT_PERCENT = 1e-6
+NOT_UTF_8 = "must be UTF-8 (save it again with this encoding)"
 #: What makes a series where the file does not name them.
 SERIES = ("source", "cluster", "gpu", "model", "strategy", "scaling", "precision")
 
@@ -79,6 +80,8 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
     """
     rows = _text(path)
     rows.columns = [str(c).strip().lower() for c in rows.columns]
+    if any("\0" in c for c in rows.columns):
+        raise ValueError(NOT_UTF_8)
     if "gpus" not in rows or not {"throughput", "step_time_s"} & set(rows.columns):
         raise ValueError(
             f"needs the columns gpus, and throughput or step_time_s; it has {', '.join(rows.columns)}"
@@ -148,7 +151,7 @@ def _text(path: Path) -> pd.DataFrame:
     except pd.errors.ParserWarning:
         raise ValueError("has rows with more fields than the first line names") from None
     except UnicodeError:
-        raise ValueError("must be UTF-8 (save it again with this encoding)") from None
+        raise ValueError(NOT_UTF_8) from None
     except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
         raise ValueError(f"is compressed, and cut off or damaged: {error}") from None
 

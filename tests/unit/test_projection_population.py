@@ -354,6 +354,7 @@ def test_a_file_that_cannot_be_read_is_told_in_a_sentence(benchmark, tmp_path, c
     for name, content, said in (
         ("cut.csv.gz", gzip.compress(WHOLE.encode() * 99)[:-20], "cut off or damaged"),
         ("wide.csv", WHOLE.encode("utf-16"), "must be UTF-8"),
+        ("bare.csv", WHOLE.encode("utf-16-le"), "must be UTF-8"),
         ("latin.csv", ("model," + WHOLE + "é,1").encode("latin-1"), "must be UTF-8"),
         ("more.csv", WHOLE.replace(",weak", ",weak,x").encode(), "more fields"),
     ):
