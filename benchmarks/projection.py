@@ -204,7 +204,7 @@ def _times(rows: pd.DataFrame) -> dict[str, pd.Series]:
     """`time`: by throughput where all rows of a series have one, else by step times where all do, else none.
 
     1/throughput in strong scaling, GPUs/throughput in weak: the batch is a constant. `contradicts`: the step
-    times say something else, and are taken instead.
+    times say something else, and are taken instead, as far as they are there.
     """
     units = _units(rows)
     rate = rows.throughput.where(~units.str.contains(PER_GPU), rows.throughput * rows.gpus)
@@ -213,8 +213,10 @@ def _times(rows: pd.DataFrame) -> dict[str, pd.Series]:
     by_throughput = rows.throughput.notna().groupby(keys).transform("all")
     by_step = rows.step_time_s.notna().groupby(keys).transform("all")
     ratio = (samples / rate / rows.step_time_s).groupby(keys)
-    contradicts = by_step & (ratio.transform("max") > CONTRADICTS * ratio.transform("min"))
-    time = (samples / rate).where(by_throughput & ~contradicts, rows.step_time_s.where(by_step))
+    contradicts = ratio.transform("max") > CONTRADICTS * ratio.transform("min")
+    time = (samples / rate).where(
+        by_throughput & ~contradicts, rows.step_time_s.where(by_step | contradicts)
+    )
     return {"time": time, "contradicts": contradicts}
 
 

@@ -316,6 +316,16 @@ def test_step_times_count_where_the_throughput_contradicts_them(
     assert (said in capsys.readouterr().out) == bool(taken)
 
 
+def test_a_row_without_the_step_time_that_counts_is_left_out(benchmark, tmp_path):
+    file = tmp_path / "part.csv"
+    file.write_text(
+        "gpus,throughput,scaling,step_time_s\n1,100,weak,1\n2,180,weak,2\n4,360,weak,\n8,700,weak,8\n"
+    )
+    rows, left_out = benchmark.read(file)
+    assert rows.time.tolist() == [1, 2, 8]
+    assert left_out == {"of a series that states throughput and step times by turns": 1}
+
+
 @pytest.mark.parametrize("scaling", ["weak", "strong", ""])
 def test_trainings_of_different_batches_are_series_of_their_own(scaling, benchmark, tmp_path):
     file = tmp_path / "batches.csv"
