@@ -5,7 +5,9 @@
 FILE.csv has a row for each series and count of GPUs: `gpus` and `throughput` (or `step_time_s`), and as far
 as known `series`, `source`, `scaling` (weak or strong; where it is not stated, constant batches tell it),
 `nodes`, `gpu`, `parameters`, `per_gpu_batch`, `global_batch`, `strategy`, `trust` (C is left out),
-`throughput_unit` (of all GPUs together, if it does not say per GPU; steps or iterations are whole batches).
+`throughput_unit` (of all GPUs together, if it does not say per GPU or per worker; steps or iterations are
+whole batches; what counts for a node is left out). Where a series' step times contradict its throughput, the
+step times count. Where a count of a series has several placements, the one on the fewest nodes counts.
 Of each series the smallest counts are fitted (`--fit` says how many), and every count that is exactly 2, 4 or
 8 times the largest fitted one is projected. No collective is measured in such a file: the projection knows
 only what a row states (`plan/projection/population.py`). Numbers beyond 1e-30 and 1e30, and counts
@@ -19,7 +21,12 @@ would be refused are projected here, too, and counted.
 from __future__ import annotations
 
 import argparse
+import lzma
+import os
 import sys
+import warnings
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,15 +50,25 @@ NUMBERS = (
     "gpus", "nodes", "throughput", "step_time_s", "parameters", "per_gpu_batch", "global_batch",
 )  # fmt: skip
 TEXTS = ("source", "series", "scaling", "trust", "gpu", "strategy", "throughput_unit")
-#: Units of throughput that count for one GPU, and those that count batches.
-PER_GPU = r"(?:/|per)\s*(?:gpu|device|accelerator)"
-BATCHES = r"^(?:global\s*)?(?:steps?|iterations?|iters?|its?|batch(?:es)?)\b"
+#: Units of throughput, in small letters with blanks for _ and -: for one GPU, for one node, and batches.
+PER_GPU = (
+    r"(?:/|\bper|[*·])\s*"
+    r"(?:gpu|device|accelerator|chip|card|worker|rank|gcd|tpu|npu|xpu|hpu|process|replica)(?:s|es)?\b"
+)
+PER_NODE = r"(?:/|\bper|[*·])\s*(?:node|host|machine|server|instance)s?\b"
+BATCHES = (
+    r"^(?:(?:global|optimi[sz]er|train|training)\s*)*"
+    r"(?:steps?|iterations?|iters?|its?|(?:mini\s*)?batch(?:es)?)\b"
+)
 #: A throughput in seconds is none.
 SECONDS = r"^(?:[mµu]?s|(?:milli|micro)?sec(?:ond)?s?)\b"
+#: Throughput and step times of a series contradict each other where their ratio changes by more than this.
+CONTRADICTS = 1.2
 #: What is beyond these is a mistake.
 MOST_GPUS, LEAST, MOST = 10**6, 1e-30, 1e30
 #: a + b/N is exact where it is off by less, in percent: rounding of the times.
 EXACT_PERCENT = 1e-6
+NOT_UTF_8 = "must be UTF-8 (save it again with this encoding)"
 #: What makes a series where the file does not name them.
 SERIES = ("source", "cluster", "gpu", "model", "strategy", "scaling", "precision")
 
@@ -61,8 +78,10 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
 
     `time`: of a step up to a constant of its series. Raises ValueError for a file without what is needed.
     """
-    rows = pd.read_csv(path, dtype=str, keep_default_na=True, encoding="utf-8-sig")
+    rows = _text(path)
     rows.columns = [str(c).strip().lower() for c in rows.columns]
+    if any("\0" in c for c in rows.columns):
+        raise ValueError(NOT_UTF_8)
     if "gpus" not in rows or not {"throughput", "step_time_s"} & set(rows.columns):
         raise ValueError(
             f"needs the columns gpus, and throughput or step_time_s; it has {', '.join(rows.columns)}"
@@ -79,22 +98,34 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
             left_out[why] = n
         rows = rows[good]
 
-    keys = [c for c in SERIES if c in rows]
-    named = rows[keys].fillna("").agg("|".join, axis=1) if keys else "all"
-    rows["series"] = rows["series"].fillna(named) if "series" in rows else named
     for column in NUMBERS:
         text = rows[column] if column in rows else pd.Series(np.nan, rows.index, dtype=object)
         in_thousands = text.str.fullmatch(r"\s*\d{1,3}(,\d{3})+(\.\d*)?\s*", na=False)
         text = text.where(~in_thousands, text.str.replace(",", ""))
         rows[column] = pd.to_numeric(text, errors="coerce")
         rows.loc[~rows[column].between(LEAST, MOST), column] = np.nan
+    named = _named(rows)
+    rows["series"] = rows["series"].fillna(named) if "series" in rows else named
     for column in TEXTS:
         rows[column] = rows[column].fillna("").str.strip() if column in rows else ""
     rows["source"] = rows.source.where(rows.source != "", "not stated")
     keep((rows.gpus % 1 == 0) & (rows.gpus <= MOST_GPUS), "no count of GPUs")
-    rows.loc[rows.throughput_unit.str.lower().str.contains(SECONDS), "throughput"] = np.nan
+    rows.loc[_units(rows).str.contains(SECONDS), "throughput"] = np.nan
+    # How many GPUs share a node's rate is not known for sure; nor is whose steps are counted per GPU.
+    for patterns, why in (
+        ([PER_NODE], "throughput of a node, not of a GPU or of all"),
+        ([PER_GPU, BATCHES], "steps per GPU, an unclear unit"),
+    ):
+        unclear = np.logical_and.reduce([_units(rows).str.contains(p) for p in patterns])
+        rows.loc[unclear, "throughput"] = np.nan
+        keep(~unclear | rows.step_time_s.notna(), why)
     keep(rows.throughput.notna() | rows.step_time_s.notna(), "neither throughput nor step time")
     keep(rows.trust.str.upper() != "C", "trust C")
+    fewest = rows.groupby(["source", "series", "gpus"]).nodes
+    keep(
+        (fewest.transform("nunique") < 2) | (rows.nodes == fewest.transform("min")),
+        "another placement of a count (that on the fewest nodes is kept)",
+    )
     # From here on a series is judged as a whole.
     of = rows.groupby(["source", "series"])
     rows["scaling"] = _word(rows.scaling).where(rows.scaling != "", _by_batches(of))
@@ -105,9 +136,52 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
     of = rows.groupby(["source", "series"])
     alike = (of.scaling.transform("nunique") == 1) & (of.throughput_unit.transform("nunique") == 1)
     keep(alike, "of a series that changes its scaling or its unit")
-    rows = rows.assign(time=_times(rows))
+    rows = rows.assign(**_times(rows))
     keep(rows.time.notna(), "of a series that states throughput and step times by turns")
     return rows, left_out
+
+
+def _text(path: Path) -> pd.DataFrame:
+    """The file as text. Raises ValueError for what is no table, with what to do."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            # No column is an index: a comma at the end of each row would shift all columns.
+            return pd.read_csv(path, dtype=str, encoding="utf-8-sig", index_col=False)
+    except pd.errors.ParserWarning:
+        raise ValueError("has rows with more fields than the first line names") from None
+    except UnicodeError:
+        raise ValueError(NOT_UTF_8) from None
+    except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+        raise ValueError(f"is compressed, and cut off or damaged: {error}") from None
+
+
+def _named(rows: pd.DataFrame) -> pd.Series:
+    """A name of the series of each row, where the file has none: what is the same, with the batch that is."""
+    keys = [c for c in SERIES if c in rows]
+    named = pd.Series("all", rows.index)
+    if keys:
+        named = rows[keys].fillna("").agg("|".join, axis=1)
+    batches = {
+        "weak": rows.per_gpu_batch.fillna(rows.global_batch / rows.gpus),
+        "strong": rows.global_batch.fillna(rows.per_gpu_batch * rows.gpus),
+    }
+    values = {kind: batch.groupby(named).transform("nunique") for kind, batch in batches.items()}
+    # Where the scaling is not stated, the batch that has fewer values is the one that is kept.
+    fewer = values["strong"] < values["weak"]
+    strong = fewer.where(values["strong"] != values["weak"], False)
+    if "scaling" in rows:
+        stated = _word(rows.scaling.fillna("").str.strip())
+        strong = (stated == "strong") | (strong & (stated != "weak"))
+    kept = batches["weak"].where(~strong, batches["strong"])
+    several = kept.groupby(named).transform("nunique") > 1
+    of = strong.map({True: "|global batch ", False: "|batch per GPU "})
+    return named + (of + kept.map("{:g}".format)).where(several, "")
+
+
+def _units(rows: pd.DataFrame) -> pd.Series:
+    """The units of throughput as the patterns have them."""
+    return rows.throughput_unit.str.lower().str.replace(r"[_-]", " ", regex=True)
 
 
 def _word(scaling: pd.Series) -> pd.Series:
@@ -126,18 +200,24 @@ def _by_batches(of: Any) -> pd.Series:
     return fixed["strong"].map({True: "strong", False: "weak"}).where(only, "")
 
 
-def _times(rows: pd.DataFrame) -> pd.Series:
-    """By throughput where all rows of a series have one, else by step times where all do, else none.
+def _times(rows: pd.DataFrame) -> dict[str, pd.Series]:
+    """`time`: by throughput where all rows of a series have one, else by step times where all do, else none.
 
-    1/throughput in strong scaling, GPUs/throughput in weak: the batch is a constant.
+    1/throughput in strong scaling, GPUs/throughput in weak: the batch is a constant. `contradicts`: the step
+    times say something else, and are taken instead, as far as they are there.
     """
-    units = rows.throughput_unit.str.lower()
+    units = _units(rows)
     rate = rows.throughput.where(~units.str.contains(PER_GPU), rows.throughput * rows.gpus)
     samples = rows.gpus.where((rows.scaling == "weak") & ~units.str.contains(BATCHES), 1.0)
     keys = [rows.source, rows.series]
     by_throughput = rows.throughput.notna().groupby(keys).transform("all")
     by_step = rows.step_time_s.notna().groupby(keys).transform("all")
-    return (samples / rate).where(by_throughput, rows.step_time_s.where(by_step))
+    ratio = (samples / rate / rows.step_time_s).groupby(keys)
+    contradicts = ratio.transform("max") > CONTRADICTS * ratio.transform("min")
+    time = (samples / rate).where(
+        by_throughput & ~contradicts, rows.step_time_s.where(by_step | contradicts)
+    )
+    return {"time": time, "contradicts": contradicts}
 
 
 def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Stated, list[Measured]]]:
@@ -199,6 +279,7 @@ def cells_of(rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None
                     "high_percent": 100 * (interval.high_s / t - 1),
                     "better_naive": better,
                     "refused": bool(refusal(fitted, target.workers, target.nodes)),
+                    "nodes_unknown": any(p.nodes is None for p in (*fitted, target)),
                 }
                 | {
                     rule: 100 * (f(fitted, stated.scaling, target.workers) / t - 1)
@@ -320,6 +401,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     for why, n in left_out.items():
         print(f"left out: {n} rows, {why}")
+    if n := rows[rows.contradicts].groupby(["source", "series"]).ngroups:
+        print(f"step times taken: {n} series, whose throughput contradicts them")
     cells = cells_of(rows, args.fit)
     if cells.empty:
         print(
@@ -329,6 +412,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     made = tables(cells)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        made.round(3).to_csv(args.out / "projection.csv", index=False)
     with pd.option_context(
         "display.width", 250, "display.max_rows", None, "display.max_columns", None
     ):
@@ -336,11 +422,16 @@ def main(argv: list[str] | None = None) -> int:
     print(f"Discriminating (a + b/N off by more than {EASY_PERCENT:g} % at x2): "
           f"{', '.join(discriminating(cells)) or 'none'}")  # fmt: skip
     print("\n".join([*aims(made), *filter(None, [without_skill(cells)])]))
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        made.round(3).to_csv(args.out / "projection.csv", index=False)
+    if n := int((cells.nodes_unknown & ~cells.refused).sum()):
+        print(f"node boundary unknown: {n} cells, answered all the same")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import math
 import subprocess
@@ -230,6 +231,177 @@ def test_files_that_are_none_are_refused_in_a_sentence(benchmark, tmp_path, caps
         assert benchmark.main([str(file)]) == 1
         assert capsys.readouterr().err.startswith("error: ")
     assert benchmark.main([str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["tokens/s/chip", "img/s/card", "samples/s/worker", "samples/s per rank", "tokens/s/GCD",
+     "tokens_per_second_per_tpu", "images/sec/device", "tok/s/accelerator", "tokens/GPU/s", "samples/s/GPUs"],
+)  # fmt: skip
+def test_a_unit_of_one_device_counts_for_all_gpus(unit, benchmark, tmp_path):
+    assert relative_times(benchmark, tmp_path, unit, (100, 90, 80)) == pytest.approx(
+        [1, 1 / 0.9, 1 / 0.8]
+    )
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["global_step/sec", "minibatches/s", "mini-batches/s", "optimizer steps/s", "it/s",
+     "train_steps_per_second", "iterations/s", "batches/s", "training steps/s"],
+)  # fmt: skip
+def test_a_unit_of_steps_counts_whole_batches(unit, benchmark, tmp_path):
+    assert relative_times(benchmark, tmp_path, unit, (1, 0.9, 0.8)) == pytest.approx(
+        [1, 1 / 0.9, 1 / 0.8]
+    )
+
+
+@pytest.mark.parametrize("unit", ["image/s", "tokens/s", "micro-batches/s", "samples per second"])
+def test_another_unit_is_of_all_gpus_together(unit, benchmark, tmp_path):
+    assert relative_times(benchmark, tmp_path, unit, (100, 180, 320)) == pytest.approx(
+        [1, 1 / 0.9, 1 / 0.8]
+    )
+
+
+def relative_times(benchmark, folder: Path, unit: str, rates: tuple[float, ...]) -> list[float]:
+    """The times of a weak series on 1, 2 and 4 GPUs, the first being 1."""
+    file = folder / "unit.csv"
+    file.write_text(
+        "gpus,throughput,throughput_unit,scaling\n"
+        + "".join(f"{n},{r},{unit},weak\n" for n, r in zip((1, 2, 4), rates, strict=True))
+    )
+    rows, left_out = benchmark.read(file)
+    assert not left_out
+    ((_, _, _, points),) = benchmark.series_of(rows)
+    return [p.step_s / points[0].step_s for p in points]
+
+
+@pytest.mark.parametrize(
+    ("unit", "why"),
+    [("samples/s/node", "throughput of a node, not of a GPU or of all"),
+     ("tokens per second per node", "throughput of a node, not of a GPU or of all"),
+     ("steps/s/GPU", "steps per GPU, an unclear unit")],
+)  # fmt: skip
+def test_an_unclear_unit_is_left_out_and_counted_but_for_its_step_times(
+    unit, why, benchmark, tmp_path
+):
+    file = tmp_path / "node.csv"
+    file.write_text(
+        "series,gpus,throughput,throughput_unit,scaling,step_time_s\n"
+        + "".join(
+            f"bare,{n},100,{unit},weak,\ntimed,{n},100,{unit},weak,{n}\n" for n in (8, 16, 32)
+        )
+    )
+    rows, left_out = benchmark.read(file)
+    assert left_out == {why: 3}
+    assert rows.time.tolist() == [8, 16, 32]
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [((1, 1.1, 1.5), 1), ((1, 1.1, 1.2), 0)])
+def test_step_times_count_where_the_throughput_contradicts_them(
+    seconds, taken, benchmark, tmp_path, capsys
+):
+    file = tmp_path / "both.csv"
+    file.write_text(
+        "gpus,throughput,throughput_unit,scaling,step_time_s\n"
+        + "".join(
+            f"{n},{rate},image/s,weak,{s}\n"
+            for n, rate, s in zip((1, 2, 4), (100, 180, 360), seconds, strict=True)
+        )
+    )
+    rows, _ = benchmark.read(file)
+    by_throughput = [0.01, 2 / 180, 4 / 360]
+    assert rows.time.tolist() == pytest.approx(seconds if taken else by_throughput)
+    assert benchmark.main([str(file)]) == 0
+    said = "step times taken: 1 series, whose throughput contradicts them"
+    assert (said in capsys.readouterr().out) == bool(taken)
+
+
+def test_a_row_without_the_step_time_that_counts_is_left_out(benchmark, tmp_path):
+    file = tmp_path / "part.csv"
+    file.write_text(
+        "gpus,throughput,scaling,step_time_s\n1,100,weak,1\n2,180,weak,2\n4,360,weak,\n8,700,weak,8\n"
+    )
+    rows, left_out = benchmark.read(file)
+    assert rows.time.tolist() == [1, 2, 8]
+    assert left_out == {"of a series that states throughput and step times by turns": 1}
+
+
+@pytest.mark.parametrize("scaling", ["weak", "strong", ""])
+def test_trainings_of_different_batches_are_series_of_their_own(scaling, benchmark, tmp_path):
+    file = tmp_path / "batches.csv"
+    strong = scaling == "strong"
+    file.write_text(
+        "model,gpus,throughput,global_batch,per_gpu_batch,scaling\n"
+        + "".join(
+            f"m,{n},{n * batch},{batch if strong else batch * n},{batch / n if strong else batch},{scaling}\n"
+            for batch in (32, 64)
+            for n in (1, 2, 4)
+        )
+    )
+    rows, left_out = benchmark.read(file)
+    assert not left_out
+    found = {name: [p.workers for p in points] for _, name, _, points in benchmark.series_of(rows)}
+    assert list(found.values()) == [[1, 2, 4], [1, 2, 4]]
+    assert all("32" in name or "64" in name for name in found)
+
+
+def test_one_placement_of_a_count_is_kept_and_the_others_are_counted(benchmark, tmp_path):
+    file = tmp_path / "placed.csv"
+    file.write_text(
+        "gpus,nodes,throughput,scaling\n1,1,100,weak\n2,1,190,weak\n2,2,110,weak\n4,1,370,weak\n"
+        "4,4,150,weak\n4,,160,weak\n"
+    )
+    rows, left_out = benchmark.read(file)
+    assert left_out == {"another placement of a count (that on the fewest nodes is kept)": 3}
+    assert rows.nodes.tolist() == [1, 1, 1]
+    assert rows.throughput.tolist() == [100, 190, 370]
+
+
+WHOLE = "gpus,throughput,scaling\n1,100,weak\n2,190,weak\n4,370,weak\n"
+
+
+def test_a_file_that_cannot_be_read_is_told_in_a_sentence(benchmark, tmp_path, capsys):
+    for name, content, said in (
+        ("cut.csv.gz", gzip.compress(WHOLE.encode() * 99)[:-20], "cut off or damaged"),
+        ("wide.csv", WHOLE.encode("utf-16"), "must be UTF-8"),
+        ("bare.csv", WHOLE.encode("utf-16-le"), "must be UTF-8"),
+        ("latin.csv", ("model," + WHOLE + "é,1").encode("latin-1"), "must be UTF-8"),
+        ("more.csv", WHOLE.replace(",weak", ",weak,x").encode(), "more fields"),
+    ):
+        file = tmp_path / name
+        file.write_bytes(content)
+        assert benchmark.main([str(file)]) == 1
+        said_here = capsys.readouterr().err
+        assert said_here.startswith(f"error: {file}: ")
+        assert said in said_here
+
+
+def test_a_comma_at_the_end_of_each_row_shifts_no_column(benchmark, tmp_path):
+    file = tmp_path / "comma.csv"
+    file.write_text(WHOLE.replace(",weak", ",weak,"))
+    rows, left_out = benchmark.read(file)
+    assert (rows.gpus.tolist(), left_out) == ([1, 2, 4], {})
+
+
+def test_cells_whose_node_boundary_is_unknown_are_counted(benchmark, tmp_path, capsys):
+    file = tmp_path / "nodes.csv"
+    file.write_text(WHOLE)
+    assert benchmark.main([str(file)]) == 0
+    assert "node boundary unknown: 1 cells" in capsys.readouterr().out
+    file.write_text("nodes," + WHOLE.replace("\n1,", "\n1,1,").replace("\n2,", "\n1,2,").replace(
+        "\n4,", "\n1,4,"))  # fmt: skip
+    assert benchmark.main([str(file)]) == 0
+    assert "node boundary unknown" not in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
+    file = tmp_path / "whole.csv"
+    file.write_text(WHOLE)
+    command = [sys.executable, str(ROOT / "benchmarks/projection.py"), str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        started.stdout.close()
+        assert started.stderr.read() == b""
+        started.wait(LIMIT_S)
 
 
 COUNTS = (1, 2, 4, 8)
