@@ -278,7 +278,9 @@ def cells_of(rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None
                     "low_percent": 100 * (interval.low_s / t - 1),
                     "high_percent": 100 * (interval.high_s / t - 1),
                     "better_naive": better,
-                    "refused": bool(refusal(fitted, target.workers, target.nodes)),
+                    "refused": bool(
+                        refusal(fitted, target.workers, target.nodes, served=stated.servers)
+                    ),
                     "nodes_unknown": any(p.nodes is None for p in (*fitted, target)),
                 }
                 | {
