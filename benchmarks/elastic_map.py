@@ -176,6 +176,8 @@ def others_rows(key: Key) -> list[dict[str, object]]:
         queue = poisson_queue(NODES, GPUS_PER_NODE, rules, key.load, 12.0, key.blocks, key.moments)
         times = paired_times(queue, work, arms=arms, others_within_h=48.0)
         for arm, found in times.others_h.items():
+            means = found.mean(axis=1)  # moments of one queue share its jobs
+            error_h = means.std(ddof=1) / math.sqrt(len(means))
             rows.append(
                 {
                     "load": key.load,
@@ -185,7 +187,7 @@ def others_rows(key: Key) -> list[dict[str, object]]:
                     "preemptible": work.preemptible,
                     "pause_s": work.pause_s,
                     "others_wait_h": f"{found.mean():.3g}",
-                    "standard_error_h": f"{found.std(ddof=1) / math.sqrt(found.size):.2g}",
+                    "standard_error_h": f"{error_h:.2g}",
                 }
             )
     return rows
