@@ -2,12 +2,13 @@
 
     PYTHONPATH=workflow python benchmarks/queue_slurm.py
 
-Writes results/elastic/slurm.md; ten seconds. It makes no run: those in results/elastic/slurm were made once, by
-a program that is not kept, on SLURM 22.05.8 on 2 nodes of 8 pretend GPUs: 200 Poisson jobs (median 8 s, 1 to 16 GPUs), and 12 probes at equal moments, each
-as a gang of 8 GPUs for 12 s or as 8 jobs of one GPU that are cancelled when 96 GPU-seconds are done. Set
-were priority/basic and, for EASY, bf_job_part_count_reserve=1, bf_interval=1, bf_resolution=1,
-sched_interval=2, batch_sched_delay=0. With SLURM's `defaults` (bf_interval=30, batch_sched_delay=3) GPUs
-idle beside jobs of 12 s: those runs are told, and no bound is on them.
+Writes results/elastic/slurm.md; ten seconds. It makes no run: those in results/elastic/slurm were made
+once, by a program that is not kept, on SLURM 22.05.8 on 2 nodes of 8 pretend GPUs: 200 Poisson jobs
+(median 8 s, 1 to 16 GPUs), and 12 probes at equal moments, each as a gang of 8 GPUs for 12 s or as 8
+jobs of one GPU that are cancelled when 96 GPU-seconds are done. Set were priority/basic and, for EASY,
+bf_job_part_count_reserve=1, bf_interval=1, bf_resolution=1, sched_interval=2, batch_sched_delay=0. With
+SLURM's `defaults` (bf_interval=30, batch_sched_delay=3) GPUs idle beside jobs of 12 s: those runs are
+told, and no bound is on them.
 
 SLURM's delays are inputs: from the allocation to a job's first line, from its last line to its end, and
 from an end to the next allocation, whose time is drawn anew for each of 20 draws. A queue of short jobs is
@@ -136,8 +137,8 @@ def page(runs: list[Run]) -> str:
         "",
         f"Made by `benchmarks/queue_slurm.py`: each run of 200 jobs and 12 probes, {DRAWS} draws. SLURM's",
         "seconds / the simulator's mean and standard deviation over the draws; in brackets by how many of",
-        f"those the two differ (of at least {LEAST_SD:.0%}). The runs themselves were made once, by a program",
-        "that is not kept: their rows are in `slurm/`.",
+        f"those the two differ (of at least {LEAST_SD:.0%}). The runs themselves were made once, by a "
+        "program\nthat is not kept: their rows are in `slurm/`.",
         "",
         f"| run | {' | '.join(MEASURES)} |",
         "|---|---|---|---|",
