@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from stratbench.plan.queue import background
+from stratbench.plan.queue.answer import answer
+from stratbench.plan.queue.break_even import GANG, Queue, Work, paired_times, recorded_queue
 from stratbench.plan.queue.history import FIELDS, HistoryError, gpus_of, read_history
+from stratbench.plan.queue.simulator import Arrival, Cluster, Job, Rules
+from stratbench.study.config.queue_request import QueueRequest
 
 HEADER = "|".join(FIELDS)
 DAY = "2026-03-0{}T{}"
@@ -194,3 +202,74 @@ def test_what_is_no_accounting_is_refused_with_what_to_do(tmp_path, text, why):
     with pytest.raises(HistoryError) as error:
         read_history(path, 4)
     assert why in str(error.value)
+
+
+def recorded(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arrivals: list[Arrival],
+    last_days: float = math.inf,
+) -> Path:
+    """What sacct says of a simulated queue on 8 nodes of 8 GPUs, of who had not ended `last_days` ago."""
+    started: list[Job] = []
+    start = Cluster._start
+    monkeypatch.setattr(
+        Cluster, "_start", lambda self, job, at: (started.append(job), start(self, job, at))
+    )
+    sim = Cluster(8, 8, arrivals, Rules(reserve=1))
+    sim.run_until(arrivals[-1].submit_s)
+    monkeypatch.setattr(Cluster, "_start", start)
+    now_s = sim.now_s
+    lines = ["JobIDRaw|User|Submit|Start|End|State|TimelimitRaw|NNodes|ReqTRES|AllocTRES"]
+    for job in [*started, *sim.queue]:
+        has_begun = not math.isnan(job.start_s)
+        ended = has_begun and job.end_s <= now_s
+        if ended and job.end_s < now_s - last_days * 86400:
+            continue
+        tres = f"gres/gpu={job.gpus}"
+        times = [f"{int(t)}" for t in (job.submit_s, *([job.start_s] if has_begun else []))]
+        times += ["Unknown"] * (2 - len(times)) + [f"{int(job.end_s)}" if ended else "Unknown"]
+        state = "COMPLETED" if ended else "RUNNING" if has_begun else "PENDING"
+        limit = int(job.request_s / 60)
+        line = [len(lines), f"u{len(lines) % 7}", *times, state, limit, 1, tres, tres * has_begun]
+        lines.append("|".join(map(str, line)))
+    path = folder / "sacct.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
+    """Although GPUs are idle: jobs of 5 and 12 GPUs do not fit together on nodes of 8."""
+    monkeypatch.setattr(background, "WIDTHS", {2: 0.2, 5: 0.5, 12: 0.3})
+    path = recorded(tmp_path, monkeypatch, background.poisson(600, 1.2, 64, 3))
+    asked = QueueRequest(width=8, hours=2.0, history=str(path), nodes=8, reservations="one")
+    found = answer(asked, 8, 0.03)
+    assert found["arm"] is None
+    assert re.search(r"the work that waits grew by [\d,]+ GPU-hours", found["refused"])
+    assert read_history(path, 8).mean_gpus < 0.9 * 64
+    monkeypatch.undo()
+    path = recorded(tmp_path, monkeypatch, background.poisson(600, 0.7, 64, 3))
+    steady = read_history(path, 8)
+    assert steady.growth_gpus < 0.05 * 64
+    assert answer(replace(asked, hours=0.5), 8, 0.03)["refused"] is None
+
+
+def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
+    """sacct lists who ran when it begins, and not who had ended: before it the cluster looks empty."""
+    monkeypatch.setattr(background, "MEDIAN_S", 4 * background.MEDIAN_S)
+    monkeypatch.setattr(background, "MOST_S", 7 * background.MOST_S)
+    arrivals = background.poisson(1800, 0.8, 64, 6)
+    found = read_history(recorded(tmp_path, monkeypatch, arrivals, last_days=7), 8)
+    shape = (8, 8, Rules(reserve=1))
+    queue = recorded_queue(*shape, found.arrivals(), 2.0, 4, 3, found.settled_s)
+    moments = [
+        [m + found.window_s[0] - found.settled_s for m in block] for _, block in queue.blocks
+    ]
+    truth = Queue(*shape, [(arrivals, block) for block in moments])
+    told, true = (
+        paired_times(q, Work(16, 2.0), arms=[GANG]).mean(GANG).value for q in (queue, truth)
+    )
+    assert told == pytest.approx(true, rel=0.2)
+    settled_s = 0.4 * arrivals[-1].submit_s
+    late = recorded_queue(*shape, arrivals, 2.0, 4, 3, settled_s)
+    assert late.blocks[0][1][0] == pytest.approx(settled_s)

@@ -30,6 +30,9 @@ from stratbench.study.config.queue_request import NODES, QueueRequest
 
 #: Beyond this share of the GPUs a queue grows for as long as one looks, and a mean wait is no property of it.
 STEADY_LOAD = 0.9
+#: Nor where this share of the GPUs would have been busy with the work that came to wait in a history: jobs
+#: that do not fit together leave GPUs idle in a queue that grows.
+MOST_GROWTH = 0.1
 #: Streams of others' jobs, and moments in each at which the training comes.
 BLOCKS, MOMENTS = 8, 4
 #: How far simulated waits may be from the recorded ones, as a factor.
@@ -63,9 +66,11 @@ def answer(
             f"decide.queue.width = {request.width}: the history's jobs used {capacity} GPUs at once; "
             "where the cluster has more, give nodes"
         )
-    load = request.load if history is None else history.mean_gpus / capacity
+    load = request.load
+    if history is not None:  # what it used, and what came to wait beside that
+        load = (history.mean_gpus + history.growth_gpus) / capacity
     known = [] if history is None else list(history_lines(history, nodes, gpus_per_node))
-    if why := _refusal(history, load):
+    if why := _refusal(history, load, capacity):
         return {
             "headline": f"With the queue: no answer. {why}",
             "lines": [*known, NOT_MODELLED],
@@ -99,7 +104,7 @@ def answer(
         queue = poisson_queue(*shape, load, lasting_h, BLOCKS, MOMENTS)
     else:
         arrivals = history.arrivals()
-        queue = recorded_queue(*shape, arrivals, lasting_h, BLOCKS, MOMENTS)
+        queue = recorded_queue(*shape, arrivals, lasting_h, BLOCKS, MOMENTS, history.settled_s)
         known.append(_against_record(history, arrivals, queue))
     worths = sorted({*WORTHS, *(request.worth or ())}, reverse=True)
     done = 0
@@ -133,11 +138,18 @@ def _nodes_of(history: History, gpus_per_node: int) -> int:
     return -(-max(history.most_gpus, widest) // gpus_per_node)
 
 
-def _refusal(history: History | None, load: float) -> str | None:
+def _refusal(history: History | None, load: float, capacity: int) -> str | None:
     if history is not None and history.one_user:
         return (
             "The history has jobs of one user alone, so that the load is unknown: ask sacct with -a, or an "
             "administrator where PrivateData hides others' jobs."
+        )
+    if history is not None and history.growth_gpus > MOST_GROWTH * capacity:
+        waits_h = history.growth_gpus * history.days * 24
+        return (
+            f"The history's queue is not steady: in {history.days:.1f} days the work that waits grew by "
+            f"{waits_h:,.0f} GPU-hours ({history.mean_gpus:.1f} GPUs in use of {capacity}). No mean wait "
+            "describes a queue that grows; give the accounting of steadier days."
         )
     if load > STEADY_LOAD:
         return (

@@ -252,18 +252,22 @@ def recorded_queue(
     hours: float,
     blocks: int,
     moments: int,
+    settled_s: float = 0.0,
 ) -> Queue:
     """One recorded stream, cut into blocks of moments; its end is left to the trainings.
+
+    `settled_s`: from when all jobs are in it.
 
     ValueError if the stream is too short for a training of `hours`.
     """
     last_s = arrivals[-1].submit_s
+    first = max(0.2, settled_s / last_s) if last_s else 1.0
     end = 1 - 3 * hours * 3600 / last_s if last_s else 0.0
-    if end < 0.5:
+    if end < max(0.5, first + 0.2):
         raise ValueError(
             f"the history's jobs come within {last_s / 3600:.3g} h, which is too short for such a "
             f"training; ask sacct for {6 * hours:.3g} h or more"
         )
-    every = list(moments_in(last_s, blocks * moments, first=0.2, end=min(end, 0.9)))
+    every = list(moments_in(last_s, blocks * moments, first=first, end=min(end, 0.9)))
     cut = [every[i * moments : (i + 1) * moments] for i in range(blocks)]
     return Queue(nodes, gpus_per_node, rules, [(arrivals, each) for each in cut])

@@ -9,6 +9,7 @@ in the order of FIELDS. Times are SLURM's own, to the second, without a time zon
 from __future__ import annotations
 
 import csv
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,6 +136,26 @@ class History:
         return float((used[:-1] * np.diff(times)).sum() / (times[-1] - times[0]))
 
     @property
+    def growth_gpus(self) -> float:
+        """The GPUs that the work which came to wait in the window would have kept busy; at least 0.
+
+        Work is GPUs times the duration, of jobs that have not run the one that their limits let expect.
+        """
+        begin_s, end_s = self.window_s
+        known = [e.ran_s for e in self.entries if e.ran_s]
+        usual_s = statistics.median(known) if known else 0.0
+
+        def waiting(at_s: float) -> float:
+            """GPU-seconds of the jobs that waited then."""
+            return sum(
+                e.gpus * (e.ran_s or (e.limit_s / self._factor if e.limit_s else usual_s))
+                for e in self.entries
+                if e.queued_s <= at_s < (e.start_s or e.end_s or math.inf)
+            )
+
+        return max(0.0, waiting(end_s) - waiting(begin_s)) / (end_s - begin_s)
+
+    @property
     def one_user(self) -> bool:
         """Whether all lines name one user: then others' are likely hidden, and the load is unknown."""
         return bool(self.entries[0].user) and len({e.user for e in self.entries}) == 1
@@ -144,6 +165,12 @@ class History:
         """What finished jobs asked for over what they took."""
         done = (e for e in self.entries if e.state == "COMPLETED" and e.limit_s and e.ran_s)
         return [e.limit_s / e.ran_s for e in done]
+
+    @property
+    def _factor(self) -> float:
+        """What a job is taken to ask for over what it takes."""
+        factors = self.request_factors
+        return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
 
     def node_mtbf_days(self, nodes: int) -> float | None:
         """Days between failures of one node, from jobs that ended NODE_FAIL; None if there was none.
@@ -175,20 +202,31 @@ class History:
                 used=statistics.fmean(used) if used else None,
             )
 
+    @property
+    def _first_s(self) -> float:
+        return min(self.window_s[0], min(e.start_s for e in self.entries if e.start_s is not None))
+
+    @property
+    def settled_s(self) -> float:
+        """From when `arrivals` has all jobs: the begin of the window, by its clock."""
+        return self.window_s[0] - self._first_s
+
     def arrivals(self) -> list[Arrival]:
-        """Its jobs for the simulator, from 0 on; those that never started are left out."""
-        _, end_s = self.window_s
+        """Its jobs for the simulator, from 0 on; those that never started are left out.
+
+        Who had started when the window begins comes when it started, and who waited then comes then: the
+        jobs that they had waited for are mostly not in the file.
+        """
+        begin_s, end_s = self.window_s
         started = [e for e in self.entries if e.start_s is not None and e.gpus]
-        first_s = min(e.queued_s for e in started)
-        factors = self.request_factors
-        factor = max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
+        first_s = self._first_s
+        factor = self._factor
         found = []
-        for e in started:
+        for e in sorted(started, key=lambda e: e.queued_s):
+            came_s = e.start_s if e.start_s < begin_s else max(e.queued_s, begin_s)
             ran_s = max(1.0, e.ran_s if e.ran_s is not None else end_s - e.start_s)
             found.append(
-                Arrival(
-                    e.queued_s - first_s, e.gpus, ran_s, max(e.limit_s or ran_s * factor, ran_s)
-                )
+                Arrival(came_s - first_s, e.gpus, ran_s, max(e.limit_s or ran_s * factor, ran_s))
             )
         return sorted(found, key=lambda a: a.submit_s)
 
