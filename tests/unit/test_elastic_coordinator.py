@@ -67,7 +67,7 @@ def stop(seat: Seat, step: int, **more: Any) -> None:
 
 def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cell) -> None:
     def full(entry: dict[str, Any]) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "progress.jsonl")
+        raise OSError(errno.ENOSPC, "No space left on device", str(cell.folder.progress))
 
     cell.coordinator._on_epoch = full
     one = cell.member(0)
