@@ -273,3 +273,15 @@ def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
     settled_s = 0.4 * arrivals[-1].submit_s
     late = recorded_queue(*shape, arrivals, 2.0, 4, 3, settled_s)
     assert late.blocks[0][1][0] == pytest.approx(settled_s)
+
+
+def test_a_job_that_began_long_before_the_history_shortens_nothing():
+    """A window of 7 days, before which one job had run for 30: what counts is the window."""
+    day_s = 86400.0
+    arrivals = [Arrival(0.0, 1, 40 * day_s, 50 * day_s)]
+    arrivals += [Arrival(30 * day_s + i * 3600, 1, 600.0, 3600.0) for i in range(7 * 24 + 1)]
+    queue = recorded_queue(8, 8, Rules(reserve=1), arrivals, 2.0, 4, 3, 30 * day_s)
+    moments = [m for _, block in queue.blocks for m in block]
+    assert 30 * day_s <= min(moments) < max(moments) <= 37 * day_s - 3 * 2 * 3600
+    with pytest.raises(ValueError, match=r"come within 168 h, .* ask sacct for 360 h or more"):
+        recorded_queue(8, 8, Rules(reserve=1), arrivals, 60.0, 4, 3, 30 * day_s)

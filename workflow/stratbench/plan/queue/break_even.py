@@ -261,13 +261,14 @@ def recorded_queue(
     ValueError if the stream is too short for a training of `hours`.
     """
     last_s = arrivals[-1].submit_s
-    first = max(0.2, settled_s / last_s) if last_s else 1.0
-    end = 1 - 3 * hours * 3600 / last_s if last_s else 0.0
-    if end < max(0.5, first + 0.2):
+    whole_s = last_s - settled_s
+    end_s = min(last_s - 3 * hours * 3600, settled_s + 0.9 * whole_s)
+    if whole_s <= 0 or end_s < settled_s + 0.5 * whole_s:
         raise ValueError(
-            f"the history's jobs come within {last_s / 3600:.3g} h, which is too short for such a "
+            f"the history's jobs come within {whole_s / 3600:.3g} h, which is too short for such a "
             f"training; ask sacct for {6 * hours:.3g} h or more"
         )
-    every = list(moments_in(last_s, blocks * moments, first=first, end=min(end, 0.9)))
+    first = max(0.2, settled_s / last_s)
+    every = list(moments_in(last_s, blocks * moments, first=first, end=end_s / last_s))
     cut = [every[i * moments : (i + 1) * moments] for i in range(blocks)]
     return Queue(nodes, gpus_per_node, rules, [(arrivals, each) for each in cut])
