@@ -80,8 +80,9 @@ def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cel
     cell.coordinator._on_epoch = cell.epochs.append
     one.say("epoch", entry={"epoch": 2, "test_loss": 0.5, "score": 0.95})
     one.say("through", step=8, epochs={})
-    until(lambda: cell.coordinator.done.is_set())
+    until(lambda: cell.coordinator._finished)
     assert cell.epochs == []
+    assert cell.coordinator.done.is_set()
 
 
 def test_who_is_ready_waits_until_the_others_have_stopped_after_a_step(cell: Cell) -> None:

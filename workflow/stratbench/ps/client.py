@@ -276,10 +276,8 @@ class Channel:
             self._error = Left("this worker has left")
         try:
             self._say(Kind.LEAVE)
-            for link in self._links:
-                link.receiver.join(
-                    _FAREWELL_S
-                )  # the server closes the connection once it has heard
+            for link in self._links:  # a server closes the connection once it has heard
+                link.receiver.join(_FAREWELL_S)
                 link.replied.set()
         finally:
             self._told.set()

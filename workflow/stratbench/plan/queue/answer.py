@@ -164,9 +164,13 @@ def _against_record(history: History, arrivals: list[Arrival], queue: Queue) -> 
     sim = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules)
     sim.run_until(arrivals[-1].submit_s)
     simulated = [wait_s for _, wait_s in sim.waits]
-    recorded = [e.wait_s for e in history.entries if e.wait_s is not None]
+    begun = [e for e in history.entries if e.start_s is not None]
+    recorded = [max(0.0, e.start_s - history.came_s(e)) for e in begun]
     ours, theirs = sum(simulated) / len(simulated) / 3600, sum(recorded) / len(recorded) / 3600
-    said = f"The history's jobs waited {hours_text(theirs)} h on average; simulated, {hours_text(ours)} h"
+    said = (
+        f"The history's jobs waited {hours_text(theirs)} h on average within it; simulated, "
+        f"{hours_text(ours)} h"
+    )
     if max(ours, theirs) > 0.1 and not 1 / NEAR <= (ours + 1e-9) / (theirs + 1e-9) <= NEAR:
         return (
             f"{said}: the simulator does not know this queue well (its size, priorities or limits), so "
@@ -283,13 +287,12 @@ class _Told:
             )
         low, high = worth
         given = f"{low:g} to {high:g}" if low < high else f"{low:g}"
-        if self._is_worth() is False:
-            return f"{text}; they are worth {given}, too little: of the split ones, synchronous."
-        if self._is_worth():
-            return f"{text}; they are worth {given}, enough: of the split ones, asynchronous."
-        return (
-            f"{text}; they are worth {given}, which leaves it open: measure the worth more closely."
-        )
+        found = {
+            True: "enough: of the split ones, asynchronous",
+            False: "too little: of the split ones, synchronous",
+            None: "which leaves it open: measure the worth more closely",
+        }[self._is_worth()]
+        return f"{text}; they are worth {given}, {found}."
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each arm, for queue.json."""

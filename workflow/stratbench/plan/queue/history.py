@@ -135,7 +135,7 @@ class History:
         times, used = self._steps()
         return float((used[:-1] * np.diff(times)).sum() / (times[-1] - times[0]))
 
-    @property
+    @cached_property
     def growth_gpus(self) -> float:
         """The GPUs that the work which came to wait in the window would have kept busy; at least 0.
 
@@ -166,7 +166,7 @@ class History:
         done = (e for e in self.entries if e.state == "COMPLETED" and e.limit_s and e.ran_s)
         return [e.limit_s / e.ran_s for e in done]
 
-    @property
+    @cached_property
     def _factor(self) -> float:
         """What a job is taken to ask for over what it takes."""
         factors = self.request_factors
@@ -202,7 +202,16 @@ class History:
                 used=statistics.fmean(used) if used else None,
             )
 
-    @property
+    def came_s(self, entry: Entry) -> float:
+        """When one that has started comes to the queue, for the simulator.
+
+        Who had started when the window begins comes when it started, and who waited then comes then: the
+        jobs that they had waited for are mostly not in the file.
+        """
+        begin_s, _ = self.window_s
+        return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)
+
+    @cached_property
     def _first_s(self) -> float:
         return min(self.window_s[0], min(e.start_s for e in self.entries if e.start_s is not None))
 
@@ -212,21 +221,19 @@ class History:
         return self.window_s[0] - self._first_s
 
     def arrivals(self) -> list[Arrival]:
-        """Its jobs for the simulator, from 0 on; those that never started are left out.
-
-        Who had started when the window begins comes when it started, and who waited then comes then: the
-        jobs that they had waited for are mostly not in the file.
-        """
-        begin_s, end_s = self.window_s
+        """Its jobs for the simulator, from 0 on; those that never started are left out."""
+        _, end_s = self.window_s
         started = [e for e in self.entries if e.start_s is not None and e.gpus]
-        first_s = self._first_s
-        factor = self._factor
         found = []
         for e in sorted(started, key=lambda e: e.queued_s):
-            came_s = e.start_s if e.start_s < begin_s else max(e.queued_s, begin_s)
             ran_s = max(1.0, e.ran_s if e.ran_s is not None else end_s - e.start_s)
             found.append(
-                Arrival(came_s - first_s, e.gpus, ran_s, max(e.limit_s or ran_s * factor, ran_s))
+                Arrival(
+                    self.came_s(e) - self._first_s,
+                    e.gpus,
+                    ran_s,
+                    max(e.limit_s or ran_s * self._factor, ran_s),
+                )
             )
         return sorted(found, key=lambda a: a.submit_s)
 

@@ -91,7 +91,7 @@ class Coordinator:
         self.on_change: Callable[[], None] = lambda: None
         self.on_lost: Callable[[int], None] = lambda number: None
         self.history = History()
-        #: Set once all steps are taken and evaluated.
+        #: Set once all steps are taken and evaluated, or the cell cannot go on.
         self.done = threading.Event()
         #: Why the cell cannot go on; None: it can.
         self.failure: str | None = None
@@ -260,12 +260,16 @@ class Coordinator:
             try:
                 self._on_epoch(entry)
             except OSError as error:  # a full disk: a later epoch would stand in this one's place
-                self.failure = f"the result of epoch {entry['epoch']} cannot be kept: {error}"
+                self._fail(f"the result of epoch {entry['epoch']} cannot be kept: {error}")
                 return
             self._epochs_done += 1
             if entry["test_loss"] is None:
                 self._diverged = f"the test loss of epoch {entry['epoch']} is no finite number"
             self._finished |= self._ends_at(entry["score"])
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        self.done.set()
 
     def _begun(self, member: Member, pause_s: float | None, now: float) -> None:
         generation = self.history.generations[-1]
@@ -341,7 +345,7 @@ class Coordinator:
         """Have these members form a generation, the one with most steps first."""
         last = self.history.generations[-MOST_IN_VAIN:]
         if len(last) == MOST_IN_VAIN and all(g.began_unix_s is None for g in last):
-            self.failure = f"{MOST_IN_VAIN} times in a row the workers met and could not begin"
+            self._fail(f"{MOST_IN_VAIN} times in a row the workers met and could not begin")
             return
         ranked = sorted(candidates, key=lambda m: (-m.step, m.number))
         kept, entries = self._checkpoint() or (0, [])

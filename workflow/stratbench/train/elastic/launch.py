@@ -111,8 +111,6 @@ def _wait(
             keep(coordinator.facts())
         if ending := ended_by_workers(job.folder, keeper):
             return ending
-        if coordinator.failure:
-            return Ending("error", coordinator.failure)
         # Time in the queue is none of the training's.
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
