@@ -178,6 +178,9 @@ def others_rows(key: Key) -> list[dict[str, object]]:
         for arm, found in times.others_h.items():
             means = found.mean(axis=1)  # moments of one queue share its jobs
             error_h = means.std(ddof=1) / math.sqrt(len(means))
+            if arm == GANG:
+                gang = means
+            less = gang - means  # over the same queues
             rows.append(
                 {
                     "load": key.load,
@@ -188,6 +191,8 @@ def others_rows(key: Key) -> list[dict[str, object]]:
                     "pause_s": work.pause_s,
                     "others_wait_h": f"{found.mean():.3g}",
                     "standard_error_h": f"{error_h:.2g}",
+                    "less_than_gang_h": f"{less.mean():.3g}",
+                    "its_standard_error_h": f"{less.std(ddof=1) / math.sqrt(len(less)):.2g}",
                 }
             )
     return rows

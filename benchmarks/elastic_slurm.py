@@ -368,6 +368,22 @@ COUNTED = {
 }  # fmt: skip
 
 
+def pairs_told(run: dict) -> Iterator[str]:
+    """The asynchronous arms over the split synchronous ones, pair by pair, in sentences."""
+    rng = random.Random(0)
+    for ours, theirs in (("async", "split"), ("spare-async", "spare-split")):
+        if not {ours, theirs} <= run["arms"].keys():
+            continue
+        times = [
+            [t["done_s"] - t["submitted_s"] for t in run["arms"][name]["trainings"]]
+            for name in (ours, theirs)
+        ]
+        logs = [math.log(a / b) for a, b in zip(*times, strict=True)]
+        low, high = map(math.exp, interval(logs, rng))
+        ratio = math.exp(statistics.fmean(logs))
+        yield f"{ARMS[ours].title}, over {ARMS[theirs].title}: {ratio:.2f} [{low:.2f}, {high:.2f}]."
+
+
 def table(run: dict) -> list[str]:
     """A run's lines of the page."""
     rows = list(rows_of(run))
@@ -383,6 +399,8 @@ def table(run: dict) -> list[str]:
         f"| {' | '.join(names)} |",
         f"|---{'|--:' * (len(names) - 1)}|",
         *(f"| {' | '.join(row.get(name, '') for name in names)} |" for row in rows),
+        "",
+        "\n".join(f"- {told}" for told in pairs_told(run)),
         "",
     ]
 

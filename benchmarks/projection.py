@@ -28,6 +28,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,10 +254,16 @@ def _known(value: float) -> float | None:
     return None if pd.isna(value) else float(value)
 
 
-def cells_of(rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None) -> pd.DataFrame:
-    """A row for each projected count: errors in percent of the measured time, ours and the naive rules'."""
+def cells_of(
+    rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None, once: bool = False
+) -> pd.DataFrame:
+    """A row for each projected count: errors in percent of the measured time, ours and the naive rules'.
+
+    `once`: state of all series that a batch's gradients are reduced once, as a study's cells do.
+    """
     found: list[dict[str, Any]] = []
-    for source, name, stated, points in series_of(rows):
+    for source, name, known, points in series_of(rows):
+        stated = replace(known, accumulates=False) if once else known
         fitted = points[:fit]
         if len(fitted) < fit:
             continue
@@ -392,6 +399,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--fit", type=int, default=2, help="smallest counts that are fitted (2)")
+    parser.add_argument(
+        "--once", action="store_true", help="state that gradients are reduced once a batch"
+    )
     parser.add_argument("--out", type=Path, help="folder for projection.csv and the cells")
     args = parser.parse_args(argv)
     if args.fit < 1:
@@ -405,7 +415,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"left out: {n} rows, {why}")
     if n := rows[rows.contradicts].groupby(["source", "series"]).ngroups:
         print(f"step times taken: {n} series, whose throughput contradicts them")
-    cells = cells_of(rows, args.fit)
+    cells = cells_of(rows, args.fit, once=args.once)
     if cells.empty:
         print(
             f"error: {args.file}: no series has {args.fit} counts and one 2, 4 or 8 times the last; it has "

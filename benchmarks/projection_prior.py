@@ -80,8 +80,8 @@ def fitted_prior(cases: list[Case], iterations: int) -> dict[str, float]:
     return {name: round(float(v), 3) for name, v in zip(names, found.x, strict=True)}
 
 
-def halves(sources: list[str]) -> tuple[set[str], set[str]]:
-    first = set(random.Random(SEED).sample(sorted(sources), (len(sources) + 1) // 2))
+def halves(sources: list[str], seed: int) -> tuple[set[str], set[str]]:
+    first = set(random.Random(seed).sample(sorted(sources), (len(sources) + 1) // 2))
     return first, set(sources) - first
 
 
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument(
         "--halves", action="store_true", help="cross-check by halves of the sources"
     )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"of the halves ({SEED})")
     parser.add_argument("--iterations", type=int, default=12, help="of the optimiser (12)")
     parser.add_argument("--out", type=Path, help="folder for halves.csv")
     args = parser.parse_args()
@@ -100,7 +101,7 @@ def main() -> int:
     if not args.halves:
         print(fitted_prior(cases_of(rows), args.iterations))
         return 0
-    parts = halves(sorted(rows.source.unique()))
+    parts = halves(sorted(rows.source.unique()), args.seed)
     judged = []
     for train, test in (parts, parts[::-1]):
         prior = fitted_prior(cases_of(rows[rows.source.isin(train)]), args.iterations)

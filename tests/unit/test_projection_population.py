@@ -135,6 +135,22 @@ def test_the_published_table_has_the_figures_of_this_code(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_strong_scaling_without_accumulation_has_the_figures_that_the_docs_tell(tmp_path):
+    done = run(PUBLISHED, "--once", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = pd.read_csv(tmp_path / "projection.csv").set_index(["source", "factor"])
+    docs = (ROOT / "docs/projection.md").read_text(encoding="utf-8")
+    table = docs[docs.index("ElasticFlow alone") :]
+    for factor in (2, 4, 8):
+        row = found.loc[("elasticflow", f"x{factor}")]
+        told = next(line for line in table.splitlines() if line.startswith(f"| ×{factor} |"))
+        ours, rule = told.split("|")[4:6]
+        assert float(ours) == pytest.approx(row.median_percent, abs=0.051)
+        assert float(rule) == pytest.approx(row.a_b_median_percent, abs=0.051)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_file_with_holes_is_read_as_far_as_it_goes(tmp_path):
     odd = tmp_path / "odd.csv"
     odd.write_text(

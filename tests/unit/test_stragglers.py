@@ -71,6 +71,35 @@ def test_few_workers_are_less_sure_of_what_stays():
     assert widths[2] > 1.2 * widths[8] > 0
 
 
+@pytest.mark.parametrize("measured", [2, 4])
+@pytest.mark.parametrize("common", [0.1, 0.3])
+def test_nobody_waits_for_what_makes_all_workers_of_a_step_slow(measured, common):
+    said, alone, of_alone = [], [], []
+    for job in range(20):
+        truth = times_of(32, 0.0, [job], steps=200)
+        shared = np.exp(common * np.random.default_rng([job, 1]).normal(size=200))
+        said.append(stragglers_of([recorded(*(truth * shared)[:measured].tolist())]).slowest(32))
+        alone.append(stragglers_of([recorded(*truth[:measured].tolist())]).slowest(32))
+        of_alone.append(truth.max(axis=0).mean() / truth.mean())
+    assert np.mean(said) == pytest.approx(np.mean(of_alone), rel=0.03)
+    assert np.mean(alone) == pytest.approx(np.mean(of_alone), rel=0.03)
+
+
+def test_rare_long_steps_of_one_worker_stay_its_own():
+    draw = np.random.default_rng(4)
+    series = np.where(draw.random((2, 4000)) < 0.03, 4.0, 1.0) * draw.lognormal(0, 0.02, (2, 4000))
+    none_long = 0.97**16
+    assert stragglers_of([recorded(*series.tolist())]).slowest(16) == pytest.approx(
+        (none_long + 4 * (1 - none_long)) / (0.97 + 4 * 0.03), rel=0.06
+    )
+
+
+def test_workers_that_are_slow_in_the_same_steps_alone_wait_for_nobody():
+    own = np.random.default_rng(3).lognormal(0, 0.5, size=100)
+    stragglers = stragglers_of([recorded(own.tolist(), (2 * own).tolist())])
+    assert stragglers.slowest(1000) == pytest.approx(4 / 3)
+
+
 def test_repeats_are_pooled_as_shares_of_their_own_mean():
     one = recorded([1.0] * 30, [1.0] * 30)
     other = recorded([5.0] * 40, [5.0] * 40)

@@ -18,7 +18,7 @@ LEVELS, VARYING = 64, 256
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Workers' own times (workers x steps, above zero), as shares of their job's mean."""
+    """Workers' own times (workers x steps, above zero), as `own_shares` of their job."""
 
     series: NDArray
 
@@ -75,6 +75,29 @@ def _log_slowest(times: NDArray, workers: int) -> float:
     return math.log(float(ordered @ np.diff(share**workers)) / float(ordered.mean()))
 
 
+def own_shares(times: NDArray) -> NDArray:
+    """Times (workers x steps, above zero) over their mean, without what a step's workers have in common.
+
+    None waits for what makes all of them slow. ln of a time is the worker's level, the step's common part and
+    the worker's own. The covariance of workers is the common part's variance, and its best linear prediction
+    (Henderson 1975) is taken from each step. What is left is scaled to the own part's variance.
+    """
+    import numpy as np
+
+    logs = np.log(times)
+    workers = len(logs)
+    levels = logs.mean(axis=1, keepdims=True)
+    varying = logs - levels
+    common = varying.mean(axis=0)
+    own_variance = max(varying.var() - common.var(), 0.0) * workers / (workers - 1)
+    common_variance = varying.var() - own_variance
+    if common_variance > 0:
+        left = varying - common_variance / common.var() * common
+        sd = left.std()
+        times = np.exp(levels + (left * math.sqrt(own_variance) / sd if sd else left))
+    return times / times.mean()
+
+
 def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
     """Of the repeats of one count; None where their workers have no series, or too short ones."""
     import numpy as np
@@ -88,6 +111,6 @@ def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
         own = np.array([s[-steps:] for s in series])
         if not own.all():  # below what the clock can tell
             return None
-        found.append(own / own.mean())
+        found.append(own_shares(own))
     steps = min((own.shape[1] for own in found), default=0)
     return Stragglers(np.concatenate([own[:, -steps:] for own in found])) if found else None
