@@ -78,6 +78,10 @@ class Elastic:
         lives = self.run.lives()
         return json.loads(lives[-1].read_text()) if lives else {"generations": []}
 
+    def came(self) -> set[int]:
+        """The numbers of all workers that the last launcher has let in."""
+        return set(map(int, self.life().get("dates", ())))
+
     def present(self) -> set[int]:
         """The numbers of the workers that train now."""
         last = next(iter(self.life()["generations"][-1:]), {"began_unix_s": None})

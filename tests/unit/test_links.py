@@ -60,10 +60,53 @@ def test_levels_are_told_apart():
         assert found[level].bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-2)
 
 
-def test_of_nccls_algorithms_the_one_that_fits_is_named():
-    tree = ALGORITHMS["nccl"]["all_reduce"][1]
-    times = made_up("all_reduce", [Layout(2), Layout(8), Layout(16)], tree, "nccl")
-    assert fitted_links(times)[0].algorithm == "tree"
+ONE_NODE = [Layout(2), Layout(4), Layout(8)]
+RING, HIERARCHICAL, TREE = ALGORITHMS["nccl"]["all_reduce"]
+
+
+def fastest(*algorithms):
+    """A library that takes the fastest of these for each tensor."""
+    return lambda *call: min((a(*call) for a in algorithms), key=lambda cost: cost.seconds(TRUE))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "layouts", "named"),
+    [
+        (RING, ONE_NODE, "ring"),
+        (RING, [*ONE_NODE, Layout(16, 2), Layout(32, 4)], "ring"),
+        (TREE, ONE_NODE, "tree"),
+        (HIERARCHICAL, [Layout(8), Layout(16, 2)], "hierarchical"),
+        (HIERARCHICAL, [*ONE_NODE, Layout(16, 2), Layout(32, 4)], "hierarchical"),
+        (fastest(RING, TREE), ONE_NODE, "fastest"),
+        (fastest(RING, TREE, HIERARCHICAL), [*ONE_NODE, Layout(16, 2)], "fastest"),
+    ],
+)
+def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers(
+    algorithm, layouts, named, tmp_path
+):
+    """Links that were fitted by one algorithm and priced by another were up to 2.3 times off."""
+    times = made_up("all_reduce", layouts, algorithm, "nccl")
+    assert fitted_links(times)[0].algorithm == named
+    links.write_links(tmp_path, times, 1.0)
+    read = read_links(tmp_path / "links.csv", "nccl")
+    last = layouts[-1]
+    for at in (*layouts, Layout(2 * last.workers, 2 * last.nodes if last.nodes > 1 else 1)):
+        for size in SIZES:
+            seconds, _ = read.chosen(CollectiveCall("all_reduce", size), at)
+            true_s = algorithm("all_reduce", size, at).seconds(TRUE)
+            assert seconds == pytest.approx(true_s, rel=0.01), (at, size)
+
+
+@pytest.mark.parametrize("algorithm", [RING, TREE])
+def test_one_count_tells_ring_and_tree_not_apart_and_the_longer_is_said_beyond(algorithm, tmp_path):
+    links.write_links(tmp_path, made_up("all_reduce", [Layout(8)], algorithm, "nccl"), 1.0)
+    read = read_links(tmp_path / "links.csv", "nccl")
+    for workers, most in ((8, 1.01), (16, 2.0)):
+        at = Layout(workers)
+        for size in SIZES:
+            seconds, _ = read.chosen(CollectiveCall("all_reduce", size), at)
+            true_s = algorithm("all_reduce", size, at).seconds(TRUE)
+            assert 0.99 * true_s < seconds < most * true_s
 
 
 def test_a_server_takes_the_pushes_of_all_workers():
@@ -119,6 +162,10 @@ def test_links_are_read_back_for_the_projection(tmp_path):
     )
     with pytest.raises(Unmeasured, match="no links of nccl"):
         read_links(tmp_path / "links.csv", "nccl")
+    table = (tmp_path / "links.csv").read_text()
+    (tmp_path / "links.csv").write_text(table.replace(",ring,", ",bus,"))
+    with pytest.raises(ValueError, match="algorithm 'bus', expected one of ring, tree"):
+        read_links(tmp_path / "links.csv", "gloo")
     (tmp_path / "links.csv").write_text("library,kind\ngloo,send\n")
     with pytest.raises(ValueError, match=r"is no links\.csv"):
         read_links(tmp_path / "links.csv", "gloo")

@@ -7,8 +7,9 @@ training times: fitted at 1 and 2 GPUs they were wrong by more than the time its
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Level = Literal["within", "between"]
@@ -127,12 +128,13 @@ def direct(kind: str, n_bytes: float, layout: Layout) -> Cost:
 
 Algorithm = Callable[[str, float, Layout], Cost]
 
-#: What a library may choose, by kind of collective. NCCL takes the one that it predicts to be fastest.
+#: What a library may choose, by kind of collective; first what takes longest on many workers. NCCL takes the
+#: one that it predicts to be fastest.
 #: Gloo, as PyTorch calls it, has one for each: rings, but trees to broadcast (its all-reduce's default is
 #: RING, ProcessGroupGloo), and it scatters by all-reducing.
 ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
     "nccl": {
-        "all_reduce": (ring, tree, hierarchical),
+        "all_reduce": (ring, hierarchical, tree),
         "all_gather": (ring, hierarchical),
         "reduce_scatter": (ring, hierarchical),
         "broadcast": (ring, tree),
@@ -154,12 +156,18 @@ def served(kind: str, n_bytes: float, layout: Layout) -> Cost:
     return Cost({level: 1}, {level: layout.workers * n_bytes})
 
 
-def cost_of(algorithm: str, kind: str, n_bytes: float, layout: Layout) -> Cost:
-    """By the algorithm's name, as `links.csv` has it; ValueError for an unknown one."""
+#: In place of an algorithm's name: the fastest of the library's, tensor by tensor.
+FASTEST = "fastest"
+
+
+def algorithms_of(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
+    """Those that a row of `links.csv` names, of which the fastest counts; ValueError for an unknown name."""
+    if name == FASTEST:
+        return ALGORITHMS[library][kind]
     known = {f.__name__: f for f in (ring, tree, hierarchical, direct, served)}
-    if algorithm not in known:
-        raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(known)}")
-    return known[algorithm](kind, n_bytes, layout)
+    if name not in known:
+        raise ValueError(f"algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}")
+    return (known[name],)
 
 
 @dataclass(frozen=True)
@@ -184,56 +192,99 @@ class FittedLink:
     times: int
 
 
+#: Fits whose misfits lie closer are taken for alike.
+ALIKE = 0.01
+#: Turns between the links and the algorithm of each tensor.
+MOST_TURNS = 20
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """`misfit`: root mean square of ln(median time / fitted); `log_sd`: of all times."""
+
+    misfit: float
+    log_sd: float
+    links: Mapping[Level, Link]
+    algorithm: str
+
+
 def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
     """Latency and rate of each kind on each level, from the median times on all counts and sizes.
 
-    Least squares of relative errors, neither below zero. Of the library's algorithms the one that fits
-    best. A level without a rate (no time depends on its bytes) has an infinite one.
+    Least squares of relative errors, neither below zero. By the fastest of a library's algorithms for each
+    tensor, or by one of them for all where that fits better by more than ALIKE, of alike ones by the first. A
+    level without a rate (no time depends on its bytes) has an infinite one.
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
         alike = [t for t in times if (t.library, t.kind) == (library, kind)]
-        algorithms = ALGORITHMS[library][kind] if kind != "push_pull" else (served,)
-        fits = [(*_fit(a, alike), a.__name__) for a in algorithms]
-        log_sd, links, name = min(fits, key=lambda fit: fit[0])
+        fit = _best_fit(library, kind, alike)
         sizes = [t.n_bytes for t in alike]
         rows += [
             FittedLink(
-                library, kind, level, name, link.alpha_s, link.bytes_per_s,
-                link.alpha_s * link.bytes_per_s, log_sd,
+                library, kind, level, fit.algorithm, link.alpha_s, link.bytes_per_s,
+                link.alpha_s * link.bytes_per_s, fit.log_sd,
                 max(t.workers for t in alike), min(sizes), max(sizes), len(alike),
             )
-            for level, link in links.items()
+            for level, link in fit.links.items()
         ]  # fmt: skip
     return rows
 
 
-def _fit(algorithm: Algorithm, times: Sequence[Time]) -> tuple[float, dict[Level, Link]]:
-    """Root mean square of the ln errors, and the links."""
-    import numpy as np  # as scipy: not for those who only read
-    from scipy.optimize import nnls
+def _best_fit(library: str, kind: str, times: Sequence[Time]) -> _Fit:
+    if kind == "push_pull":
+        return _fit((served,), times, served)
+    algorithms = ALGORITHMS[library][kind]
+    fits = [_fit((a,), times, a) for a in algorithms]
+    if len(algorithms) > 1:
+        fastest = min((_fit(algorithms, times, a) for a in algorithms), key=lambda fit: fit.misfit)
+        fits.insert(0, replace(fastest, algorithm=FASTEST))
+    best = min(fit.misfit for fit in fits)
+    return next(fit for fit in fits if fit.misfit < best + ALIKE)
 
+
+def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorithm) -> _Fit:
+    """By the fastest of `algorithms` for each tensor: at first `first`, then as the links say, in turns."""
     repeats: dict[tuple[int, int, int], list[float]] = {}
     for t in times:
         repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)
-    seconds = np.array([np.median(values) for values in repeats.values()])
     kind = times[0].kind
-    costs = [algorithm(kind, size, Layout(n, nodes)) for n, nodes, size in repeats]
+    tensors = [(kind, size, Layout(n, nodes)) for n, nodes, size in repeats]
+    medians = [statistics.median(values) for values in repeats.values()]
+
+    def off(seconds: float, fitted_s: float) -> float:
+        return math.log(seconds / max(fitted_s, 1e-9 * seconds)) ** 2
+
+    chosen = [first] * len(tensors)
+    fits = []
+    for _ in range(MOST_TURNS):
+        links = _solved([a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians)
+        costs = [[(a(*tensor).seconds(links), a) for a in algorithms] for tensor in tensors]
+        fastest = [min(of_one, key=lambda cost: cost[0]) for of_one in costs]
+        fitted = [seconds for seconds, _ in fastest]
+        misfit = math.sqrt(statistics.fmean(map(off, medians, fitted)))
+        each = zip(fitted, repeats.values(), strict=True)
+        log_sd = math.sqrt(statistics.fmean(off(t, f) for f, found in each for t in found))
+        fits.append(_Fit(misfit, log_sd, links, first.__name__))
+        before, chosen = chosen, [a for _, a in fastest]
+        if chosen == before:
+            break
+    return min(fits, key=lambda fit: fit.misfit)
+
+
+def _solved(costs: Sequence[Cost], seconds: Sequence[float]) -> dict[Level, Link]:
+    """The links by which these costs take about so long, as shares of it."""
+    import numpy as np  # as scipy: not for those who only read
+    from scipy.optimize import nnls
+
     levels = list(dict.fromkeys(level for c in costs for level in c.steps if c.steps[level]))
     columns = [[c.steps.get(level, 0.0) for c in costs] for level in levels]
     columns += [[c.n_bytes.get(level, 0.0) for c in costs] for level in levels]
-    design = np.array(columns, dtype=float).T / seconds[:, None]
+    design = np.array(columns, dtype=float).T / np.array(seconds)[:, None]
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
     values = nnls(design / scale, np.ones(len(costs)))[0] / scale
-    fitted = np.maximum(design @ values, 1e-9) * seconds
-    errors = [
-        math.log(t / f) for f, each in zip(fitted, repeats.values(), strict=True) for t in each
-    ]
-    log_sd = float(np.sqrt(np.mean(np.square(errors))))
     n = len(levels)
-    return log_sd, {
-        level: Link(
-            float(values[i]), 1 / float(values[n + i]) if values[n + i] else math.inf, log_sd
-        )
+    return {
+        level: Link(float(values[i]), 1 / float(values[n + i]) if values[n + i] else math.inf)
         for i, level in enumerate(levels)
     }

@@ -17,7 +17,7 @@ from stratbench.analysis.figures.log_chart import Series, log_chart
 from stratbench.cell.files import read_rows, write_atomic
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import bytes_text, short_time
-from stratbench.telemetry.collective_cost import Layout, Link, cost_of
+from stratbench.telemetry.collective_cost import Layout, Link, algorithms_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Colours of the page's style, for counts of workers in turn.
@@ -81,13 +81,13 @@ def _chart(
         if (t["library"], t["kind"]) == (library, kind):
             at = measured.setdefault((int(t["workers"]), int(t["nodes"])), {})
             at.setdefault(int(t["n_bytes"]), []).append(float(t["seconds"]))
+    algorithms = algorithms_of(fitted[0]["algorithm"], library, kind)
     series = []
     for i, ((workers, nodes), found) in enumerate(sorted(measured.items())):
         layout = Layout(workers, nodes)
         sizes = sorted(found)
         line = [
-            (size, cost_of(fitted[0]["algorithm"], kind, size, layout).seconds(levels))
-            for size in sizes
+            (size, min(a(kind, size, layout).seconds(levels) for a in algorithms)) for size in sizes
         ]
         on = f", {nodes} nodes" if nodes > 1 else ""
         series.append(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stratbench.cell.text.words import bytes_text
-from stratbench.telemetry.collective_cost import ALGORITHMS, Layout, Level, Link
+from stratbench.telemetry.collective_cost import FASTEST, Layout, Level, Link, algorithms_of
 from stratbench.telemetry.collectives import CollectiveCall
 
 #: How many times the largest measured tensor one may be, unless that was so large that its bytes ruled.
@@ -25,13 +25,15 @@ class Links:
     """The measured links of a place: for each kind of collective the levels that it was measured on.
 
     `library`: nccl or gloo. `kappa`: how many times slower computing is beside a collective. `largest`: bytes
-    of the largest tensor that was measured, by kind.
+    of the largest tensor that was measured, by kind. `algorithms`: by which its links were
+    fitted.
     """
 
     library: str
     measured: Mapping[str, Mapping[Level, Link]]
     kappa: float = 1.0
     largest: Mapping[str, int] = field(default_factory=dict)
+    algorithms: Mapping[str, str] = field(default_factory=dict)
 
     def check_size(self, kind: str, n_bytes: float) -> None:
         """Raise Unmeasured where nothing as large was measured that its bytes would have ruled."""
@@ -46,7 +48,7 @@ class Links:
         return self.measured.get(kind, {})
 
     def chosen(self, call: CollectiveCall, layout: Layout, samples: int = 0) -> tuple[float, str]:
-        """Seconds of a collective, and the algorithm that takes the least.
+        """Seconds of a collective, and its algorithm: that of the fit, or the one that takes the least.
 
         Raises Unmeasured where the kind was not measured on a level that the layout needs, and KeyError
         for a kind that the library has no algorithm for.
@@ -68,9 +70,10 @@ class Links:
         links = {"within": Link(0.0, math.inf), "between": Link(0.0, math.inf)} | dict(links)
         shared = links["between"].bytes_per_s / together
         links["between"] = replace(links["between"], bytes_per_s=shared)
+        name = self.algorithms.get(call.kind, FASTEST)
         return min(
             (a(call.kind, n_bytes, layout).seconds(links), a.__name__)
-            for a in ALGORITHMS[self.library][call.kind]
+            for a in algorithms_of(name, self.library, call.kind)
         )
 
 
@@ -96,6 +99,7 @@ def read_links(path: Path, library: str) -> Links:
     """
     measured: dict[str, dict[Level, Link]] = {}
     largest: dict[str, int] = {}
+    algorithms: dict[str, str] = {}
     kappa = 1.0
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -105,10 +109,12 @@ def read_links(path: Path, library: str) -> Links:
                 link = Link(float(row["alpha_s"]), float(row["bytes_per_s"]), float(row["log_sd"]))
                 measured.setdefault(row["kind"], {})[row["level"]] = link
                 largest[row["kind"]] = int(row["largest_bytes"])
+                algorithms[row["kind"]] = row["algorithm"]
+                algorithms_of(row["algorithm"], library, row["kind"])
                 slowed = float(row["kappa"] or "nan")
                 kappa = slowed if math.isfinite(slowed) else kappa
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is no links.csv ({error!r}); measure links again") from error
     if not measured:
         raise Unmeasured(f"{path} has no links of {library}: run `links`")
-    return Links(library, measured, kappa, largest)
+    return Links(library, measured, kappa, largest, algorithms)
