@@ -15,6 +15,7 @@ minutes), nor are SLURM's own delays. A pause is the one measured with real work
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "slurm"))
 from cluster import SlurmCluster
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.plan.queue.background import poisson
+from stratbench.plan.queue.background import LEAST_S, REQUEST_FACTORS, poisson, requested_s
 from stratbench.plan.queue.simulator import Arrival, Rules
 from stratbench.plan.queue.simulator import Cluster as Simulated
 from stratbench.plan.queue.trainings import Checkpoints, Gang, Scaling, Split
@@ -122,9 +123,29 @@ class Cluster(SlurmCluster):
         )
 
 
-def others(jobs: int, load: float, seed: int) -> list[Arrival]:
+def recorded(trace: Path, jobs: int, seed: int) -> list[Arrival]:
+    """A stretch of so many consecutive jobs of a trace: a CSV file with submit_s, gpus and duration_s.
+
+    Widths are rounded up to a power of two; jobs wider than the cluster ask for all of it. A trace without
+    requested times gets those of `poisson`.
+    """
+    with trace.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    rng = random.Random(seed)
+    first = rng.randrange(len(rows) - jobs + 1)
+    found = []
+    for row in rows[first : first + jobs]:
+        gpus = min(NODES * GPUS, 1 << (max(1, int(row["gpus"])) - 1).bit_length())
+        duration_s = max(LEAST_S, float(row["duration_s"]))
+        request_s = requested_s(duration_s, rng.choice(REQUEST_FACTORS))
+        found.append(Arrival(float(row["submit_s"]), gpus, duration_s, request_s))
+    began_s = found[0].submit_s
+    return [replace(a, submit_s=a.submit_s - began_s) for a in found]
+
+
+def others(jobs: int, load: float, seed: int, trace: Path | None = None) -> list[Arrival]:
     """The jobs of others, compressed; their load is exact after the longest are cut."""
-    found = poisson(jobs, load, NODES * GPUS, seed)
+    found = recorded(trace, jobs, seed) if trace else poisson(jobs, load, NODES * GPUS, seed)
     short = [min(LONGEST_S, a.duration_s / COMPRESSION) for a in found]
     work = sum(a.gpus * s for a, s in zip(found, short, strict=True))
     scale = work / (load * NODES * GPUS) / found[-1].submit_s
@@ -249,9 +270,9 @@ def split(queue: Queue, arm: Arm, training: Training) -> None:
         keeper.finish()
 
 
-def run_arm(name: str, jobs: int, load: float, seed: int, moments: int, out: Path) -> None:
+def run_arm(name: str, arrivals: list[Arrival], moments: int, out: Path) -> None:
     """One arm on a cluster of its own; writes its trainings, and how long others waited."""
-    arm, arrivals = ARMS[name], others(jobs, load, seed)
+    arm = ARMS[name]
     at = [arrivals[-1].submit_s * (k + 1) / (moments + 1) for k in range(moments)]
     trainings: list[Training] = []
     with (
@@ -334,10 +355,17 @@ def simulated(arm: Arm, run: dict, arrivals: list[Arrival], draws: int = 20) -> 
     return statistics.fmean(times)
 
 
+def others_of(run: dict) -> list[Arrival]:
+    """The jobs of others in a run. Those of a trace stand in it."""
+    if "others" in run:
+        return [Arrival(*values) for values in run["others"]]
+    return others(run["jobs"], run["load"], run["seed"])
+
+
 def rows_of(run: dict) -> Iterator[dict[str, str]]:
     """A row of the table for each arm."""
     rng = random.Random(0)
-    arrivals = others(run["jobs"], run["load"], run["seed"])
+    arrivals = others_of(run)
     times = {
         name: {t["moment"]: t["done_s"] - t["submitted_s"] for t in arm["trainings"]}
         for name, arm in run["arms"].items()
@@ -389,18 +417,21 @@ def table(run: dict) -> list[str]:
     rows = list(rows_of(run))
     names = list(max(rows, key=len))
     begun, ended = run["load_average"]
+    trace = f", {run['trace']}" if "trace" in run else ""
+    of_trace = f", consecutive in the trace {run['trace']}," if "trace" in run else ""
+    used = ": others used the machine" if begun > run["cores"] else ""
     return [
-        f"## Load {run['load']:g}, seed {run['seed']}",
+        f"## Load {run['load']:g}, seed {run['seed']}{trace}",
         "",
-        f"{run['jobs']} jobs of others at an offered load of {run['load']:g}; {run['moments']} trainings in",
-        f"each arm. {run['cores']} cores with a load average of {begun:.1f} at the start and {ended:.1f}",
-        "at the end: others used the machine.",
+        f"{run['jobs']} jobs of others{of_trace} at an offered load of {run['load']:g}; {run['moments']}",
+        f"trainings in each arm. {run['cores']} cores with a load average of {begun:.1f} at the start and",
+        f"{ended:.1f} at the end{used}.",
         "",
         f"| {' | '.join(names)} |",
         f"|---{'|--:' * (len(names) - 1)}|",
         *(f"| {' | '.join(row.get(name, '') for name in names)} |" for row in rows),
         "",
-        "\n".join(f"- {told}" for told in pairs_told(run)),
+        *(f"- {told}" for told in pairs_told(run)),
         "",
     ]
 
@@ -433,6 +464,9 @@ def write_page(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--trace", type=Path, help="jobs of others from a CSV file: submit_s, gpus, duration_s"
+    )
     parser.add_argument("--jobs", type=int, default=200, help="jobs of others")
     parser.add_argument(
         "--load", type=float, default=0.6, help="that they offer, without trainings"
@@ -447,14 +481,16 @@ def main() -> None:
     if given.page:
         write_page(given.out)
         return
+    arrivals = others(given.jobs, given.load, given.seed, given.trace)
     if given.arm:
-        run_arm(given.arm, given.jobs, given.load, given.seed, given.moments, given.out)
+        run_arm(given.arm, arrivals, given.moments, given.out)
         return
     begun = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__]
         for key in ("jobs", "load", "seed", "moments"):
             command += [f"--{key}", str(getattr(given, key))]
+        command += ["--trace", str(given.trace)] if given.trace else []
         started = {
             arm: subprocess.Popen([*command, "--arm", arm, "--out", f"{folder}/{arm}.json"])
             for arm in given.arms
@@ -475,9 +511,14 @@ def main() -> None:
         "load_average": [begun, os.getloadavg()[0]],
         "arms": found,
     }
+    if given.trace:
+        rounded = [[round(x, 3) for x in astuple(a)] for a in arrivals]
+        run |= {"trace": given.trace.stem, "others": rounded}
     runs = given.out / "experiment"
     runs.mkdir(parents=True, exist_ok=True)
-    name = f"load-{given.load:g}-seed-{given.seed}.json"
+    name = (
+        f"load-{given.load:g}-seed-{given.seed}{f'-{given.trace.stem}' if given.trace else ''}.json"
+    )
     (runs / name).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     write_page(given.out)
 

@@ -1078,7 +1078,7 @@ def test_every_policy_has_options_with_help_and_a_valid_default():
         ("ps-sync", {"k": 2}, "unknown option 'k'; options it takes: none"),
         ("ps-ssp", {"bound": 2}, "options it takes: staleness_bound, lr_scale"),
         ("ps-ssp", {"staleness_bound": -1}, "staleness_bound = -1: must be at least 0"),
-        ("ps-ssp", {"staleness_bound": True}, "staleness_bound = True: must be a whole number"),
+        ("ps-ssp", {"staleness_bound": True}, "staleness_bound = true: must be a whole number"),
         ("ps-ssp", {"staleness_bound": 2.5}, "staleness_bound = 2.5: must be a whole number"),
         ("ps-dana", {"lr_scale": "half"}, "lr_scale = 'half': must be 'full' or '1/N'"),
         ("ps-dcasgd", {"dc_decay": 1.0}, "dc_decay = 1.0: must be at least 0 and below 1"),

@@ -12,6 +12,8 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from stratbench.cell.text.words import repr_of
+
 
 def option(
     default: Any,
@@ -36,9 +38,13 @@ class Options:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if not _fits(value, types[spec.name]):
-                raise ValueError(f"{spec.name} = {value!r}: must be {spell(types[spec.name])}")
+                raise ValueError(
+                    f"{spec.name} = {repr_of(value)}: must be {spell(types[spec.name])}"
+                )
             if not _within(value, spec):
-                raise ValueError(f"{spec.name} = {value!r}: must be {' and '.join(limits(spec))}")
+                raise ValueError(
+                    f"{spec.name} = {repr_of(value)}: must be {' and '.join(limits(spec))}"
+                )
 
 
 _types = cache(get_type_hints)

@@ -1,13 +1,15 @@
-"""How things are written: counts with their nouns (`1 GPU`, `4 CPU processes`), memory, foreign texts."""
+"""How things are written: counts with nouns (`1 GPU`, `4 CPU processes`), memory, foreign text, wrong values."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MIB = 1 << 20
 GIB = 1 << 30
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10))
+_LONGEST_SHOWN = 80  # characters of a wrong value in a message
 #: What a worker is called, by the kind of its device.
 WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
@@ -105,3 +107,10 @@ def shortened(text: str) -> str:
     """A text that may be from others, as `printable` has it and short enough for a table."""
     text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def repr_of(value: Any) -> str:
+    """A wrong value as a message shows it: null, true and false as in YAML, and cut if it is long."""
+    names = {None: "null", True: "true", False: "false"}
+    text = next((name for known, name in names.items() if value is known), repr(value))
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"

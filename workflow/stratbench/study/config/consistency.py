@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from stratbench.cell.options import json_types
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import counted, repr_of
 from stratbench.strategies import REGISTRY, mesh_of, strategy_class
 from stratbench.strategies.mesh import Mesh
-from stratbench.study.config.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
+from stratbench.study.config.messages import ConfigError, did_you_mean, wrong_value_message
 from stratbench.study.config.schema import read_as
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset

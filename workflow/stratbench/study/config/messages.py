@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST_SHOWN = 80  # characters of a wrong value in a message
+from stratbench.cell.text.words import repr_of
 
 
 class ConfigError(ValueError):
@@ -23,13 +23,6 @@ def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str
 def place_of(path: Iterable[str | int]) -> str:
     """A path through the config as a person writes it: `studies.demo.experiments.digits.gpus[1]`."""
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-
-
-def repr_of(value: Any) -> str:
-    """A wrong value as a message shows it, cut if it is long."""
-    names = {None: "null", True: "true", False: "false"}  # what YAML calls them
-    text = next((name for known, name in names.items() if value is known), repr(value))
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:

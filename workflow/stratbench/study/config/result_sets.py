@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stratbench.study.config.messages import ConfigError, repr_of, wrong_value_message
+from stratbench.cell.text.words import repr_of
+from stratbench.study.config.messages import ConfigError, wrong_value_message
 
 #: The prefix of a version of the paper's tables, and the versions.
 PAPER, VERSIONS = "paper:", ("v1", "v2")

@@ -10,11 +10,11 @@ from typing import Any
 
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import schema_of_given
+from stratbench.cell.text.words import repr_of
 from stratbench.study.config.messages import (
     ConfigError,
     did_you_mean,
     place_of,
-    repr_of,
     wrong_value_message,
 )
 from stratbench.study.config.queue_request import schema_of_queue

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from stratbench.cell.text.words import repr_of
 from stratbench.study.config.consistency import (
     check_experiment,
     check_model,
@@ -16,7 +17,7 @@ from stratbench.study.config.consistency import (
     settle_optimizer,
 )
 from stratbench.study.config.data_sets import DataSets
-from stratbench.study.config.messages import ConfigError, repr_of, wrong_value_message
+from stratbench.study.config.messages import ConfigError, wrong_value_message
 from stratbench.study.config.queue_request import check_queue
 from stratbench.study.config.result_sets import check_sets
 from stratbench.study.config.schema import check_structure, schema, typed, with_defaults

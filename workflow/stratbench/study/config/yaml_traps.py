@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.study.config.messages import ConfigError, place_of, repr_of
+from stratbench.cell.text.words import repr_of
+from stratbench.study.config.messages import ConfigError, place_of
 
 
 def check_syntax(path: str | Path) -> None:
