@@ -1,4 +1,4 @@
-"""How things are written: counts with nouns (`1 GPU`, `4 CPU processes`), memory, foreign text, wrong input."""
+"""Counts and nouns (`1 GPU`, `4 CPU processes`), memory, foreign text, wrong values."""
 
 from __future__ import annotations
 
