@@ -153,6 +153,8 @@ def _text(path: Path) -> pd.DataFrame:
         raise ValueError("has rows with more fields than the first line names") from None
     except UnicodeError:
         raise ValueError(NOT_UTF_8) from None
+    except ImportError as error:  # zstandard
+        raise ValueError(f"cannot be unpacked here: {error} Or unpack it first.") from None
     except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
         raise ValueError(f"is compressed, and cut off or damaged: {error}") from None
 
