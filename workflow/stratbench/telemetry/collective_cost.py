@@ -129,9 +129,8 @@ def direct(kind: str, n_bytes: float, layout: Layout) -> Cost:
 Algorithm = Callable[[str, float, Layout], Cost]
 
 #: What a library may choose, by kind of collective; first what takes longest on many workers. NCCL takes the
-#: one that it predicts to be fastest.
-#: Gloo, as PyTorch calls it, has one for each: rings, but trees to broadcast (its all-reduce's default is
-#: RING, ProcessGroupGloo), and it scatters by all-reducing.
+#: one that it predicts to be fastest. Gloo, as PyTorch calls it, has one for each: rings, but trees to
+#: broadcast (its all-reduce's default is RING, ProcessGroupGloo), and it scatters by all-reducing.
 ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
     "nccl": {
         "all_reduce": (ring, hierarchical, tree),
