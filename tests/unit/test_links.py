@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,10 @@ def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
     assert "&lt;b&gt;" in html
     assert "1.25 times as slow" in html
     assert "4 workers, 2 nodes" in html
+    # The longest name has room beside the lines.
+    widths = [float(w) for w in re.findall(r'viewBox="0 0 (\d+)', html)]
+    starts = [float(x) for x in re.findall(r'<text class="n" x="(\d+)"', html)]
+    assert widths[0] - max(starts) > 6.8 * len("4 workers, 2 nodes")
     table = tmp_path / "links.csv"
     table.write_text(table.read_text().replace(",ring,", ",<script>,"))
     with pytest.raises(ValueError, match="are no measured links"):

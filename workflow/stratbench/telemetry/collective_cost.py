@@ -210,9 +210,9 @@ class _Fit:
 def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
     """Latency and rate of each kind on each level, from the median times on all counts and sizes.
 
-    Least squares of relative errors, neither below zero. By the fastest of a library's algorithms for each
-    tensor, or by one of them for all where that fits better by more than ALIKE, of alike ones by the first. A
-    level without a rate (no time depends on its bytes) has an infinite one.
+    Least squares of relative errors, neither below zero. By one of the library's algorithms for all tensors,
+    or by the fastest for each: what fits best, and of fits that are ALIKE the first. A level without a rate
+    (no time depends on its bytes) has an infinite one.
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
@@ -237,7 +237,7 @@ def _best_fit(library: str, kind: str, times: Sequence[Time]) -> _Fit:
     fits = [_fit((a,), times, a) for a in algorithms]
     if len(algorithms) > 1:
         fastest = min((_fit(algorithms, times, a) for a in algorithms), key=lambda fit: fit.misfit)
-        fits.insert(0, replace(fastest, algorithm=FASTEST))
+        fits.append(replace(fastest, algorithm=FASTEST))
     best = min(fit.misfit for fit in fits)
     return next(fit for fit in fits if fit.misfit < best + ALIKE)
 

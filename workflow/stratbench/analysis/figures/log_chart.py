@@ -14,6 +14,8 @@ WIDTH, HEIGHT = 640, 360
 #: Room beside the axes in pixels: left, right (for names), top, bottom.
 LEFT, RIGHT, TOP, BOTTOM = 70, 130, 12, 42
 RADIUS, LINE_HEIGHT = 4.5, 14
+#: A character of a name takes at most so many pixels, in the mean.
+CHARACTER = 7
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ def log_chart(
     for s in series:
         parts += _lines(s, x_of, y_of)
     parts += _names(series, y_of)
+    name_width = 8 + CHARACTER * max((len(s.name) for s in series), default=0)
+    width = WIDTH + max(0, name_width - RIGHT)
     return Markup(
-        f'<svg class="log-chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg class="log-chart" viewBox="0 0 {width} {HEIGHT}" role="img" '
         f'aria-label="{escape(label)}">{"".join(parts)}</svg>'
     )
 
