@@ -426,6 +426,7 @@ def table(run: dict) -> list[str]:
         f"{run['jobs']} jobs of others{of_trace} at an offered load of {run['load']:g}; {run['moments']}",
         f"trainings in each arm. {run['cores']} cores with a load average of {begun:.1f} at the start and",
         f"{ended:.1f} at the end{used}.",
+        *([f"The trace: {run['source']}."] if run.get("source") else []),
         "",
         f"| {' | '.join(names)} |",
         f"|---{'|--:' * (len(names) - 1)}|",
@@ -467,6 +468,7 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, help="jobs of others from a CSV file: submit_s, gpus, duration_s"
     )
+    parser.add_argument("--source", default="", help="of the trace: where it is from, its licence")
     parser.add_argument("--jobs", type=int, default=200, help="jobs of others")
     parser.add_argument(
         "--load", type=float, default=0.6, help="that they offer, without trainings"
@@ -513,7 +515,7 @@ def main() -> None:
     }
     if given.trace:
         rounded = [[round(x, 3) for x in astuple(a)] for a in arrivals]
-        run |= {"trace": given.trace.stem, "others": rounded}
+        run |= {"trace": given.trace.stem, "source": given.source, "others": rounded}
     runs = given.out / "experiment"
     runs.mkdir(parents=True, exist_ok=True)
     name = (
