@@ -149,7 +149,7 @@ def places_are_held_one_at_a_time(plan):
     return True
 
 
-#: Random histories of each policy and number of servers: STRATBENCH_HISTORIES=50 takes ten minutes.
+#: Random histories of each policy and number of servers: STRATBENCH_HISTORIES=50 takes two to ten minutes.
 HISTORIES = int(os.environ.get("STRATBENCH_HISTORIES", "2"))
 
 
