@@ -116,3 +116,22 @@ def test_an_epoch_of_which_steps_were_lost_and_others_done_again_has_no_mean_los
     life |= {"generations": [generation, again], "epochs": {"0": whole, "1": whole}}
     run = accounts.run_of_members(job_of(tmp_path, life), entries(0.5, 0.4))
     assert [e["train_loss"] for e in run["per_epoch"]] == [None, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("started", "ended", "expected"),
+    [
+        (99.0, 105.0, (0.6, 5.0)),  # by SLURM a second before it was asked for
+        (99.0, 100.0, (0.6, 0.6)),
+        (101.0, 105.0, (1.0, 5.0)),
+        (None, 100.0, (None, 0.6)),
+    ],
+)
+def test_dates_in_whole_seconds_set_no_start_before_the_submission(started, ended, expected):
+    """Such a record was unusable: its job had started before its cell."""
+    entry = {"number": 0, "slot": 0, "id": "7", "submitted_unix_s": 100.6, "reason": ""}
+    entry |= {"started_unix_s": started, "ended_unix_s": ended}
+    told = accounts.job_entry(entry, {}, 100.0)
+    found = told["started_s"], told["ended_s"]
+    assert found == pytest.approx(expected)
+    assert told["allocated_s"] == pytest.approx(found[1] - found[0] if started else 0.0)

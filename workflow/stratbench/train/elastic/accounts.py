@@ -157,19 +157,24 @@ def _add_unheard_of(life: History, g: Generation, job: Job) -> None:
 
 
 def job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float) -> dict[str, Any]:
-    """What the record says of a worker job; `dates`: when it was admitted, ready, and at its first step."""
+    """What the record says of a worker job; `dates`: when it was admitted, ready, and at its first step.
+
+    SLURM's dates are cut to whole seconds: no job starts before it is submitted, or ends before it starts.
+    """
+    submitted, ended = entry["submitted_unix_s"], entry["ended_unix_s"]
     started = entry["started_unix_s"] or dates.get("admitted")  # it ended between two looks
-    ended = entry["ended_unix_s"]
+    started = started and max(started, submitted)
+    ended = ended and max(ended, started or submitted)
     return {
         "number": entry["number"],
         "slot": entry["slot"],
         "id": entry["id"],
-        "submitted_s": entry["submitted_unix_s"] - origin,
+        "submitted_s": submitted - origin,
         "started_s": started and started - origin,
         "joined_s": dates["ready"] - origin if "ready" in dates else None,
         "first_step_s": dates["first_step"] - origin if "first_step" in dates else None,
         "ended_s": ended and ended - origin,
-        "allocated_s": max(0.0, ended - started) if started and ended else 0.0,
+        "allocated_s": ended - started if started and ended else 0.0,
         "reason": entry["reason"],
     }
 

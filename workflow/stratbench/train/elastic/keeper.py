@@ -232,7 +232,7 @@ class Keeper:
                 return submitted
             if slot in self._live or self._not_before[slot] > time.monotonic():
                 continue
-            number = self._next_number
+            number, asked_unix_s = self._next_number, time.time()
             try:
                 id_ = self._backend.submit(number, slot)
             except Refused as refused:
@@ -245,7 +245,7 @@ class Keeper:
                 continue
             self._next_number += 1
             self._live[slot] = id_
-            self._keep(WorkerJobEntry(number, slot, id_, time.time()), new=True)
+            self._keep(WorkerJobEntry(number, slot, id_, asked_unix_s), new=True)
             print(f"worker {number} is job {id_}", flush=True)
             submitted = True
         return submitted
