@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ from stratbench.workload.users_code import CODE_VARIABLE
 
 HERE = Path(__file__).parent
 FITTED, TARGET = (1, 2), 4
-BATCH = 16
+WITHOUT_OWN = "the replay, without the workers' own times"
+BATCH = 32
 
 
 def config_of(results: Path, rounds: int, steps: int) -> dict[str, Any]:
@@ -162,9 +164,24 @@ def in_rounds(cells: Sequence[Cell]) -> list[Cell]:
 # --- projections ----------------------------------------------------------------------------------
 
 
+def without_own(records: Sequence[dict]) -> tuple[dict, ...]:
+    """Records that do not hold the workers' own times."""
+    return tuple(
+        r | {"workers": [{k: v for k, v in w.items() if k != "own_ms"} for w in r["workers"]]}
+        for r in records
+    )
+
+
 def projections(config: dict[str, Any], study: Study, evidence: Evidence, links: Path) -> dict:
     """By rule: seconds of a step on 4, with the interval where it has one."""
     cluster = config["cluster"]
+
+    def by_replay(evidence: Evidence) -> Any:
+        on = on_measured_links(at, evidence, device, links, lambda workers: 1)
+        computing = computing_at(on.replayed, points, stated.scaling)
+        queue = on.queue and (lambda n: on.queue(n, computing(n)))
+        [found] = project(points, stated, [(TARGET, 1)], on.replayed, on.slowed, on.levels, queue)
+        return found
 
     def at(workers: int) -> Any:
         return subject_of(config, study, evidence.last.__class__(
@@ -173,16 +190,18 @@ def projections(config: dict[str, Any], study: Study, evidence: Evidence, links:
 
     stated, points = evidence.stated, evidence.points
     device = cpu_device(cluster, FITTED[-1])
-    on = on_measured_links(at, evidence, device, links, lambda workers: 1)
-    computing = computing_at(on.replayed, points, stated.scaling)
-    queue = on.queue and (lambda n: on.queue(n, computing(n)))
-    [replayed] = project(points, stated, [(TARGET, 1)], on.replayed, on.slowed, on.levels, queue)
+    replayed = by_replay(evidence)
+    alike = by_replay(replace(evidence, records=tuple(map(without_own, evidence.records))))
     [by_counts] = project(points, stated, [(TARGET, 1)])
     naive = {name: (seconds,) for name, seconds in by_counts.naive_s.items()}
-    return {
-        p.rule: (p.interval.middle_s, p.interval.low_s, p.interval.high_s)
-        for p in (replayed, by_counts)
-    } | naive
+    return (
+        {
+            p.rule: (p.interval.middle_s, p.interval.low_s, p.interval.high_s)
+            for p in (replayed, by_counts)
+        }
+        | {WITHOUT_OWN: (alike.interval.middle_s,)}
+        | naive
+    )
 
 
 def page(rows: Sequence[dict], made: dict[tuple[str, str], dict], args: argparse.Namespace) -> str:
