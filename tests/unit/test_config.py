@@ -21,6 +21,7 @@ from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import option_defaults
 from stratbench.study.config import config, schema, validation, yaml_traps
 from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.removed_keys import REMOVED_KEYS
 from stratbench.workload.data.datasets import SPECS
 
 ROOT = Path(__file__).parents[2]
@@ -762,3 +763,17 @@ def test_a_file_that_is_not_yaml_is_told_with_its_line(tmp_path, monkeypatch, te
     expected = nullcontext() if told is None else pytest.raises(ConfigError, match=re.escape(told))
     with expected:
         yaml_traps.check_syntax("config.yaml")
+
+
+# ---------------------------------------------------------------- removed keys
+
+
+@pytest.mark.parametrize("key", REMOVED_KEYS)
+def test_a_removed_key_is_answered_by_what_took_its_place(key):
+    section, _, name = key.rpartition(".")
+    config_ = raw(**{name: 1}) if section == "experiment" else raw()
+    if section != "experiment":
+        (config_.setdefault(section, {}) if section else config_)[name] = 1
+    message = refusal(config_)
+    assert f"{name} = 1: was removed; {REMOVED_KEYS[key]}" in message
+    assert "Allowed" not in message

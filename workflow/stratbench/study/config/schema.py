@@ -18,6 +18,7 @@ from stratbench.study.config.messages import (
     wrong_value_message,
 )
 from stratbench.study.config.queue_request import schema_of_queue
+from stratbench.study.config.removed_keys import removed_key_reason
 
 SCHEMA_PATH = SCHEMAS / "config.schema.json"
 TYPE_NAMES = {
@@ -160,6 +161,8 @@ def _explain(fault: Any) -> str:
             allowed = list(fault.schema["properties"])
             unknown = next(k for k in value if k not in allowed)
             place = f"{where}.{unknown}".lstrip(".")
+            if reason := removed_key_reason(tuple(fault.absolute_path), unknown):
+                return f"config: {place} = {repr_of(value[unknown])}: was removed; {reason}"
             return (
                 f"config: {place} = {repr_of(value[unknown])}: unknown key {unknown!r}."
                 f"{did_you_mean(unknown, allowed)} Allowed: {', '.join(allowed)}."

@@ -1,0 +1,17 @@
+"""Keys and values of config.yaml that were removed, each with what took its place."""
+
+from __future__ import annotations
+
+#: Key -> one sentence. Keys are `cluster.NAME`, `decide.NAME`, and `experiment.NAME` for a setting.
+REMOVED_KEYS: dict[str, str] = {}
+
+
+def removed_key_reason(place: tuple[str | int, ...], key: str) -> str | None:
+    """Return what took the place of a removed key, or None if the key never existed.
+
+    Args:
+        place: The path through the config to the mapping that holds the key.
+        key: The unknown key.
+    """
+    section = "experiment" if "experiments" in place else ".".join(map(str, place))
+    return REMOVED_KEYS.get(f"{section}.{key}".lstrip("."))
