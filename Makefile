@@ -64,7 +64,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/snakemake --lint
 
 docs: $(DEV_STAMP)
-	PYTHONPATH=workflow $(BIN)/python docs/architecture.py > ARCHITECTURE.md
+	PYTHONPATH=workflow $(BIN)/python docs/architecture.py
 	PYTHONPATH=workflow $(BIN)/python docs/config_tables.py docs/configuration.md
 
 $(GPU_PATH_STAMP): envs/requirements-gpu-path.txt envs/requirements.txt envs/requirements-dev.txt envs/constraints.txt | $(GPU_PATH_VENV)/bin/python

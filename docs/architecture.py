@@ -1,8 +1,8 @@
-"""Generates ARCHITECTURE.md from the packages' docstrings and their real imports.
+"""Generates ARCHITECTURE.md and docs/modules.md from the packages' docstrings and their real imports.
 
-    PYTHONPATH=workflow python docs/architecture.py > ARCHITECTURE.md
+    PYTHONPATH=workflow python docs/architecture.py
 
-A test keeps the page current. It fails when an import points up, when a wing imports another, when modules
+A test keeps the pages current. It fails when an import points up, when a wing imports another, when modules
 import each other in a circle, and when a rule names a module or function that is not there.
 """
 
@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from extensions import EXTENSIONS, find_extension
+
 ROOT = Path(__file__).parents[1]
+MADE_BY = "<!-- made by docs/architecture.py (make docs) -->"
 PACKAGE = ROOT / "workflow" / "stratbench"
 WINGS = ("plan", "train", "analysis")
 #: The floors from top to bottom, each with its parts. A part imports from the floors below its own. The
@@ -37,6 +41,19 @@ RACE = "analysis.race"
 FLAT = 16
 #: What no part may import, at the top of a file or inside a function.
 NO_TORCH = ("sets", "analysis", "study", "cell", "statistics")
+#: The files that a newcomer reads first, in this order, and what each says.
+FIRST_FILES = {
+    "config.yaml": "the study `demo`: experiments, strategies, models, numbers of workers",
+    "workflow/stratbench/cell/settings.py": "every setting that a cell is trained with, declared once",
+    "workflow/stratbench/study/config/config.py": "validates config.yaml; a study becomes cells",
+    "workflow/rules/train.smk": "one Snakemake job per cell, and the resources that it requests",
+    "workflow/stratbench/train/launch.py": "one job: starts processes, waits, classifies the ending",
+    "workflow/stratbench/train/worker.py": "one worker: joins its group, builds, warms up, trains",
+    "workflow/stratbench/train/loop.py": "the timed loop: epochs, steps, phases, evaluation",
+    "workflow/stratbench/strategies/base.py": "the protocol of a strategy; `ddp.py` beside it is an example",
+    "workflow/stratbench/train/assemble.py": "workers' results become the record of the cell",
+    "workflow/stratbench/analysis/records/columns.py": "records become the table that all pages read",
+}
 #: A module named in a string: to be imported by its name, or started as a command.
 NAMED = re.compile(r"stratbench\.([\w.]+?)(:\w+)?")
 
@@ -208,6 +225,13 @@ def used_by(path: Path) -> tuple[set[str], set[str]]:
     return {name.strip(".") for name in imported}, set(re.findall(r"-m stratbench\.([\w.]+)", text))
 
 
+def modules_named_by(path: Path) -> set[str]:
+    """The modules that a rules file imports or starts; of an imported function its module."""
+    known = modules()
+    imported, commands = used_by(path)
+    return commands | {name if name in known else name.rpartition(".")[0] for name in imported}
+
+
 def rule_faults() -> list[str]:
     """What the rules import or start, and the package does not have."""
     known, found = modules(), []
@@ -258,13 +282,22 @@ def arrows() -> dict[str, set[str]]:
 
 def page() -> str:
     """The text of ARCHITECTURE.md."""
-    known, between = modules(), arrows()
+    between = arrows()
     n_arrows = sum(map(len, between.values()))
     parts = [part for _, parts in FLOORS for part in parts]
     lines = [
         "# Architecture",
         "",
-        "<!-- made by docs/architecture.py (make docs) -->",
+        MADE_BY,
+        "",
+        "Read these ten files first, in this order. They take a cell from config.yaml to the tables.",
+        "",
+        *_first_files(),
+        "",
+        "The parameter server is a room of its own: `ps/server_run.py` and `ps/client.py` when you need it.",
+        "[docs/modules.md](docs/modules.md) lists every module.",
+        "",
+        "## Parts and floors",
         "",
         f"The {len(MEASURING)} parts that measure ({', '.join(f'`{part}`' for part in MEASURING)})",
         "import nothing of those that plan, judge and show: who changes the first need not know the others.",
@@ -295,6 +328,21 @@ def page() -> str:
         *_rule_rows(),
         "",
     ]
+    lines += ["## Extensions", "", *_extension_rows()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def module_page() -> str:
+    """The text of docs/modules.md: every module with the first paragraph of its docstring."""
+    known = modules()
+    lines = [
+        "# Modules",
+        "",
+        MADE_BY,
+        "",
+        "Every module below `workflow/stratbench/`, from the command line down.",
+        "",
+    ]
     for n, (title, parts) in enumerate(FLOORS):
         lines += [f"## {len(FLOORS) - n}. {title}", ""]
         for part in parts:
@@ -305,6 +353,32 @@ def page() -> str:
             lines += [f"- `{m.split('.', 1)[1]}`: {docstring(p)}" for m, p in inner.items()]
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _first_files() -> list[str]:
+    missing = [name for name in FIRST_FILES if not (ROOT / name).is_file()]
+    if missing:
+        raise SystemExit(f"docs/architecture.py: FIRST_FILES names {missing}, which are not there")
+    return [
+        f"{n}. [{name}]({name}): {text}" for n, (name, text) in enumerate(FIRST_FILES.items(), 1)
+    ]
+
+
+def _extension_rows() -> list[str]:
+    counts = Counter(map(find_extension, modules()))
+    return [
+        "The core shall run without any of these. `docs/known_dependencies.txt` lists the imports that still",
+        "forbid to delete one; `tests/unit/test_deleting.py` lets the list only shrink.",
+        "",
+        "| extension | what for | modules | needs |",
+        "|---|---|--:|---|",
+        *(
+            f"| {name} | {e.summary} | {counts[name]} | {', '.join(e.needs)} |"
+            for name, e in EXTENSIONS.items()
+        ),
+        "",
+        f"The core has {counts[None]} modules.",
+    ]
 
 
 def _matrix(parts: list[str], between: dict[str, set[str]]) -> list[str]:
@@ -320,10 +394,10 @@ def _matrix(parts: list[str], between: dict[str, set[str]]) -> list[str]:
 
 
 def _rule_rows() -> list[str]:
-    known, rows = modules(), []
+    rows = []
     for path in rules():
-        imported, commands = used_by(path)
-        names = {name if name in known else name.rpartition(".")[0] for name in imported}
+        _, commands = used_by(path)
+        names = modules_named_by(path) - commands
         if names or commands:
             texts = [", ".join(f"`{name}`" for name in sorted(each)) for each in (names, commands)]
             rows.append(f"| `{path.relative_to(ROOT)}` | {texts[0]} | {texts[1]} |")
@@ -331,4 +405,5 @@ def _rule_rows() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    (ROOT / "ARCHITECTURE.md").write_text(page(), encoding="utf-8")
+    (ROOT / "docs" / "modules.md").write_text(module_page(), encoding="utf-8")

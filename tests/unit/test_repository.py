@@ -117,8 +117,9 @@ def test_an_import_of_torch_is_found(tmp_path):
     assert not architecture.imports_torch(path)
 
 
-def test_architecture_page_is_current():
+def test_architecture_pages_are_current():
     assert (ROOT / "ARCHITECTURE.md").read_text() == architecture.page(), "run: make docs"
+    assert (ROOT / "docs/modules.md").read_text() == architecture.module_page(), "run: make docs"
 
 
 def test_tables_of_all_keys_are_current():
