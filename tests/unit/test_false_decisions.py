@@ -5,20 +5,15 @@ The whole table is benchmarks/results/decision.md; here are its most telling row
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
 
+import decision_simulation as simulated
+from decision_simulation import NOISES, ahead_by, judged, normal, truths
 from stratbench.analysis.decision import ranking
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.statistics import moderated
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import decision_simulation as simulated
-from decision_simulation import NOISES, ahead_by, judged, normal, truths
 
 STUDIES = 1000
 

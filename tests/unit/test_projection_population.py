@@ -112,7 +112,7 @@ def test_what_cannot_be_known_is_refused_with_the_remedy():
 
 
 def run(path: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks/projection.py"), str(path), *more]
+    command = [sys.executable, str(ROOT / "benchmarks/prediction/projection.py"), str(path), *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
 
 
@@ -175,7 +175,7 @@ def test_a_file_with_holes_is_read_as_far_as_it_goes(tmp_path):
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/prediction"))
     return importlib.import_module("projection")
 
 
@@ -413,7 +413,7 @@ def test_cells_whose_node_boundary_is_unknown_are_counted(benchmark, tmp_path, c
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
     file = tmp_path / "whole.csv"
     file.write_text(WHOLE)
-    command = [sys.executable, str(ROOT / "benchmarks/projection.py"), str(file)]
+    command = [sys.executable, str(ROOT / "benchmarks/prediction/projection.py"), str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         started.stdout.close()
         assert started.stderr.read() == b""

@@ -201,7 +201,7 @@ def test_single_gpus_wait_as_the_exact_recursion_says(servers, load, seed):
 
 
 def test_the_mean_wait_of_one_server_is_pollaczeks():
-    """M/M/1 at 0.7: 2.333 services; the whole table is benchmarks/queue_theory.py's."""
+    """M/M/1 at 0.7: 2.333 services; benchmarks/results/elastic/theory.md has more servers."""
     means = []
     for seed in range(10):
         waited = [w for _, w in run(poisson_stream(1500, 1, 0.7, seed), 1, 1, FIFO).waits]

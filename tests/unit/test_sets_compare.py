@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from regression_watch import two_sets
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.groups import Group
 from stratbench.sets.__main__ import main
@@ -29,8 +30,7 @@ from stratbench.study.config import validation
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.result_sets import existing_sets
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-EXAMPLE = BENCHMARKS / "results/paper-v1-v2"
+EXAMPLE = Path(__file__).parents[2] / "benchmarks/results/paper-v1-v2"
 NOISE = 0.01
 CELLS = {
     "strategies": ("ddp", "fsdp"),
@@ -340,12 +340,7 @@ def test_the_page_and_its_tables_hold_foreign_texts_as_texts(folder, tmp_path, c
         (5, 0.20, "cell", 0.05, 20, 20),  # a mean over cells hides it: 3 %
     ],
 )
-def test_planted_slowdowns_are_found_and_noise_is_not(
-    repeats, slower, where, allowed, least, most, monkeypatch
-):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from regression_watch import two_sets
-
+def test_planted_slowdowns_are_found_and_noise_is_not(repeats, slower, where, allowed, least, most):
     chance = np.random.default_rng(7)
     found = 0
     for _ in range(20):

@@ -139,7 +139,7 @@ def test_real_steps_on_a_cpu_are_within_the_epoch():
 
 @pytest.mark.timeout(300)
 def test_five_marks_and_a_tick_cost_little_more_than_noting_six_times():
-    """benchmarks/telemetry_cost.py says what that is in microseconds, and of a step."""
+    """benchmarks/speed/telemetry_cost.py says what that is in microseconds, and of a step."""
 
     def cpu_of_a_step(steps: int = 3000) -> float:
         clock = StepClock("cpu")

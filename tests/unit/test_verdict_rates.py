@@ -1,20 +1,15 @@
 """How often the race claims what is not so, simulated through its own functions with fixed seeds.
 
-`benchmarks/verdict.py` makes the longer table that docs/verdict.md states.
+`benchmarks/statistics/verdict.py` makes the longer table that docs/verdict.md states.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from stratbench.analysis.race import judging
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import verdict_simulation as simulated
+from stratbench.analysis.race import judging
 
 
 def rates(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from synthetic_files import Files
 from synthetic_race import World
 
+import verdict_limits as limits
 from stratbench.analysis.decision.raced import raced_groups, read_verdict
 from stratbench.analysis.race import judging
 from stratbench.analysis.race.lines import verdict_lines
@@ -21,9 +20,6 @@ from stratbench.analysis.race.next_round import next_round, round_of
 from stratbench.analysis.race.rounds import Course
 from stratbench.analysis.race.verdict import verdict_of
 from stratbench.cell.blocks import Place, read_block
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import verdict_limits as limits
 
 ONE = Place("e", "m", 1)
 #: `ps-x` leads by 4 %.

@@ -1,4 +1,7 @@
-"""The map of a made cluster, simulated by benchmarks/elastic_map.py: what other loads and widths would do."""
+"""The map of a made cluster: what a training takes at other loads and widths.
+
+`benchmarks/elastic_map.py` of commit 40e3d91 simulated it.
+"""
 
 from __future__ import annotations
 
