@@ -35,10 +35,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
-from stratbench.plan.queue.virtual_clock import Timing, Trace, simulate
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.tickets import Ticket, TicketPlan
+from virtual_clock import Timing, Trace, simulate
 
 WORKERS = 4
 MORE_WORKERS = (8, 16)

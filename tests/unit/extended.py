@@ -43,6 +43,8 @@ finally:
 
 mpl.use("agg")
 CPU = torch.device("cpu")
+#: Where the virtual clock is, which no package has.
+STATISTICS = Path(__file__).parents[2] / "benchmarks" / "statistics"
 
 
 def load_study(folder: Path, **changes: Any) -> Any:
@@ -141,11 +143,11 @@ def a_strategy(folder: Path) -> None:
 
 
 def a_policy(folder: Path) -> None:
-    from stratbench.plan.queue.virtual_clock import Timing, simulate
     from stratbench.ps.policies.policies import make_policy
     from stratbench.ps.policies.policy import Hyper
     from stratbench.ps.tickets import TicketPlan
     from stratbench.strategies import strategy_class, traits_of
+    from virtual_clock import Timing, simulate
 
     _, study = load_study(folder, strategies=["ps-clipped"], gpus=[2])
     assert study.settings(study.cells[0]).options["clip"] == 1.0
@@ -259,7 +261,7 @@ def a_figure(folder: Path) -> None:
 
 def use(section: str, workflow: str, report: int) -> None:
     """In a forked process: use the section's package, and write what went wrong to a pipe."""
-    sys.path[:0] = [workflow]
+    sys.path[:0] = [workflow, str(STATISTICS)]
     printed = io.StringIO()
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):

@@ -24,10 +24,10 @@ from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.audit.rule import Evidence
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
-from stratbench.plan.queue.virtual_clock import Timing, simulate
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.tickets import TicketPlan
+from virtual_clock import Timing, simulate
 
 Record = dict[str, Any]
 RULE = {rule.id: rule for rule in RULES}

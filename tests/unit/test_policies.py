@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from policy_reference import REFERENCES, hyper_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratbench.plan.queue.virtual_clock import Timing, simulate
 from stratbench.ps.policies import asynchronous, averaging, ormo, preview
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options, policy_class
 from stratbench.ps.policies.policy import Hyper, Outcome
 from stratbench.ps.tickets import TicketPlan
+from virtual_clock import Timing, simulate
 
 pytestmark = pytest.mark.timeout(300)
 NAMES = list(POLICIES)

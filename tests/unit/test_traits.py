@@ -24,12 +24,12 @@ from stratbench.cell.record import SCHEMA_PATH
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import servers
 from stratbench.plan.footprint.request import Request
-from stratbench.plan.queue.virtual_clock import Timing, WorkerLost, simulate
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.tickets import TicketPlan
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Collective, Traits
 from stratbench.strategies.ps import class_of_policy, server_configs
+from virtual_clock import Timing, WorkerLost, simulate
 
 PACKAGE = Path(strategies.__file__).parents[1]
 #: Files that name strategies because what they hold is about those: the paper's own, a colour for

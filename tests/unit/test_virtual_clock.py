@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_reference import hyper_of
 
-from stratbench.plan.queue.virtual_clock import Deadlock, Timing, WorkerLost, simulate
 from stratbench.ps.policies import asynchronous, averaging
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options, policy_class
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.tickets import TicketPlan
+from virtual_clock import Deadlock, Timing, WorkerLost, simulate
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,8 +1,9 @@
 """A parameter server on a virtual clock: the real policies and tickets, simulated time.
 
-A discrete-event driver. Workers take tickets, compute for a drawn time, push shard by shard and
-wait where the policy says so; the server applies one push at a time. Nothing sleeps and nothing
-depends on the machine, so the same arguments give the same run, bit for bit.
+`staleness.py` and the tests of the policies run on it. It is a discrete-event driver. Workers take
+tickets, compute for a drawn time, push shard by shard and wait where the policy says so; the server
+applies one push at a time. Nothing sleeps and nothing depends on the machine, so the same arguments
+give the same run, bit for bit.
 """
 
 from __future__ import annotations
