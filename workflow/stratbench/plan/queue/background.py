@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 
 from stratbench.plan.queue.simulator import Arrival
 
@@ -21,13 +20,7 @@ def requested_s(duration_s: float, factor: float) -> float:
     return max(1, math.ceil(duration_s * factor / 60)) * 60.0
 
 
-def poisson(
-    jobs: int,
-    load: float,
-    capacity: int,
-    seed: int,
-    factors: Sequence[float] = REQUEST_FACTORS,
-) -> list[Arrival]:
+def poisson(jobs: int, load: float, capacity: int, seed: int) -> list[Arrival]:
     """So many jobs that ask, together and exactly, for `load` of `capacity` GPUs over their time.
 
     Poisson arrivals, lognormal durations. Widths beyond the capacity are left out.
@@ -39,7 +32,7 @@ def poisson(
         gpus = rng.choices(list(usable), list(usable.values()))[0]
         duration_s = rng.lognormvariate(math.log(MEDIAN_S), SIGMA)
         duration_s = min(MOST_S, max(LEAST_S, duration_s))
-        bodies.append((gpus, duration_s, requested_s(duration_s, rng.choice(factors))))
+        bodies.append((gpus, duration_s, requested_s(duration_s, rng.choice(REQUEST_FACTORS))))
     gaps = [rng.expovariate(1.0) for _ in range(jobs)]
     scale = sum(gpus * s for gpus, s, _ in bodies) / (load * capacity) / sum(gaps)
     arrivals, now_s = [], 0.0

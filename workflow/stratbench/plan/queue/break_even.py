@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from scipy.stats import t as student
 
-from stratbench.plan.queue.background import REQUEST_FACTORS, poisson
+from stratbench.plan.queue.background import poisson
 from stratbench.plan.queue.simulator import Arrival, Cluster, Rules
 from stratbench.plan.queue.trainings import BESIDE, STARTUP_S, Gang, Scaling, Split, Training
 from stratbench.statistics.intervals import Estimate
@@ -100,8 +100,6 @@ class Times:
     hours: dict[str, np.ndarray]
     #: Mean share of the GPUs that others use until the last moment.
     busy: float
-    #: Job-hours that others wait longer than without the training, as `hours`; empty if not asked for.
-    others_h: dict[str, np.ndarray] = field(default_factory=dict)
 
     def mean(self, arm: str) -> Estimate:
         """Mean hours, with a 95 % interval."""
@@ -167,27 +165,22 @@ def paired_times(
     work: Work,
     worths: Sequence[float] = WORTHS,
     arms: Sequence[str] | None = None,
-    others_within_h: float = 0.0,
     tick: Callable[[], None] = lambda: None,
 ) -> Times:
-    """Simulates every arm (or only `arms`, as `Work.makers` names them) at every moment of the queue.
+    """Simulate every arm (or only `arms`, as `Work.makers` names them) at every moment of the queue.
 
-    `others_within_h`: also how much longer others wait within so many hours. `tick` is called at each moment.
+    `tick` is called at each moment.
     """
     made = work.makers(worths)
     made = {name: made[name] for name in arms or made}
     hours: dict[str, list[list[float]]] = {name: [] for name in made}
-    others: dict[str, list[list[float]]] = {name: [] for name in made}
     busy = []
     for number, (arrivals, moments) in enumerate(queue.blocks):
         base = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules, number)
-        for rows in (hours, others):
-            for row in rows.values():
-                row.append([])
+        for row in hours.values():
+            row.append([])
         for moment_s in moments:
             base.run_until(moment_s)
-            until_s = base.now_s + others_within_h * 3600
-            without_s = _waited_s(base.branch(), until_s) if others_within_h else 0.0
             for name, make in made.items():
                 sim, training = base.branch(), make()
                 training.begin(sim)
@@ -195,23 +188,9 @@ def paired_times(
                 sim.run_until(end_s, done=lambda training=training: training.finished)
                 took_s = training.time_to_result_s if training.finished else MOST_S
                 hours[name][-1].append(took_s / 3600)
-                if others_within_h:
-                    again, same = base.branch(), make()
-                    same.begin(again)
-                    longer_s = _waited_s(again, until_s) - without_s
-                    others[name][-1].append(longer_s / 3600)
             tick()
         busy.append(base.busy_gpu_s / base.now_s / base.capacity)
-    return Times(
-        {name: np.array(rows) for name, rows in hours.items()},
-        float(np.mean(busy)),
-        {name: np.array(rows) for name, rows in others.items()} if others_within_h else {},
-    )
-
-
-def _waited_s(sim: Cluster, until_s: float) -> float:
-    sim.run_until(until_s)
-    return sim.waited_s()
+    return Times({name: np.array(rows) for name, rows in hours.items()}, float(np.mean(busy)))
 
 
 def moments_in(
@@ -230,7 +209,6 @@ def poisson_queue(
     hours: float,
     blocks: int,
     moments: int,
-    factors: Sequence[float] = REQUEST_FACTORS,
 ) -> Queue:
     """A made stream of `load` for each block; others still come while a training of `hours` is done."""
     capacity = nodes * gpus_per_node
@@ -238,7 +216,7 @@ def poisson_queue(
     jobs = math.ceil(with_moments * max(1.0, hours / 6))
     found = []
     for seed in range(blocks):
-        arrivals = poisson(jobs, load, capacity, seed, factors=factors)
+        arrivals = poisson(jobs, load, capacity, seed)
         end_s = arrivals[with_moments - 1].submit_s
         found.append((arrivals, list(moments_in(end_s, moments))))
     return Queue(nodes, gpus_per_node, rules, found)

@@ -144,11 +144,6 @@ class Cluster:
         other._random.setstate(self._random.getstate())
         return other
 
-    def waited_s(self) -> float:
-        """The seconds that others' jobs have waited until now, those that still wait included."""
-        waiting = sum(self.now_s - job.submit_s for job in self.queue if job.owner is None)
-        return waiting + sum(wait_s for _, wait_s in self.waits)
-
     # --- what owners call ------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
