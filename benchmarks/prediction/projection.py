@@ -4,18 +4,17 @@
 
 FILE.csv has a row for each series and count of GPUs: `gpus` and `throughput` (or `step_time_s`), and as far
 as known `series`, `source`, `scaling` (weak or strong; where it is not stated, constant batches tell it),
-`nodes`, `gpu`, `parameters`, `per_gpu_batch`, `global_batch`, `strategy`, `trust` (C is left out),
-`throughput_unit` (of all GPUs together, if it does not say per GPU or per worker; steps or iterations are
-whole batches; what counts for a node is left out). Where a series' step times contradict its throughput, the
-step times count. Where a count of a series has several placements, the one on the fewest nodes counts.
-Of each series the smallest counts are fitted (`--fit` says how many), and every count that is exactly 2, 4 or
-8 times the largest fitted one is projected. No collective is measured in such a file: the projection knows
-only what a row states (`plan/projection/population.py`). Numbers beyond 1e-30 and 1e30, and counts
-above a million, are taken for mistakes.
+`nodes`, `per_gpu_batch`, `global_batch`, `strategy`, `trust` (C is left out), `throughput_unit` (of all GPUs
+together, if it does not say per GPU or per worker; steps or iterations are whole batches; what counts for a
+node is left out). Where a series' step times contradict its throughput, the step times count. Where a count
+of a series has several placements, the one on the fewest nodes counts.
+The smallest counts of each series are fitted (`--fit` says how many), and every count that is exactly 2, 4 or
+8 times the largest fitted one is projected. No collective is measured in such a file, so that the rule is
+a + b/N (`plan/projection/project.py`). Numbers beyond 1e-30 and 1e30, and counts above a million, are taken
+for mistakes.
 
 Prints, by source and by factor: median, 90th percentile and signed error, how often the interval of 80 %
-holds the measured time, and the skill, 1 - (median error / that of the best naive rule). Cells that a user
-would be refused are projected here, too, and counted.
+holds the measured time, the median errors of the other naive rules, and how many cells were refused.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +36,16 @@ import pandas as pd
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench.plan.projection import naive  # noqa: E402
-from stratbench.plan.projection.limits import refusal  # noqa: E402
-from stratbench.plan.projection.naive import Measured  # noqa: E402
-from stratbench.plan.projection.population import Stated, projected  # noqa: E402
-from stratbench.plan.projection.project import by_counts  # noqa: E402
+from stratbench.plan.projection.naive import Measured, Scaling  # noqa: E402
+from stratbench.plan.projection.project import project  # noqa: E402
 
 FACTORS = (2, 4, 8)
 #: A source discriminates where a + b/N is off by more than this at x2 (or, without such cells, at all).
 EASY_PERCENT = 2.0
 NUMBERS = (
-    "gpus", "nodes", "throughput", "step_time_s", "parameters", "per_gpu_batch", "global_batch",
+    "gpus", "nodes", "throughput", "step_time_s", "per_gpu_batch", "global_batch",
 )  # fmt: skip
-TEXTS = ("source", "series", "scaling", "trust", "gpu", "strategy", "throughput_unit")
+TEXTS = ("source", "series", "scaling", "trust", "strategy", "throughput_unit")
 #: Units of throughput, in small letters with blanks for _ and -: for one GPU, for one node, and batches.
 PER_GPU = (
     r"(?:/|\bper|[*·])\s*"
@@ -67,8 +62,6 @@ SECONDS = r"^(?:[mµu]?s|(?:milli|micro)?sec(?:ond)?s?)\b"
 CONTRADICTS = 1.2
 #: What is beyond these is a mistake.
 MOST_GPUS, LEAST, MOST = 10**6, 1e-30, 1e30
-#: a + b/N is exact where it is off by less, in percent: rounding of the times.
-EXACT_PERCENT = 1e-6
 NOT_UTF_8 = "must be UTF-8 (save it again with this encoding)"
 #: What makes a series where the file does not name them.
 SERIES = ("source", "cluster", "gpu", "model", "strategy", "scaling", "precision")
@@ -223,128 +216,83 @@ def _times(rows: pd.DataFrame) -> dict[str, pd.Series]:
     return {"time": time, "contradicts": contradicts}
 
 
-def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Stated, list[Measured]]]:
-    """Source, name, what is stated, and the counts in ascending order, of each series of `read`."""
+def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Scaling, bool, list[Measured]]]:
+    """Source, name, scaling, whether it has servers, and the counts in ascending order, of each series."""
     for (source, name), group in rows.groupby(["source", "series"], sort=True):
-        # A count that is there twice (another placement, a repeat) counts with its median.
         scaling = group.scaling.iloc[0]
-        group = group.groupby("gpus", as_index=False).agg(
-            {"time": "median", "nodes": "max", "step_time_s": "median", "gpu": "first",
-             "parameters": "first", "per_gpu_batch": "first", "strategy": "first"}
-        )  # fmt: skip
-        first = group.iloc[0]
-        stated = Stated(
-            scaling,
-            gpu=first.gpu,
-            parameters=_known(first.parameters),
-            per_gpu_batch=_known(first.per_gpu_batch),
-            step_s=_known(first.step_time_s),
-            servers=str(first.strategy).lower().startswith("ps"),
-        )
-        yield (
-            source,
-            name,
-            stated,
-            [
-                Measured(int(r.gpus), float(r.time), None if pd.isna(r.nodes) else int(r.nodes))
-                for r in group.itertuples()
-            ],
-        )
+        served = str(group.strategy.iloc[0]).lower().startswith("ps")
+        # A count that is there twice (another placement, a repeat) counts with its median.
+        group = group.groupby("gpus", as_index=False).agg({"time": "median", "nodes": "max"})
+        points = [
+            Measured(int(r.gpus), float(r.time), None if pd.isna(r.nodes) else int(r.nodes))
+            for r in group.itertuples()
+        ]
+        yield source, name, scaling, served, points
 
 
-def _known(value: float) -> float | None:
-    return None if pd.isna(value) else float(value)
-
-
-def cells_of(
-    rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None, once: bool = False
-) -> pd.DataFrame:
+def cells_of(rows: pd.DataFrame, fit: int) -> pd.DataFrame:
     """A row for each projected count: errors in percent of the measured time, ours and the naive rules'.
 
-    `once`: state of all series that a batch's gradients are reduced once, as a study's cells do.
+    Errors of refused cells are missing.
     """
     found: list[dict[str, Any]] = []
-    for source, name, known, points in series_of(rows):
-        stated = replace(known, accumulates=False) if once else known
+    for source, name, scaling, served, points in series_of(rows):
         fitted = points[:fit]
-        if len(fitted) < fit:
-            continue
         targets = [p for p in points[fit:] if p.workers / fitted[-1].workers in FACTORS]
         places = [(t.workers, t.nodes) for t in targets]
-        made = projected(fitted, stated, places, prior) if targets else []
-        better = better_naive(fitted, stated) if targets and prior is None else None
-        for target, interval in zip(targets, made, strict=True):
-            t = target.step_s
+        made = project(fitted, scaling, places, served=served) if targets else []
+        for target, p in zip(targets, made, strict=True):
+            i, t = p.interval, target.step_s
+            seconds = {"error": i.middle_s, "low": i.low_s, "high": i.high_s} if i else {}
             found.append(
                 {
                     "source": source,
                     "series": name,
-                    "scaling": stated.scaling,
+                    "scaling": scaling,
                     "fitted": " ".join(str(p.workers) for p in fitted),
                     "gpus": target.workers,
                     "factor": target.workers // fitted[-1].workers,
-                    "error_percent": 100 * (interval.middle_s / t - 1),
-                    "low_percent": 100 * (interval.low_s / t - 1),
-                    "high_percent": 100 * (interval.high_s / t - 1),
-                    "better_naive": better,
-                    "refused": bool(
-                        refusal(fitted, target.workers, target.nodes, served=stated.servers)
-                    ),
+                    "better_naive": None if p.skill.has_any else p.skill.best,
+                    "refused": bool(p.refused),
                     "nodes_unknown": any(p.nodes is None for p in (*fitted, target)),
                 }
                 | {
-                    rule: 100 * (f(fitted, stated.scaling, target.workers) / t - 1)
-                    for rule, f in naive.RULES.items()
+                    f"{key}_percent": 100 * (seconds[key] / t - 1) if i else np.nan
+                    for key in ("error", "low", "high")
                 }
+                | {rule: 100 * (s / t - 1) if i else np.nan for rule, s in p.naive_s.items()}
             )
     return pd.DataFrame(found)
 
 
-def better_naive(fitted: list[Measured], stated: Stated) -> str | None:
-    """The naive rule that does better than the projection on the fitted counts; None: there is none."""
-    skill = naive.skill_of(by_counts(stated), fitted, stated.scaling)
-    return None if skill.has_any else skill.best
-
-
 def without_skill(cells: pd.DataFrame) -> str:
-    """How the naive rule that did better on the fitted counts does further on, beside the projection."""
+    """How the naive rule that did better on the fitted counts does further on, beside a + b/N."""
     some = cells[cells.better_naive.notna() & ~cells.refused]
     if some.empty:
         return ""
     naive_errors = [abs(row[row.better_naive]) for _, row in some.iterrows()]
     figures = summary(some)
     return (
-        f"On {len(some)} cells, not refused, a naive rule did better on the fitted counts. There its "
-        f"median error is {np.median(naive_errors):.1f} %, that of the projection "
-        f"{figures['median_percent']:.1f} %, with {figures['coverage_percent']:.0f} % in its interval"
+        f"On {len(some)} cells another naive rule did better on the fitted counts. There its median error "
+        f"is {np.median(naive_errors):.1f} %, that of a + b/N {figures['median_percent']:.1f} %, with "
+        f"{figures['coverage_percent']:.0f} % in its interval"
     )
 
 
 def summary(cells: pd.DataFrame) -> dict[str, Any]:
     """The figures of some cells."""
-    errors = cells.error_percent.abs()
-    naive_errors = {rule: cells[rule].abs() for rule in naive.RULES}
-    best = min(naive_errors, key=lambda rule: naive_errors[rule].median())
-    beside = naive_errors["a + b/N"]
-    best_median = naive_errors[best].median()
+    answered = cells[~cells.refused]
+    errors = answered.error_percent.abs()
+    inside = (answered.low_percent <= 0) & (answered.high_percent >= 0)
     return {
-        "cells": len(cells),
+        "cells": len(answered),
         "median_percent": errors.median(),
         "p90_percent": errors.quantile(0.9),
-        "signed_percent": cells.error_percent.median(),
-        "coverage_percent": 100 * ((cells.low_percent <= 0) & (cells.high_percent >= 0)).mean(),
-        "skill": 1 - errors.median() / best_median if best_median > EXACT_PERCENT else np.nan,
-        "best_naive": best,
-        "naive_median_percent": best_median,
-        "a_b_median_percent": beside.median(),
-        "a_b_p90_percent": beside.quantile(0.9),
-        "median_over_a_b": errors.median() / beside.median()
-        if beside.median() > EXACT_PERCENT
-        else np.nan,
-        "p90_over_a_b": errors.quantile(0.9) / beside.quantile(0.9)
-        if beside.quantile(0.9) > EXACT_PERCENT
-        else np.nan,
-        "refused": int(cells.refused.sum()),
+        "signed_percent": answered.error_percent.median(),
+        "coverage_percent": 100 * inside.mean(),
+        "perfect_median_percent": answered["perfect"].abs().median(),
+        "same_loss_median_percent": answered["same loss per doubling"].abs().median(),
+        "refused": len(cells) - len(answered),
     }
 
 
@@ -354,7 +302,7 @@ def discriminating(cells: pd.DataFrame) -> list[str]:
     for source, group in cells.groupby("source"):
         at_two = group[group.factor == 2]
         of = at_two if len(at_two) else group
-        if of["a + b/N"].abs().median() > EASY_PERCENT:
+        if of.error_percent.abs().median() > EASY_PERCENT:
             found.append(source)
     return found
 
@@ -362,13 +310,13 @@ def discriminating(cells: pd.DataFrame) -> list[str]:
 def tables(cells: pd.DataFrame) -> pd.DataFrame:
     """A row for each source and factor, then the pooled ones."""
     hard = cells.source.isin(discriminating(cells))
-    answered = ~cells.refused
     pools = {
         "all sources": cells,
+        "all sources, weak": cells[cells.scaling == "weak"],
+        "all sources, strong": cells[cells.scaling == "strong"],
         "discriminating sources": cells[hard],
         "discriminating, weak": cells[hard & (cells.scaling == "weak")],
         "discriminating, strong": cells[hard & (cells.scaling == "strong")],
-        "discriminating, not refused": cells[hard & answered],
     }
     # A source may have the name of a pool.
     named = [(f"source {n}" if n in pools else n, group) for n, group in cells.groupby("source")]
@@ -382,32 +330,16 @@ def tables(cells: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def aims(made: pd.DataFrame) -> list[str]:
-    """The aims beside what was reached, pooled over the sources that discriminate."""
-    pooled = made[made.source == "discriminating sources"].set_index("factor")
-    lines = []
-    for factor in [f for f in ("x2", "x4") if f in pooled.index]:
-        row = pooled.loc[factor]
-        lines.append(
-            f"Aims at {factor}: median {row.median_over_a_b:.2f} of a + b/N's (at most 0.8), 90th percentile "
-            f"{row.p90_over_a_b:.2f} (at most 0.7), {row.coverage_percent:.0f} % in the interval (75 to 88)"
-        )
-    return lines
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--fit", type=int, default=2, help="smallest counts that are fitted (2)")
-    parser.add_argument(
-        "--once", action="store_true", help="state that gradients are reduced once a batch"
-    )
     parser.add_argument("--out", type=Path, help="folder for projection.csv and the cells")
     args = parser.parse_args(argv)
-    if args.fit < 1:
-        parser.error(f"--fit {args.fit}: expected 1 or more")
+    if args.fit < 2:
+        parser.error(f"--fit {args.fit}: expected 2 or more")
     try:
         rows, left_out = read(args.file)
     except (OSError, ValueError) as error:
@@ -417,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"left out: {n} rows, {why}")
     if n := rows[rows.contradicts].groupby(["source", "series"]).ngroups:
         print(f"step times taken: {n} series, whose throughput contradicts them")
-    cells = cells_of(rows, args.fit, once=args.once)
+    cells = cells_of(rows, args.fit)
     if cells.empty:
         print(
             f"error: {args.file}: no series has {args.fit} counts and one 2, 4 or 8 times the last; it has "
@@ -432,10 +364,11 @@ def main(argv: list[str] | None = None) -> int:
     with pd.option_context(
         "display.width", 250, "display.max_rows", None, "display.max_columns", None
     ):
-        print(made.drop(columns=["naive_median_percent"]).round(2).to_string(index=False))
+        print(made.round(2).to_string(index=False))
     print(f"Discriminating (a + b/N off by more than {EASY_PERCENT:g} % at x2): "
           f"{', '.join(discriminating(cells)) or 'none'}")  # fmt: skip
-    print("\n".join([*aims(made), *filter(None, [without_skill(cells)])]))
+    if told := without_skill(cells):
+        print(told)
     if n := int((cells.nodes_unknown & ~cells.refused).sum()):
         print(f"node boundary unknown: {n} cells, answered all the same")
     return 0

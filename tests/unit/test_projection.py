@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from stratbench.cell.text.words import short_time
-from stratbench.plan.projection import naive, population
+from stratbench.plan.projection import naive
 from stratbench.plan.projection.evidence import on_measured_links
+from stratbench.plan.projection.limits import MOST_TIMES, refusal
 from stratbench.plan.projection.links import Links, Unmeasured
 from stratbench.plan.projection.naive import Measured
-from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import (
     BY_COUNTS,
     BY_LINKS,
@@ -311,7 +311,7 @@ def test_measured_links_recover_times_that_follow_them(scaling):
         return replayed_ddp(n, 0.1 if scaling == "weak" else 0.02 + 0.08 / n)
 
     measured = [Measured(n, true_s(n), 1) for n in (1, 2, 4)]
-    (found,) = project(measured, Stated(scaling), [(16, 1)], replayed_ddp)
+    (found,) = project(measured, scaling, [(16, 1)], replayed_ddp)
     assert found.rule == BY_LINKS
     assert found.skill.value > 0.9
     assert found.interval.middle_s == pytest.approx(true_s(16), rel=1e-4)
@@ -321,9 +321,9 @@ def test_measured_links_recover_times_that_follow_them(scaling):
 
 def test_a_replay_without_skill_gives_way_to_the_counts():
     measured = points(n1=1.0, n2=1.05, n4=1.1)
-    (found,) = project(measured, Stated("weak"), [(8, None)], lambda n, c: c * n)
+    (found,) = project(measured, "weak", [(8, None)], lambda n, c: c * n)
     assert found.rule == BY_COUNTS
-    assert found == project(measured, Stated("weak"), [(8, None)])[0]
+    assert found == project(measured, "weak", [(8, None)])[0]
 
 
 def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
@@ -332,7 +332,7 @@ def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
     measured = [Measured(n, 0.1 * f, 1) for n, f in off.items()]
     rules = {}
     for counts in (3, 4):
-        (found,) = project(measured[:counts], Stated("weak"), [(16, 1)], lambda n, c: c * n**0.06)
+        (found,) = project(measured[:counts], "weak", [(16, 1)], lambda n, c: c * n**0.06)
         assert not naive.skill_of(
             on_links(lambda n, c: c * n**0.06), measured[:counts], "weak"
         ).has_any
@@ -343,7 +343,7 @@ def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
 def test_a_replay_whose_interval_says_nothing_gives_way_although_it_has_skill():
     off = {1: 1.0, 2: 2.0, 4: 1.0}  # a disturbed count throws the naive rules off further
     measured = [Measured(n, replayed_ddp(n, 0.1) * f, 1) for n, f in off.items()]
-    (found,) = project(measured, Stated("weak"), [(16, 1)], replayed_ddp)
+    (found,) = project(measured, "weak", [(16, 1)], replayed_ddp)
     assert naive.skill_of(on_links(replayed_ddp), measured, "weak").has_any
     assert found.rule == BY_COUNTS
 
@@ -352,13 +352,11 @@ def test_counts_alone_do_not_cross_a_boundary_that_only_links_have_crossed():
     measured = [Measured(n, s, 1) for n, s in ((1, 1.0), (2, 1.05), (4, 1.1))]
     levels = ("within", "between")
     (by_links,) = project(
-        [Measured(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)], Stated("weak"), [(16, 2)], replayed_ddp,
+        [Measured(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)], "weak", [(16, 2)], replayed_ddp,
         measured_levels=levels,
     )  # fmt: skip
     assert by_links.interval is not None
-    (by_counts,) = project(
-        measured, Stated("weak"), [(16, 2)], lambda n, c: c * n, measured_levels=levels
-    )
+    (by_counts,) = project(measured, "weak", [(16, 2)], lambda n, c: c * n, measured_levels=levels)
     assert by_counts.rule == BY_COUNTS
     assert "measure steps on two nodes" in by_counts.refused
 
@@ -376,7 +374,7 @@ def test_servers_fill_sooner_where_a_workers_share_shrinks():
         compute_s = computing_at(replayed, measured, scaling)
         assert compute_s(6) == pytest.approx(computing[6], rel=1e-3)
         (found,) = project(
-            measured, Stated(scaling, servers=True), [(6, 1)], replayed,
+            measured, scaling, [(6, 1)], replayed, served=True,
             queue=lambda n, compute_s=compute_s: Queue(compute_s(n), (0.1,)),
         )  # fmt: skip
         refused[scaling] = found.refused
@@ -399,8 +397,7 @@ def test_servers_beside_each_worker_grow_in_number_with_them(tmp_path):
             settings = SimpleNamespace(strategy="ps-async", options=options)
             return SimpleNamespace(served=True, settings=settings, steps_per_batch=1)
 
-        stated = Stated("weak", parameters=(1 << 24) / 4, servers=True)
-        evidence = SimpleNamespace(stated=stated, points=points(n4=1.0), stragglers=None)
+        evidence = SimpleNamespace(parameters=(1 << 24) / 4, points=points(n4=1.0), stragglers=None)
         on = on_measured_links(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
         found[placement] = [on.queue(n, 1.0).demands_s[0] for n in (1, 8)]
     assert found["central"] == pytest.approx([0.1, 0.1], rel=0.01)
@@ -424,8 +421,7 @@ def test_servers_without_computing_take_what_was_measured(tmp_path):
     ]
     write_links(tmp_path, times, math.nan)
     for size in sizes:
-        stated = Stated("weak", parameters=size / 4, servers=True)
-        evidence = SimpleNamespace(stated=stated, points=points(n4=1.0), stragglers=None)
+        evidence = SimpleNamespace(parameters=size / 4, points=points(n4=1.0), stragglers=None)
         on = on_measured_links(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
         for n in (1, 4, 32):
             assert on.replayed(n, 0.0) == pytest.approx(true_s(n, size), rel=0.01)
@@ -434,22 +430,22 @@ def test_servers_without_computing_take_what_was_measured(tmp_path):
 def test_servers_that_nobody_has_measured_are_not_followed_to_where_they_may_be_full():
     measured = points(n1=1.0, n2=0.52, n4=0.27, n8=0.14)
     for servers in (True, False):
-        found = project(measured, Stated("strong", servers=servers), [(16, None), (32, None)])
+        found = project(measured, "strong", [(16, None), (32, None)], served=servers)
         assert found[0].refused is None
         assert bool(found[1].refused) == servers
     assert (
         "how long a push and pull takes was not measured"
-        in project(measured, Stated("strong", servers=True), [(32, None)])[0].refused
+        in project(measured, "strong", [(32, None)], served=True)[0].refused
     )
     # Counts beyond were measured: what is known is known.
     far = [*measured, *points(n32=0.05)]
-    assert project(far, Stated("strong", servers=True), [(32, None)])[0].refused is None
+    assert project(far, "strong", [(32, None)], served=True)[0].refused is None
 
 
 def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
     measured = points(n1=1.0, n2=1.05, n4=1.1)
     alike, apart = (
-        project(measured, Stated("weak"), [(8, None)], repeats_reach=reach)[0].interval
+        project(measured, "weak", [(8, None)], repeats_reach=reach)[0].interval
         for reach in (0.0, 0.3)
     )
     assert apart.middle_s == alike.middle_s
@@ -460,19 +456,52 @@ def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
 
 def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
     measured = points(n1=1.0, n2=0.6, n4=0.36)  # the same loss with each doubling
-    (found,) = project(measured, Stated("strong"), [(32, None)])
+    (found,) = project(measured, "strong", [(32, None)])
     assert not found.skill.has_any
     assert found.rule == BY_COUNTS
     naive_s = found.naive_s[found.skill.best]
-    assert naive_s < population.projected(measured, Stated("strong"), [(32, None)])[0].low_s
-    assert found.interval.low_s == naive_s
+    assert found.interval.low_s == naive_s < found.interval.middle_s == found.naive_s["a + b/N"]
     told = sentence(found)
     assert "has no skill" in told
     assert f"{found.skill.best} did better there, which says {short_time(naive_s)}" in told
 
 
+def test_counts_alone_are_projected_by_a_plus_b_over_n_with_the_studys_own_errors():
+    measured = points(n1=1.0, n2=1.09, n4=1.17, n8=1.18)
+    near, far = project(measured, "weak", [(16, None), (64, None)])
+    assert near.rule == BY_COUNTS
+    for found in (near, far):
+        assert found.interval.middle_s == found.naive_s["a + b/N"]
+        assert found.interval.low_s < found.interval.middle_s < found.interval.high_s
+    assert far.interval.high_s / far.interval.low_s > near.interval.high_s / near.interval.low_s
+    assert "by a + b/N; no naive rule did better on the measured counts." in sentence(near)
+    exact = [Measured(n, 1 + 0.2 * (n - 1) / n, 1) for n in (1, 2, 4, 8)]
+    (few,), (many,) = (project(exact[:k], "weak", [(16, 1)]) for k in (2, 4))
+    assert math.log(many.interval.high_s / many.interval.low_s) < math.log(
+        few.interval.high_s / few.interval.low_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "measured", "workers", "said"),
+    [
+        ("strong", {"n1": 1.0, "n2": 0.6}, 4, None),
+        ("strong", {"n1": 1.0, "n2": 0.6}, 8, "through two counts of strong scaling says nothing beyond 4"),
+        ("strong", {"n1": 1.0, "n2": 0.6, "n4": 0.4}, 32, None),
+        ("weak", {"n1": 1.0, "n2": 1.2}, 16, None),
+        ("weak", {"n1": 1.0, "n2": 3.0}, 4, "spans more than a factor of 4: measure links"),
+        ("strong", {"n1": 1.0, "n2": 0.47, "n4": 0.215}, 32, "falls below zero there"),
+    ],
+)  # fmt: skip
+def test_counts_that_do_not_show_it_are_not_stretched(scaling, measured, workers, said):
+    """Without links; with links that hold, the replay answers."""
+    (found,) = project(points(**measured), scaling, [(workers, None)])
+    assert (found.interval is None) == (said is not None)
+    assert said is None or said in found.refused
+
+
 def test_a_study_of_two_counts_says_that_its_skill_is_not_known():
-    found, far = project(points(n1=1.0, n2=1.1), Stated("weak"), [(8, None), (1024, None)])
+    found, far = project(points(n1=1.0, n2=1.1), "weak", [(8, None), (1024, None)])
     assert found.rule == BY_COUNTS
     assert found.naive_s["perfect"] == pytest.approx(1.1)
     assert "cannot show its skill" in sentence(found)
@@ -496,8 +525,19 @@ def test_links_that_were_off_their_fit_make_the_interval_wider():
         return compute_s + 2 * (replayed_ddp(workers, compute_s) - compute_s)
 
     made = [
-        project(measured, Stated("weak"), [(16, 1)], replayed_ddp, s)[0].interval
-        for s in (None, slowed)
+        project(measured, "weak", [(16, 1)], replayed_ddp, s)[0].interval for s in (None, slowed)
     ]
     assert made[1].middle_s == made[0].middle_s
     assert made[1].high_s / made[1].low_s > 1.1 * made[0].high_s / made[0].low_s
+
+
+def test_what_cannot_be_known_is_refused_with_the_remedy():
+    measured = [Measured(1, 1.0, 1), Measured(2, 1.1, 1)]
+    assert refusal(measured, 2 * MOST_TIMES, 1) is None
+    assert "measure 3 or more" in refusal(measured, 2 * MOST_TIMES + 1, 1)
+    assert "between nodes" in refusal(measured, 16, 2)
+    assert refusal(measured, 16, 2, measured_levels={"within", "between"}) is None
+    assert refusal([Measured(8, 1.0, 2)], 16, 4) is None
+    full = Queue(think_s=0.9, demands_s=(0.1,))
+    assert "servers are full from about 11" in refusal(measured, 12, 1, queue=lambda workers: full)
+    assert refusal(measured, 8, 1, queue=lambda workers: full) is None

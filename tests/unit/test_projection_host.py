@@ -6,7 +6,6 @@ import pytest
 
 from stratbench.plan.projection.evidence import Evidence
 from stratbench.plan.projection.naive import Measured
-from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import (
     BY_LINKS,
     Projection,
@@ -94,7 +93,7 @@ def test_steps_follow_one_another_in_the_longer_time_of_host_and_device(compute_
 
 def projected(scaling: str, measured: list[Measured], host_s: float) -> dict[int, Projection]:
     targets = [(n, 1) for n in (8, 16, 32)]
-    made = project(measured, Stated(scaling), targets, replayed, host_s=host_s)
+    made = project(measured, scaling, targets, replayed, host_s=host_s)
     assert {p.rule for p in made} == {BY_LINKS}
     return {p.workers: p for p in made}
 
@@ -151,7 +150,7 @@ def test_the_time_of_a_host_that_may_have_waited_is_not_known(operations, issue_
 
 def evidence(*records: dict) -> Evidence:
     points = (Measured(2, 0.1, 1),)
-    return Evidence("one", "fsdp", "net", points, Stated("strong"), (), (records,))
+    return Evidence("one", "fsdp", "net", "strong", "", None, points, (), (records,))
 
 
 def record(*issue_ms: float | None, slowdown: dict | None = None, on_host: bool = False) -> dict:

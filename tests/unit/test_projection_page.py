@@ -74,7 +74,7 @@ def row(strategy: str, workers: int, kind: str, step_s: float, **more) -> Row:
 @pytest.fixture
 def table(tmp_path) -> Path:
     path = tmp_path / "projection.csv"
-    by = {"rule": "counts and published losses", "evidence": "steps measured on 1 and 2 workers"}
+    by = {"rule": "a + b/N", "evidence": "steps measured on 1 and 2 workers"}
     write_csv(
         path,
         [

@@ -354,10 +354,10 @@ def test_a_study_without_records_says_so(tmp_path, capsys):
 def test_weak_and_mixed_scaling_are_told_apart():
     cells = [Cell("s", "e", "ddp", "resnet50", "d", n, 0) for n in (1, 2, 4)]
     records = {c: fixture_records.make_record(c) for c in cells}
-    assert evidence_of(records)[0].stated.scaling == "strong"
+    assert evidence_of(records)[0].scaling == "strong"
     for c, r in records.items():
         r["batch"] |= {"per_worker_batch": 32, "global_batch": 32 * c.gpus}
-    assert evidence_of(records)[0].stated.scaling == "weak"
+    assert evidence_of(records)[0].scaling == "weak"
     records[cells[0]]["batch"]["per_worker_batch"] = 16
     assert "neither" in evidence_of(records)[0].unfit
 

@@ -26,7 +26,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 #: Trainings that see so many times as many samples as others take longer for that.
 MOST_MORE_SAMPLES = 1.5
 #: How the table calls a rule.
-SHORT_RULES = {"counts and published losses": "counts", "replay on measured links": "links"}
+SHORT_RULES = {"replay on measured links": "links"}
 
 
 def projection_section(

@@ -107,7 +107,7 @@ def text_of(evidence: Evidence, projections: Sequence[Projection]) -> str:
         return f"{title}: not projected: {evidence.unfit}."
     unit = "workers" if evidence.on_cpu else "GPUs"
     measured = ", ".join(str(p.workers) for p in evidence.points)
-    lines = [f"{title}: {evidence.stated.scaling} scaling, measured on {measured} {unit}"]
+    lines = [f"{title}: {evidence.scaling} scaling, measured on {measured} {unit}"]
     most = max((p.workers for p in projections if not p.refused), default=0)
     lines += [f"  {sentence(p, unit)}" for p in projections if p.workers <= most]
     lines += [f"  {sentence(p, unit)}" for p in projections if p.workers > most][:1]

@@ -17,7 +17,6 @@ from stratbench.plan.footprint.request import Request
 from stratbench.plan.needs import Subject
 from stratbench.plan.projection.links import Unmeasured, read_links
 from stratbench.plan.projection.naive import Measured, Scaling
-from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import Replayed
 from stratbench.plan.projection.replay import Schedule, is_unhindered, replay
 from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
@@ -38,8 +37,10 @@ class Evidence:
     experiment: str
     strategy: str
     model: str
+    scaling: Scaling
+    gpu: str  # its name; "" of CPU processes
+    parameters: int | None
     points: tuple[Measured, ...]
-    stated: Stated
     cells: tuple[Cell, ...]
     records: tuple[tuple[Mapping[str, Any], ...], ...]  # of each count
     unfit: str = ""
@@ -51,7 +52,7 @@ class Evidence:
 
     @property
     def on_cpu(self) -> bool:
-        return not self.stated.gpu
+        return not self.gpu
 
     @property
     def stragglers(self) -> Stragglers | None:
@@ -117,15 +118,6 @@ def _evidence(
     records = [r for found in counts.values() for _, r in found]
     scaling = _scaling(records)
     first = min(records, key=lambda r: r["cell"]["gpus"])
-    stated = Stated(
-        scaling or "strong",
-        gpu=_gpu(first),
-        parameters=first["model"]["parameters"],
-        per_gpu_batch=first["batch"]["per_worker_batch"],
-        step_s=points[0].step_s if points else None,
-        servers=first["server"] is not None,
-        accumulates=False,  # a cell reduces once a step
-    )
     unfit = ""
     if scaling is None:
         unfit = "its records have neither one global batch nor one batch a worker"
@@ -134,7 +126,16 @@ def _evidence(
     if "program" in first:
         unfit = "a command of yours has steps of which nothing is known"
     return Evidence(
-        experiment, strategy, model, tuple(points), stated, tuple(cells), tuple(timed), unfit
+        experiment,
+        strategy,
+        model,
+        scaling or "strong",
+        _gpu(first),
+        first["model"]["parameters"],
+        tuple(points),
+        tuple(cells),
+        tuple(timed),
+        unfit,
     )
 
 
@@ -268,7 +269,7 @@ def _on_servers(
     None where the number of parameters is not recorded. A call raises Unmeasured for workers of several
     nodes.
     """
-    parameters = evidence.stated.parameters
+    parameters = evidence.parameters
     if not parameters:
         return None
     transport = subject.settings.options["transport"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from stratbench.plan.projection.naive import Measured
+from stratbench.plan.projection.naive import Measured, Scaling
 from stratbench.plan.projection.servers import Queue
 
 #: Times the largest measured count. Further than this the rules were not held to published measurements.
 MOST_TIMES = 8
+#: The same for a + b/N through two counts of strong scaling. In published series its intervals of 80 % hold
+#: 87 % of the steps on twice the larger count, and 54 % of those on four times as many.
+MOST_TIMES_OF_TWO = 2
 #: Workers up to which servers are projected whose push and pull nobody has measured: in published series
 #: their throughput stops to grow at 32 to 64, which smaller counts do not show.
 MOST_UNSEEN_SERVED = 16
@@ -59,5 +62,16 @@ def refusal(
         return (
             f"the servers may be full at fewer than {workers} workers, and how long a push and pull takes "
             "was not measured: measure links, or steps beyond"
+        )
+    return None
+
+
+def refusal_of_two(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
+    """Why a + b/N through so few counts says nothing about `workers`; None if it does."""
+    largest = max(p.workers for p in points)
+    if scaling == "strong" and len(points) < 3 and workers > MOST_TIMES_OF_TWO * largest:
+        return (
+            f"a + b/N through two counts of strong scaling says nothing beyond "
+            f"{MOST_TIMES_OF_TWO * largest} workers: measure a third count, or links"
         )
     return None

@@ -7,28 +7,36 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from stratbench.cell.text.words import short_time
-from stratbench.plan.projection import naive, population
-from stratbench.plan.projection.limits import refusal
+from stratbench.plan.projection import naive
+from stratbench.plan.projection.limits import refusal, refusal_of_two
 from stratbench.plan.projection.naive import Measured, Rule, Scaling, Skill
-from stratbench.plan.projection.population import Interval, Stated
 from stratbench.plan.projection.replay import NEAR_HOST
 from stratbench.plan.projection.servers import Queue
 
-#: A replay says less than counts where one doubling has an interval of more than this, high over low.
+#: An interval of one doubling that is wider than this, high over low, says nothing.
 MOST_SPREAD = 4.0
 #: With fewer measured counts one alone is held out, and the best of three naive rules is near it by luck.
 LEAST_TO_GIVE_WAY = 4
 #: Of ln times: no interval is narrower than a repeat of the same measurement.
 LEAST_SD = 0.01
-BY_COUNTS, BY_LINKS = "counts and published losses", "replay on measured links"
+BY_COUNTS, BY_LINKS = "a + b/N", "replay on measured links"
 
 #: A step's seconds on so many workers with so many seconds of computing.
 Replayed = Callable[[int, float], float]
 
 
 @dataclass(frozen=True)
+class Interval:
+    """`low_s` to `high_s` hold the step's time in 80 of 100 cases; `middle_s` is the projection."""
+
+    low_s: float
+    middle_s: float
+    high_s: float
+
+
+@dataclass(frozen=True)
 class Projection:
-    """What is said of a count: an interval by `rule`, or why nothing (`refused`), beside the naive rules.
+    """The projection to a count: an interval by `rule`, or why there is none (`refused`).
 
     `skill`: of `rule` on the measured counts, over the best naive rule there. `host_s`: in which the host
     issues a step, where that is the limit; else 0.
@@ -46,7 +54,7 @@ class Projection:
 
 def project(
     points: Sequence[Measured],
-    stated: Stated,
+    scaling: Scaling,
     targets: Sequence[tuple[int, int | None]],
     replayed: Replayed | None = None,
     slowed: Replayed | None = None,
@@ -55,56 +63,85 @@ def project(
     unsuited: Callable[[int], str | None] = lambda workers: None,
     repeats_reach: float = 0.0,
     host_s: float = 0.0,
+    served: bool = False,
 ) -> list[Projection]:
-    """A projection for each of `targets` (workers, nodes), from at least one measured count.
+    """Project the step's time to other counts of workers.
 
-    `replayed`: the traced step on measured links (`replay`), where there are any; `slowed`: the same with
-    each link as much slower as its times were off their fit, which widens the interval. `unsuited`: why a
-    count cannot be trained at all. `repeats_reach`: how far repeats lie apart (`Evidence`), which widens the
-    interval, too. `host_s`: in which the host issues a step on any count, by the replay the least that one
-    takes; 0: not known. A replay that does worse than the best naive rule on two counts or more gives way to
-    the counts, and so does one that was so far off counts left out that its interval says nothing. Where what
-    is left has no skill, either, the naive rule's time is in the interval, and the sentence names it. It does
-    not replace the projection: on published series it was the worse one then (docs/projection.md).
+    The rule is the replay, if there is one with skill, else a + b/N of the measured counts. A replay gives
+    way if it did worse than the best naive rule on two counts or more, or if its interval says nothing.
+    Where a + b/N has no skill, either, the better naive rule's time is in the interval, and the sentence
+    names it.
+
+    Args:
+        points: Step times on at least two counts.
+        scaling: What the measured counts have in common: the global batch, or a worker's batch.
+        targets: Workers and nodes (None: unknown) of each wanted count.
+        replayed: The traced step on measured links (`replay`); None without them.
+        slowed: The same with each link as much slower as its times were off their fit; widens the interval.
+        measured_levels: Levels of the measured links, "within" and "between" nodes.
+        queue: The servers' queue by workers, if their push and pull was measured.
+        unsuited: Why a count cannot be trained at all; None if it can.
+        repeats_reach: How far repeats lie apart (`Evidence`); widens the interval.
+        host_s: Seconds in which the host issues a step on any count, the least that a replayed step takes;
+            0 if unknown.
+        served: Whether servers exchange the gradients.
+
+    Returns:
+        A projection for each target, in their order.
     """
     points = sorted(points, key=lambda p: p.workers)
-    scaling = stated.scaling
-    name, rule = BY_COUNTS, by_counts(stated)
+    name, rule = BY_COUNTS, naive.a_plus_b_over_n
     skill = naive.skill_of(rule, points, scaling)
     if replayed is not None:
         by_replay = on_links(replayed, host_s=host_s)
         its_skill = naive.skill_of(by_replay, points, scaling)
-        reach = _reach(by_replay, points, scaling, 1.0)
         held = its_skill.has_any or len(points) < LEAST_TO_GIVE_WAY
-        if held and 2 * reach <= math.log(MOST_SPREAD):
+        if held and _is_telling(by_replay, points, scaling):
             name, rule, skill = BY_LINKS, by_replay, its_skill
-    if name == BY_COUNTS:
-        intervals = population.projected(points, stated, targets)
-    else:
-        more = on_links(replayed, slowed, host_s) if slowed else rule
-        intervals = [
-            _about(rule, points, scaling, workers, _apart(more, rule, points, scaling, workers))
-            for workers, _ in targets
-        ]
+    by_links = name == BY_LINKS
+    more = on_links(replayed, slowed, host_s) if by_links and slowed else rule
     found = []
-    for (workers, nodes), interval in zip(targets, intervals, strict=True):
-        why = unsuited(workers) or refusal(
-            points, workers, nodes, measured_levels, queue, name == BY_LINKS, stated.servers
-        )
+    for workers, nodes in targets:
         beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
-        limit_s = host_s if name == BY_LINKS and interval.middle_s <= host_s else 0.0
-        interval = _widened(interval, repeats_reach)
-        if not skill.has_any:
-            interval = _holding(interval, beside[skill.best])
-        found.append(
-            Projection(workers, nodes, why, None if why else interval, name, beside, skill, limit_s)
+        why = unsuited(workers) or refusal(
+            points, workers, nodes, measured_levels, queue, by_links, served
         )
+        if not (why or by_links):
+            why = _why_not_by_counts(points, scaling, workers)
+        interval, limit_s = None, 0.0
+        if not why:
+            apart = _apart(more, rule, points, scaling, workers)
+            interval = _about(rule, points, scaling, workers, apart)
+            limit_s = host_s if by_links and interval.middle_s <= host_s else 0.0
+            interval = _widened(interval, repeats_reach)
+            if not skill.has_any:
+                interval = _holding(interval, beside[skill.best])
+        found.append(Projection(workers, nodes, why, interval, name, beside, skill, limit_s))
     return found
+
+
+def _is_telling(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> bool:
+    """Whether the interval of the next doubling says anything."""
+    return 2 * _reach(rule, points, scaling, 1.0) <= math.log(MOST_SPREAD)
+
+
+def _why_not_by_counts(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
+    """Why a + b/N of the measured counts says nothing about `workers`; None if it does."""
+    if why := refusal_of_two(points, scaling, workers):
+        return why
+    if not _is_telling(naive.a_plus_b_over_n, points, scaling):
+        return (
+            "a + b/N is so far off the measured counts that the interval of the next doubling spans more "
+            f"than a factor of {MOST_SPREAD:g}: measure links, or steps on more counts"
+        )
+    if naive.a_plus_b_over_n(points, scaling, workers) <= 0:
+        return "a + b/N falls below zero there: measure links, or steps on more counts"
+    return None
 
 
 def _widened(interval: Interval, reach: float) -> Interval:
     """The interval of one more repeat: what is not known of the middle one, and how far repeats lie apart."""
-    if not reach or not interval.low_s:
+    if not reach:
         return interval
     low, middle, high = (math.log(t) for t in (interval.low_s, interval.middle_s, interval.high_s))
     return Interval(
@@ -119,18 +156,6 @@ def _holding(interval: Interval, step_s: float) -> Interval:
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
-
-
-def by_counts(stated: Stated) -> Rule:
-    """The projection from counts alone as a rule."""
-
-    def rule(points: Sequence[Measured], _scaling: Scaling, workers: int) -> float:
-        # Nodes of a count that was left out: as the last of the others fill theirs.
-        last = points[-1]
-        nodes = last.nodes and max(1, math.ceil(workers * last.nodes / last.workers))
-        return population.projected(points, stated, [(workers, nodes)])[0].middle_s
-
-    return rule
 
 
 def _apart(
@@ -266,6 +291,8 @@ def sentence(found: Projection, unit: str = "GPUs") -> str:
     if found.skill.value is None:
         return f"{said}; fewer than three measured counts cannot show its skill."
     best = found.skill.best
+    if found.skill.has_any and found.rule == BY_COUNTS:
+        return f"{said}; no naive rule did better on the measured counts."
     if found.skill.has_any:
         ratio = f"{1 - found.skill.value:.2f} times that of {best}"
         return f"{said}; on the measured counts its error is {ratio}."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,19 @@ def projections_of(
     on, queue, able = _on_links(config, study, evidence, at, device, counts, nodes_of)
     links = (on.replayed, on.slowed, on.levels, queue) if on else ()
     reach, host_s = evidence.repeats_reach, on.host_s if on else 0.0
+    projected = partial(
+        project,
+        points,
+        evidence.scaling,
+        unsuited=unsuited,
+        repeats_reach=reach,
+        served=last.served,
+    )
     made = [
-        *project(points, evidence.stated, [p for p in places if p[0] in able], *links,
-                 unsuited=unsuited, repeats_reach=reach, host_s=host_s),
+        *projected([p for p in places if p[0] in able], *links, host_s=host_s),
         # Without a replay, of which those that are too far would take minutes to be refused.
-        *project(points, evidence.stated, [p for p in places if p[0] not in able],
-                 unsuited=unsuited, repeats_reach=reach),
-    ]  # fmt: skip
+        *projected([p for p in places if p[0] not in able]),
+    ]
     return sorted(made, key=lambda p: p.workers)
 
 
@@ -177,5 +183,5 @@ def _on_links(
                 able.add(n)
     if on.queue is None:
         return on, None, able
-    queue, computing = on.queue, computing_at(on.replayed, points, evidence.stated.scaling)
+    queue, computing = on.queue, computing_at(on.replayed, points, evidence.scaling)
     return on, lambda n: queue(n, computing(n)), able

@@ -103,7 +103,7 @@ def rows_of(
     """The rows of one strategy: measured counts, then the others."""
     common = {
         "experiment": evidence.experiment, "model": evidence.model, "strategy": evidence.strategy,
-        "base": base, "scaling": evidence.stated.scaling, "device": evidence.stated.gpu or "CPU",
+        "base": base, "scaling": evidence.scaling, "device": evidence.gpu or "CPU",
         "why_no_target": whole.why_no_target,
     }  # fmt: skip
     found = []
@@ -140,7 +140,7 @@ def _times(
 ) -> dict[str, float | None]:
     """Step, efficiency, time and cost of the training and to the target, from the step's low, middle and high
     time."""
-    ideal_s = ideal(evidence.points[0], evidence.stated.scaling, workers)
+    ideal_s = ideal(evidence.points[0], evidence.scaling, workers)
     trained = [t * whole.steps[workers] for t in step_s]
     # A long step is a low efficiency.
     efficiencies = [ideal_s / t for t in reversed(step_s)]
@@ -176,7 +176,7 @@ def unfit_rows(evidence: Evidence, base: str, counts: Sequence[int]) -> list[Row
     """Of a strategy from which nothing can be projected: a refusal for each of the counts."""
     return [
         Row(
-            evidence.experiment, evidence.model, evidence.strategy, base, "", evidence.stated.gpu or "CPU",
+            evidence.experiment, evidence.model, evidence.strategy, base, "", evidence.gpu or "CPU",
             workers, None, "refused", why=evidence.unfit,
         )
         for workers in counts

@@ -18,7 +18,7 @@ def share_to_target(
     if target is None:
         return None, ""
     records = [r for count in evidence.records for r in count]
-    if evidence.stated.scaling == "weak":
+    if evidence.scaling == "weak":
         return None, "the global batch grows with the workers, and so may the epochs that it takes"
     if not all(r["strategy"]["traits"]["equals_ddp"] for r in records):
         return (
