@@ -9,10 +9,10 @@ from stratbench.analysis.report import brief
 FIRST = Short(
     "ddp", 4, "Fastest, in one run each.", "one run", "214 s", why="one run each: may be chance"
 )
-SECOND = Short("ddp", None, "By theory.", "theory")
+SECOND = Short(None, None, "Every cell failed.", "none", why="2 of 2 failed")
 ANSWERS = [
     {"model": "vgg16", "experiment": "main", "short": asdict(FIRST), "confidence": "low"},
-    {"model": "gpt", "experiment": "", "short": asdict(SECOND), "confidence": "none"},
+    {"model": "gpt", "experiment": "texts", "short": asdict(SECOND), "confidence": "none"},
 ]
 LEAD = "Two questions, no sure answer yet."
 
@@ -25,7 +25,7 @@ def test_a_finished_study_is_told_in_a_few_lines(tmp_path):
         LEAD,
         "vgg16 (main): ddp × 4, 214 s. Fastest, in one run each. "
         "Confidence: low (one run each: may be chance).",
-        "gpt: ddp. By theory. Confidence: none.",
+        "gpt (texts): Every cell failed. Confidence: none (2 of 2 failed).",
         "Audit: 0 unusable, 1 doubtful, 2 to note.",
         "Start skew of an epoch's workers: median 6.0 ms, largest 9.0 ms in 2 cells.",
     ]

@@ -11,9 +11,8 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis import audit
-from stratbench.analysis.decision import decide, theory
+from stratbench.analysis.decision import decide
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.turns import read_turns
 from stratbench.analysis.paper import published
 from stratbench.analysis.projection.projected import read_projection
 from stratbench.analysis.records.columns import COLUMNS
@@ -597,18 +596,17 @@ def test_records_of_cpu_processes_do_not_speak_of_gpus():
     assert "model states alone 500 MiB" in held.excluded[0][1]
 
 
-def test_without_records_theory_answers_and_says_so():
-    rows = [failed(name, "missing") for name in ("ddp", "fsdp")]
-    found = decided(rows)
-    assert found.source == "theory"
-    assert found.headline == "ddp. By theory: nothing was measured."
-    assert found.confidence == "none"
-    other = decided([cell("ddp", 1.0)], model="resnet50")
-    assert other.source == "theory"
-    assert other.headline == "ddp. By theory: it is not a model of the study, which has vgg16."
-    assert other.changes == (
-        "Records: add it to the study's `models`, train its cells, and decide again.",
+def test_where_nothing_was_measured_the_plan_is_pointed_to():
+    found = decided([failed(name, "missing") for name in ("ddp", "fsdp")])
+    assert found.choice is None
+    assert found.headline == (
+        "Nothing can be recommended. Nothing was measured: train its cells, or ask `snakemake plan` what "
+        "fits and how long it takes."
     )
+    assert (found.confidence, found.short.why) == ("none", "2 of 2 were not measured")
+    assert [name for name, _ in found.excluded] == ["ddp", "fsdp"]
+    every = decided([failed(name, "error") for name in ("ddp", "fsdp")])
+    assert every.headline == "Nothing can be recommended. Every cell failed."
 
 
 def test_where_all_reached_their_limit_a_longer_one_is_told_as_the_way_on():
@@ -653,28 +651,6 @@ def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
     assert "A smaller lr, lr_warmup_steps or clip_norm steady" in found.reason
     some = decided([failed("ddp", "diverged"), failed("fsdp", "oom")])
     assert some.headline == "Nothing can be recommended. Every candidate is excluded."
-
-
-def test_rules_from_theory():
-    def choice(model="convnext_large", optimizer="sgd", **given):
-        return theory.choice_by_theory(model, Constraints(**given), optimizer)[0]
-
-    assert choice() == "ddp"
-    assert choice(gpus=1) == "single"
-    # 197.8 million parameters x 12 bytes are 2.21 GiB: they do not fit 2 GiB, halves do.
-    assert choice(gpu_memory_gib=2, gpus=2) == "fsdp"
-    assert choice(gpu_memory_gib=2, gpus=1) is None
-    assert choice(gpu_memory_gib=0.5, gpus=4) is None
-    assert choice(gpu_memory_gib=2.4) == "fsdp"  # 2.21 GiB and the reserve
-    assert choice(gpu_memory_gib=2.4, memory_margin=0.05) == "ddp"
-    # AdamW takes 16 bytes: 2.95 GiB.
-    assert choice(gpu_memory_gib=2.9, memory_margin=0.0) == "ddp"
-    assert choice(gpu_memory_gib=2.9, memory_margin=0.0, optimizer="adamw") == "fsdp"
-    assert choice(gpu_memory_gib=3.0, memory_margin=0.0, optimizer="adamw") == "ddp"
-    assert choice(homogeneous=False, optimizer="adamw") == "ps-preview"
-    assert choice(gpu_memory_gib=80, homogeneous=False) == "ps-ormo"
-    assert choice(gpu_memory_gib=80, gang_scheduled=False) == "ps-ormo"
-    assert choice("unheard-of") == "ddp"
 
 
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
@@ -733,6 +709,8 @@ def test_where_nothing_can_be_recommended_it_is_said_why():
 
 def test_a_misspelt_model_is_refused_with_those_there_are(tmp_path, capsys):
     rows = [cell("ddp", 10.0), cell("ddp", 9.0, model="resnet50")]
+    with pytest.raises(ConfigError, match="is not a model of the study"):
+        decided(rows, model="densenet121")  # built in, and not of this study
     with pytest.raises(ConfigError) as refused:
         decided(rows, model="vgg61")
     assert str(refused.value) == (
@@ -887,36 +865,3 @@ def test_broken_lines_go_on_further_in_and_no_name_is_broken():
     assert second.startswith("    word")
     assert name in text
     assert text.endswith("\n")
-
-
-TURNS = """experiment,model,gpus,faster,slower,link_gb_per_s,turns_at_gb_per_s_low,turns_at_gb_per_s_high
-e,vgg16,4,ddp,fsdp,20,4,9
-e,vgg16,4,ddp,zero1,20,1,2
-e,vgg16,4,ddp,single,20,19,19
-e,vgg16,4,ddp,zero1-torch,20,19,19
-e,vgg16,2,ddp,fsdp,20,18,18
-other,vgg16,4,ddp,fsdp,20,18,18
-e,vgg16,4,ddp,gossip,20,40,70.5
-e,vgg16,4,fsdp,ddp,20,18,18
-"""
-
-
-TIMES = ("ddp", 10.0), ("zero1-torch", 10.01), ("fsdp", 12.0), ("zero1", 13.0), ("gossip", 14.0)
-
-
-def test_the_nearest_speed_of_links_that_would_turn_the_order_is_named(tmp_path):
-    """Of strategies that are ranked behind, on as many workers; slower and faster links each have one."""
-    (tmp_path / "turns.csv").write_text(TURNS)
-    rows = [cell(s, t) for s, t in TIMES]
-    frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
-    turns = read_turns(str(tmp_path / "turns.csv"))
-    (found,) = decide.decisions(frame, none, Constraints(), turns=turns)
-    said = [c for c in found.changes if "links" in c]
-    assert said == [
-        "Slower links: of 4 to 9 GB/s in place of 20, with fsdp on 4 the first to be as fast (measured "
-        "times, and what links add by the plan).",
-        "Faster links: of 40 to 70 GB/s in place of 20, with gossip on 4 the first to be as fast (measured "
-        "times, and what links add by the plan).",
-    ]
-    assert read_turns("") == read_turns(str(tmp_path / "none.csv")) == []

@@ -24,7 +24,7 @@ from stratbench.plan import against_records as against
 from stratbench.plan.device_rates import CPU_PROCESS_BYTES
 from stratbench.plan.footprint.footprint import make_footprint
 from stratbench.plan.needs import data_bytes_of, subject_of
-from stratbench.ps.policies.preview import PreviewPolicy
+from stratbench.ps.policies.averaging import SyncPolicy
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study, load_config
@@ -224,8 +224,9 @@ def test_the_plan_follows_what_it_wraps_and_keeps(late, tmp_path):
 
 def test_it_makes_its_own_claims_and_none_of_the_others():
     ddp = strategy_class("ddp")
-    assert (ddp.first_choice, ddp.alike_on_any_count) == ("equal workers", True)
-    assert (Late.first_choice, Late.alike_on_any_count, Late.rule) == (None, False, "")
+    assert ddp.alike_on_any_count
+    assert ddp.rule
+    assert (Late.alike_on_any_count, Late.rule) == (False, "")
 
     class Silent(ddp):
         summary = "another one, that says nothing else"
@@ -245,9 +246,9 @@ def test_each_is_a_strategy_of_its_own(name):
     )
 
 
-def test_a_policy_made_from_another_one_is_not_its_first_choice():
-    class Own(PreviewPolicy):
+def test_a_policy_made_from_another_one_makes_its_own_claims():
+    class Own(SyncPolicy):
         summary = "another one"
 
-    assert PreviewPolicy.first_choice is not None
-    assert Own.first_choice is None
+    assert SyncPolicy.rigid is not None
+    assert Own.rigid is None

@@ -18,7 +18,7 @@ from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import bytes_text, hours_text
 from stratbench.plan import __main__ as command
-from stratbench.plan import check, device_rates, duration, quantities, schedule, servers, turns
+from stratbench.plan import check, device_rates, duration, quantities, schedule, servers
 from stratbench.plan.check import Rehearsal
 from stratbench.plan.duration import Span
 from stratbench.plan.footprint import cache, traffic
@@ -782,56 +782,11 @@ def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     rate = device.link(1) * duration.LINK_UTILISATION[0]
     slowest = replace(c.needs.slowest, training_flops_per_sample=0, operations_per_step=1)
     alone = replace(c.needs, slowest=slowest, wire_bytes=0)
-    computes_s = duration.step_on(device, c.subject, alone, 0).seconds()
+    computes_s = duration.step_on(device, c.subject, alone, 0).seconds
     sent = {"wire_bytes": 4 * computes_s * rate}
     for share in (0, 1, 3, 4):
         awaited = replace(alone, awaited_bytes=share * computes_s * rate, **sent)
         expected = max(1, 4 - share) + share
-        assert duration.step_on(device, c.subject, awaited, 0).seconds() == pytest.approx(
+        assert duration.step_on(device, c.subject, awaited, 0).seconds == pytest.approx(
             expected * computes_s
         )
-
-
-# The faster one sends more: 2 s with nothing hidden, the other 1 s and nothing. Or it computes less beside.
-SENDS, COMPUTES = duration.Step(1, 2, 0, 0, False), duration.Step(1, 0, 0, 0, False)
-HIDES, ITS_OTHER = duration.Step(8, 2, 0, 0, True), duration.Step(2, 4, 1, 0, False)
-
-
-@pytest.mark.parametrize(
-    ("gap_s", "fast", "slow", "slower"),
-    [
-        (3.0, SENDS, COMPUTES, 1 + 3 / 2),  # two more seconds for each time that links are slower
-        (3.0, HIDES, COMPUTES, 4 + 3 / 2),  # from four times slower links on nothing hides them
-        (1.0, COMPUTES, SENDS, 1 / 2),  # faster links gain the slower one its second of two
-        (3.0, COMPUTES, SENDS, None),  # it has but two to gain
-        (1e9, SENDS, COMPUTES, None),
-        (1.0, HIDES, ITS_OTHER, 1 - 1 / 4),
-    ],
-)
-def test_links_turn_an_order_where_what_they_add_is_what_one_led_by(gap_s, fast, slow, slower):
-    found = turns._factors(gap_s, (fast, fast), (slow, slow))
-    assert found == ([] if slower is None else pytest.approx([slower] * 2))
-
-
-def test_a_row_says_at_which_links_measured_orders_turn(plan_of):
-    """ps-async sends through a server, ddp by a ring: its row is of both ends of what the plan knows."""
-    plan = plan_of(strategies=["ddp", "fsdp"], gpus=[1, 4])
-    times = {("ddp", 4): 10.0, ("fsdp", 4): 12.0, ("ddp", 1): 30.0, ("fsdp", 1): 31.0}
-    records = {
-        c.cell: {"status": "ok", "time": {"train_time_s": times[c.cell.strategy, c.cell.gpus]}}
-        for c in plan.cells
-    }
-    assert list(turns.turn_rows(plan, records)) == []  # both send alike
-
-    def sending(c: schedule.Planned, link_s: float) -> schedule.Planned:
-        steps = tuple(duration.Step(0.0, link_s * n, 0.0, 0.0, False) for n in (1, 2))
-        return replace(c, fits_on={"A": replace(c.fit, steps=steps, link_bytes_per_s=10e9)})
-
-    each_s = 1.0 / plan.cells[0].subject.steps  # a second of training at best, two at worst
-    cells = [sending(c, each_s * (c.cell.strategy == "ddp")) for c in plan.cells]
-    (row,) = turns.turn_rows(replace(plan, cells=cells), records)
-    assert (row["gpus"], row["faster"], row["slower"]) == (4, "ddp", "fsdp")
-    assert row["link_gb_per_s"] == 10
-    # Two seconds behind: links three times slower at best, twice at worst.
-    assert row["turns_at_gb_per_s_low"] == pytest.approx(10 / 3)
-    assert row["turns_at_gb_per_s_high"] == pytest.approx(5)

@@ -15,7 +15,7 @@ from policy_reference import hyper_of
 
 from launching import settings
 from stratbench import strategies
-from stratbench.analysis.decision import decide, theory
+from stratbench.analysis.decision import decide
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records import columns
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
@@ -97,14 +97,10 @@ def test_a_new_strategy_is_judged_by_what_it_says_and_carefully_where_it_is_sile
 
 
 def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered):
-    """Nor does theory ever recommend it."""
     request = Request(settings("silent", options={}), (3, 32, 32), 10, local_world=4, eval_batch=64)
     assert not request.served
     assert not request.may_reshard
     assert not strategy_class("silent").alike_on_any_count
-    situations = [{"gpus": 1}, {}, {"homogeneous": False}, {"gpu_memory_gib": 0.5}]
-    named = {theory.choice_by_theory("convnext_large", Constraints(**s))[0] for s in situations}
-    assert named == {"single", "ddp", "fsdp", "ps-ormo"}
 
 
 @pytest.mark.parametrize("name", POLICIES)

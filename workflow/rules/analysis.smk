@@ -53,7 +53,7 @@ STAGES = {
     "decide": ASK_PROJECTION
     + "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
-    " --verdict={params.verdict:q} --turns {params.study:q}/turns.csv"
+    " --verdict={params.verdict:q}"
     + USE_PROJECTION
     + " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json"
     + (" --queue {params.out:q}/queue.json" if QUEUE_STAGE else ""),
@@ -182,7 +182,6 @@ rule make_decision:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
         verdict=verdict_of,
-        turns=f"{RESULTS}/{{study}}/turns.csv",
         history=history_of,
         links=lambda w: measured_links(w) if ASKS_PROJECTION else [],
     output:

@@ -132,8 +132,6 @@ def constraints(wildcards):
     """What `decide` ranks under."""
     # A peak fits with the same reserve as in the plan.
     given = CONFIG["decide"] | {"memory_margin": CONFIG["cluster"]["memory_margin"]}
-    if optimizers := STUDY.optimizers():
-        given |= {"optimizers": optimizers}
     return json.dumps(given)
 
 

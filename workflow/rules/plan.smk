@@ -40,14 +40,12 @@ rule check:
         "-m stratbench.plan --check --config {params.config:q} 2>&1 | tee {log:q}"
 
 
-# What the plan predicts of every finished cell beside what was measured, and where other links would turn an
-# order.
+# What the plan predicts of every finished cell, beside what was measured.
 rule compare_with_prediction:
     input:
         f"{RESULTS}/{{study}}/cells.csv",
     output:
-        prediction=f"{RESULTS}/{{study}}/prediction.csv",
-        turns=f"{RESULTS}/{{study}}/turns.csv",
+        f"{RESULTS}/{{study}}/prediction.csv",
     log:
         f"{RESULTS}/{{study}}/logs/compare_with_prediction.log",
     benchmark:
@@ -68,8 +66,8 @@ rule compare_with_prediction:
         "compare what the plan predicts of {wildcards.study} with what was measured"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.plan.against_records --config {params.config:q} --out {output.prediction:q}"
-        " --turns-out {output.turns:q} > {log:q} 2>&1"
+        "-m stratbench.plan.against_records --config {params.config:q} --out {output:q}"
+        " > {log:q} 2>&1"
 
 
 # Step times on counts that nobody has, from the study's records, and from its links.csv where `links` has

@@ -67,7 +67,6 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     except ConfigError as error:
         raise CommandError(str(error)) from None
     given["memory_margin"] = cluster["memory_margin"]
-    given["optimizers"] = other_optimizers(config, result_set.study)
     claim_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
     queue = None
@@ -173,12 +172,6 @@ def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str,
         return {name: dict(block) for name, block in experiments.items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
-
-
-def other_optimizers(config: Mapping[str, Any], study: str) -> dict[str, str]:
-    """The optimizers that are not SGD, by experiment."""
-    named = {name: b.get("optimizer", "sgd") for name, b in experiments_of(config, study).items()}
-    return {name: str(optimizer) for name, optimizer in named.items() if optimizer != "sgd"}
 
 
 def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Compares predictions with the records of finished cells: memory, bytes sent, time.
 
-python -m stratbench.plan.against_records --config JSON --out prediction.csv --turns-out turns.csv
+python -m stratbench.plan.against_records --config JSON --out prediction.csv
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.needs import Subject, mean_wire_bytes, sent_bytes
 from stratbench.plan.pages.table import write_rows
 from stratbench.plan.schedule import Plan, Planned, make_plan, records_by_cell
-from stratbench.plan.turns import HEADER, turn_rows
 from stratbench.study.config import config as configuration
 
 #: How the peak of a record was measured on a CPU.
@@ -162,17 +161,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="stratbench.plan.against_records", description=__doc__)
     parser.add_argument("--config", required=True, help="the whole config, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="one row a finished cell (CSV)")
-    parser.add_argument(
-        "--turns-out", type=Path, required=True, help="where links would turn an order (CSV)"
-    )
     args = parser.parse_args()
     config, study = configuration.load_config(json.loads(args.config))
     records = records_by_cell(study, config["results"])
     plan = make_plan(config, check_study(config, study), records)
     rows = prediction_rows(plan, records)
     write_rows(rows, args.out, [f.name for f in fields(Cell)])
-    usable = {cell: r for cell, r in records.items() if not software_gpu.trained(r)}
-    write_rows(list(turn_rows(plan, usable)), args.turns_out, HEADER)
     print(f"{len(rows)} of {len(records)} records compared with their prediction")
 
 

@@ -75,17 +75,17 @@ class Step:
     server_s: float
     hides: bool
 
-    def sending_s(self, slower: float = 1.0) -> float:
-        """What is sent, with links so many times slower than the device's."""
-        return max(self.link_s * slower, self.server_s)
+    @property
+    def sending_s(self) -> float:
+        """What it sends."""
+        return max(self.link_s, self.server_s)
 
-    def seconds(self, slower: float = 1.0) -> float:
-        """The whole of it, with such links; only where the device's rate is known."""
-        sent_s = self.sending_s(slower)
+    @property
+    def seconds(self) -> float:
+        """The whole of it; only where the device's rate is known."""
         if not self.hides:
-            return self.compute_s + sent_s
-        awaited_s = self.awaited_s * slower
-        return max(self.compute_s, sent_s - awaited_s) + awaited_s
+            return self.compute_s + self.sending_s
+        return max(self.compute_s, self.sending_s - self.awaited_s) + self.awaited_s
 
 
 def step_on(device: Device, s: Subject, needs: Needs, slow: int) -> Step:

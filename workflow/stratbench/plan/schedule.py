@@ -13,7 +13,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, counted, seconds_text
 from stratbench.plan.check import Checked, Network
 from stratbench.plan.device_rates import Device, cpu_device, gpu_device, gpus_called, named_gpus
-from stratbench.plan.duration import Projected, Span, Step, overhead_span, span_by_records, step_on
+from stratbench.plan.duration import Projected, Span, overhead_span, span_by_records, step_on
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.traffic import PARTS
@@ -43,20 +43,13 @@ class DeviceFit:
     room_bytes: float  # that a worker may use of the device's memory, the margin taken off
     #: That a GPU holds at once, on which the buffers of sums depend; footprints on CPUs have none.
     resident_threads: int
-    link_bytes_per_s: float  # of the slowest link between its workers
-    steps: tuple[Step, Step]
+    sending_s: tuple[float, float]  # of a step
     by_device: Span | None  # the training by what the device can do
     train: Span | None  # the same, or by records where there are any
     total: Span | None
     cut_off: str  # by the time limit: no, possible or certain
     gpu_hours: tuple[float, float] | None
     cost: tuple[float, float] | None
-
-    @property
-    def sending_s(self) -> tuple[float, float]:
-        """Of a step's communication."""
-        best, worst = self.steps
-        return best.sending_s(), worst.sending_s()
 
 
 @dataclass(frozen=True)
@@ -268,7 +261,7 @@ def _fit(
         rates = (
             f"{device.name}'s peak rates" if device.is_gpu else "this host's CPU, all cells alike"
         )
-        by_device = Span(*(step.seconds() * s.steps for step in steps), rates)
+        by_device = Span(*(step.seconds * s.steps for step in steps), rates)
     train = measured or by_device
     total = train and train + overhead_span(device, s, needs)
     gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)
@@ -285,8 +278,7 @@ def _fit(
         * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
         room_bytes=room_bytes,
         resident_threads=threads,
-        link_bytes_per_s=device.link(needs.nodes),
-        steps=steps,
+        sending_s=(steps[0].sending_s, steps[1].sending_s),
         by_device=by_device,
         train=train,
         total=total,

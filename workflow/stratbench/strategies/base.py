@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Traits:
     """What is true of a strategy, with its options, on a number of workers; recorded with each cell.
 
-    Decision, audit, theory and plan judge a strategy by these and never by its name. The defaults
+    Decision, audit and plan judge a strategy by these and never by its name. The defaults
     are for a strategy that says nothing of itself: nothing is expected of it, and no claim rests
     on it.
     """
@@ -141,7 +141,6 @@ CLAIMS = (
     "rule",
     "alike_on_any_count",
     "collectives",
-    "first_choice",
     "own_phases",
     "rigid",
     "begins_anew",
@@ -206,11 +205,6 @@ class Strategy:
     begins_anew: ClassVar[str | None] = "it does not say that all its state can be kept"
     #: Whether its first steps do what later ones do not: the plan then looks at later ones.
     warms_up: ClassVar[bool] = False
-    #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
-    #: None: never.
-    first_choice: ClassVar[
-        Literal["one worker", "equal workers", "unequal workers", "states too large"] | None
-    ] = None
     #: Whether a parameter that got no gradient in a step is updated as by one of zeros; else it is left.
     updates_by_zeros: ClassVar[bool] = False
     #: What becomes of buffers that forward writes, such as BatchNorm's statistics, in a few words.

@@ -76,7 +76,6 @@ class DDP(base.Collective):
     rigid = begins_anew = None
     collectives = ("all_reduce", "broadcast")
     own_phases = base.BEFORE_BACKWARD
-    first_choice = "equal workers"
     buffers_note = "rank 0's are sent to all before each forward, and evaluated"
     evaluated_on = "the replicas' weights with rank 0's BatchNorm statistics"
     breakdown_note: ClassVar[str] = (

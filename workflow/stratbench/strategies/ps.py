@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.ps.policies.options import EveryPushOptions
-from stratbench.ps.policies.policies import first_choice, policy_class
+from stratbench.ps.policies.policies import policies_that_take, policy_class
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
 from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
@@ -63,7 +63,6 @@ def class_of_policy(policy: str) -> type[ParameterServer]:
         "family": "servers" if issubclass(rules.Options, EveryPushOptions) else "averaging servers",
         "summary": rules.summary,
         "rule": rules.rule,
-        "first_choice": rules.first_choice,
         "rigid": rules.rigid,
         "Options": Options,
         "__doc__": rules.__doc__,
@@ -183,8 +182,8 @@ class ParameterServer(base.Strategy):
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         optimizer = values["optimizer"]
         if why := cls.Options.refusal(optimizer):
-            other = first_choice(optimizer)
-            yield f".optimizer = {optimizer!r}: {why}" + (f" ({other} takes it)" if other else "")
+            others = ", ".join(policies_that_take(optimizer))
+            yield f".optimizer = {optimizer!r}: {why} ({others} take it)"
         if values["scattered"]:
             yield (
                 ".scattered = true: servers need cores and memory of some of the nodes, and SLURM chooses "

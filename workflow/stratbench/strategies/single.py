@@ -19,7 +19,6 @@ class Single(Collective):
     max_workers = 1
     needs_group = False
     collectives = ()
-    first_choice = "one worker"
     buffers_note = "there is one worker"
     rigid = "it has one worker"
     begins_anew = None

@@ -8,14 +8,12 @@ from typing import Any
 
 def answer_line(answer: Mapping[str, Any]) -> str:
     """An answer: `vgg16 (main): ddp × 4, 214 s. Fastest, in one run each. Confidence: low (...).`"""
-    short, experiment = answer["short"], answer["experiment"]
-    where = f"{answer['model']} ({experiment})" if experiment else answer["model"]
+    short = answer["short"]
     choice = []
     if short["strategy"]:
         workers = f" × {short['gpus']}" if short["gpus"] else ""
         value = f", {short['value']}" if short["value"] else ""
         choice = [f"{short['strategy']}{workers}{value}."]
     why = f" ({short['why']})" if short["why"] else ""
-    return " ".join(
-        [f"{where}:", *choice, short["claim"], f"Confidence: {answer['confidence']}{why}."]
-    )
+    where = f"{answer['model']} ({answer['experiment']}):"
+    return " ".join([where, *choice, short["claim"], f"Confidence: {answer['confidence']}{why}."])

@@ -38,8 +38,6 @@ class Constraints:
     gang_scheduled: bool = True
     #: `decide.queue`, for which a simulation gives the answer; None: nothing waits in a queue.
     queue: Mapping[str, Any] | None = None
-    #: The optimizers that are not SGD, by experiment: their states are larger.
-    optimizers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Constraints:

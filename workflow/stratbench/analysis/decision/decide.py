@@ -1,8 +1,7 @@
 """Decides which strategy to choose for each model: ranks the records under the constraints.
 
 Writes decision.csv, the matrix of all strategies and worker counts with its standing and a reason each,
-and answers.json, the decisions in words, which the report shows. Also prints them. If nothing was
-measured, the answer comes from the rules of `theory`, and says so.
+and answers.json, the decisions in words, which the report shows. Also prints them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.decision import theory
 from stratbench.analysis.decision.answer_line import answer_line
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import candidates_among
@@ -39,7 +37,6 @@ from stratbench.analysis.decision.short import (
     none_left,
     short_answer,
 )
-from stratbench.analysis.decision.turns import Turn, read_turns, sentences_on_links
 from stratbench.analysis.projection.projected import (
     Line,
     Projected,
@@ -64,13 +61,11 @@ MATRIX_COLUMNS = (
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer for one model in one experiment (`experiment` is empty for theory alone)."""
+    """The answer for one model in one experiment."""
 
     experiment: str
     dataset: str
     model: str
-    #: `records` or `theory`.
-    source: str
     choice: Candidate | None
     reason: str
     #: `high`, `medium`, `low` or `none`, and why, in sentences.
@@ -95,15 +90,13 @@ def decisions(
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
     projected: Mapping[Line, Mapping[int, Projected]] | None = None,
-    turns: Sequence[Turn] = (),
     crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> list[Decision]:
     """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
 
     `projected`: by the number of workers, of those that the constraints allow and nobody measured;
-    `turns`: where other links would turn an order; `crossings`: sentences on other numbers of workers,
-    by experiment and model.
-    ConfigError if the constraints name a model that nobody knows.
+    `crossings`: sentences on other numbers of workers, by experiment and model.
+    ConfigError if the constraints name a model that is not in the study.
     """
     check_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
@@ -111,26 +104,19 @@ def decisions(
         (rows, candidates_among(rows, listed, constraints, raced, projected))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
-    made = decide_together(studied, constraints, turns)  # even if only one model is wanted
+    made = decide_together(studied, constraints)  # even if only one model is wanted
     made = [with_crossings(d, (crossings or {}).get((d.experiment, d.model), ())) for d in made]
-    if constraints.model is not None:
-        made = [decision for decision in made if decision.model == constraints.model]
-        if not made:
-            why = f"it is not a model of the study, which has {', '.join(cells['model'].unique())}"
-            add = "Records: add it to the study's `models`, train its cells, and decide again."
-            made = [decision_by_theory("", "", constraints.model, constraints, [], why, add)]
-    return made
+    return [d for d in made if constraints.model in (None, d.model)]
 
 
 def decide_together(
     studied: Sequence[tuple[pd.DataFrame, list[Candidate]]],
     given: Constraints,
-    turns: Sequence[Turn] = (),
 ) -> list[Decision]:
     """A decision for the rows and candidates of each model; all variances together say more."""
     rankings = rankings_of_bouts([found for _, found in studied], given.equivalence_margin)
     return [
-        decide(rows, found, ranking, given, turns)
+        decide(rows, found, ranking, given)
         for (rows, found), ranking in zip(studied, rankings, strict=True)
     ]
 
@@ -140,17 +126,14 @@ def decide(
     found: list[Candidate],
     ranking: Ranking | None,
     given: Constraints,
-    turns: Sequence[Turn] = (),
 ) -> Decision:
     """The decision on one experiment and model (rows of cells.csv); `found` are its candidates.
 
     `ranking` ranks the candidates that nothing excludes; None if there are none.
     """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
-    if all(c.kind in ("not measured", "failed") for c in found):
-        return decision_by_theory(experiment, dataset, model, given, found)
     ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.compared)]
-    common = {"experiment": experiment, "dataset": dataset, "model": model, "source": "records"}
+    common = {"experiment": experiment, "dataset": dataset, "model": model}
     common["matrix"] = matrix_rows((experiment, dataset, model), found, ranking)
     common["excluded"] = tuple(excluded_strategies(found, {c.strategy for c in ranked}))
     if ranking is None:
@@ -175,10 +158,7 @@ def decide(
         reason=reason_for(found, ranking, noun, given),
         confidence=sure.level,
         sure=sure.sure,
-        changes=(
-            *sentences_on_changes(found, ranking, given),
-            *sentences_on_links(ranking, turns, experiment, model),
-        ),
+        changes=tuple(sentences_on_changes(found, ranking, given)),
         short=short_answer(found, ranking, given, sure, unknown),
     )
 
@@ -216,39 +196,6 @@ def matrix_rows(
             "doubts": "; ".join(c.doubts),
         })  # fmt: skip
     return tuple(rows)
-
-
-def decision_by_theory(
-    experiment: str,
-    dataset: str,
-    model: str,
-    given: Constraints,
-    found: list[Candidate],
-    why: str = "nothing was measured",
-    remedy: str = "Records: train the study's cells of this model, and decide again.",
-) -> Decision:
-    """The decision if there are no measurements, with the reason `why` there are none, and a remedy."""
-    name, reasons = theory.choice_by_theory(model, given, given.optimizers.get(experiment, "sgd"))
-    return Decision(
-        experiment=experiment,
-        dataset=dataset,
-        model=model,
-        source="theory",
-        choice=None,
-        reason=" ".join(reasons),
-        confidence="none",
-        sure=("These are rules from theory; no record of this model is usable.",),
-        changes=(remedy,),
-        excluded=tuple(excluded_strategies(found, set())),
-        matrix=matrix_rows((experiment, dataset, model), found, None),
-        short=Short(
-            name,
-            given.gpus,
-            f"By theory: {why}.",
-            "theory" if name else "none",
-            why="no record is usable",
-        ),
-    )
 
 
 def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
@@ -289,8 +236,7 @@ def describe_decisions(
 
 def place_of(decision: Decision) -> str:
     """What a decision is on, and its choice."""
-    where = f"{decision.model} ({decision.experiment})" if decision.experiment else decision.model
-    return f"{where}: {decision.headline}"
+    return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
 def common_sentences(found: Sequence[Decision]) -> list[str]:
@@ -321,7 +267,7 @@ def answers_as_json(
 
 def answer_of(decision: Decision) -> dict[str, Any]:
     """What answers.json says of a decision."""
-    words = ("experiment", "dataset", "model", "source", "headline", "reason")
+    words = ("experiment", "dataset", "model", "headline", "reason")
     words += ("confidence", "sure", "changes", "excluded")
     return {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
 
@@ -335,11 +281,10 @@ def write_decisions(
     raced: Mapping[Group, Raced] | None = None,
     projected: Mapping[Line, Mapping[int, Projected]] | None = None,
     queue: Mapping[str, Any] | None = None,
-    turns: Sequence[Turn] = (),
     crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> str:
     """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
-    found = decisions(cells, findings, given, raced, projected, turns, crossings)
+    found = decisions(cells, findings, given, raced, projected, crossings)
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
@@ -358,9 +303,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
     parser.add_argument("--projection", default="", help="projection.csv, if one was made")
-    parser.add_argument(
-        "--turns", default="", help="turns.csv, if a plan was compared with records"
-    )
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument("--queue", default="", help="the queue.json of `decide.queue`, if any")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
@@ -374,8 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         projected = read_projection(args.projection, given.gpus)
         files = args.out, args.answers_out
-        told = read_turns(args.turns), read_crossings(args.projection)
-        print(write_decisions(cells, findings, given, *files, raced, projected, queue, *told))
+        told = read_crossings(args.projection)
+        print(write_decisions(cells, findings, given, *files, raced, projected, queue, told))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

@@ -32,6 +32,10 @@ NONE_LEFT = {
     "too slow": ("No candidate ends in time.", "are too slow"),
     "refused": ("Every strategy refuses this network.", "were refused"),
     "failed": ("Every cell failed.", "failed"),
+    "not measured": (
+        "Nothing was measured: train its cells, or ask `snakemake plan` what fits and how long it takes.",
+        "were not measured",
+    ),
     "does not learn": ("No candidate learns.", "do not learn"),
     "unusable record": ("No record can be used.", "are unusable"),
     "other work": ("No candidate did the work of another.", "did other work"),
@@ -49,7 +53,6 @@ KINDS = {
     "one run": ("rests on one run of each cell", "rest on one run of each cell"),
     "apart": ("does not tell the first two apart", "do not tell the first two apart"),
     "low": ("has a low confidence", "have a low confidence"),
-    "theory": ("is from theory alone", "are from theory alone"),
     "none": ("has no strategy to recommend", "have no strategy to recommend"),
 }
 #: The kind of an answer that its confidence alone decides.

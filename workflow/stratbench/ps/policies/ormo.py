@@ -41,7 +41,6 @@ class OrMoPolicy(Policy):
         "k buckets of N updates late: V += mu^k g, W -= eta (1 + ... + mu^k) g; each bucket first V <- mu V, "
         "W -= eta V; M workers read W - (M - 1) / N eta mu V (Nesterov: one more power of mu in W)"
     )
-    first_choice = "unequal workers"
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):

@@ -40,13 +40,9 @@ def policy_class(name: str) -> type[Policy]:
     return getattr(import_module(module), attribute)
 
 
-def first_choice(optimizer: str) -> str | None:
-    """The policy that is the first choice somewhere and takes "sgd" or "adamw"; None where none is."""
-    for name in POLICIES:
-        policy = policy_class(name)
-        if policy.first_choice and not policy.Options.refusal(optimizer):
-            return name
-    return None
+def policies_that_take(optimizer: str) -> list[str]:
+    """Return the names of the policies that take an optimizer, "sgd" or "adamw"."""
+    return [name for name in POLICIES if not policy_class(name).Options.refusal(optimizer)]
 
 
 def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:

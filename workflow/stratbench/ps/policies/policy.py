@@ -195,9 +195,6 @@ class Policy(ABC):
     #: One line for reports: what a push does to the weights W. g: a gradient; velocity: SGD's
     #: direction from it; lr: the learning rate of a global batch, eta that of a push; N workers.
     rule: ClassVar[str]
-    #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
-    #: None: never.
-    first_choice: ClassVar[Literal["equal workers", "unequal workers"] | None] = None
     #: Why workers cannot join and leave while it trains (`elastic: true`), in a clause; None: they can.
     rigid: ClassVar[str | None] = None
     #: Names of its fields that hold nothing between two calls.
@@ -207,7 +204,7 @@ class Policy(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        disown(cls, ("first_choice", "rigid"))
+        disown(cls, ("rigid",))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         """`weights`: the shard's flat parameters, shape [n], updated in place.

@@ -46,7 +46,6 @@ class PreviewPolicy(KBatchPolicy):
         "W -= lr AdamW(mean of any N pushes, a bucket); who will miss the bucket reads W moved by c "
         "(look_ahead) times the step that it will make"
     )
-    first_choice = "unequal workers"
     scratch = ("_chunk",)
 
     @dataclass(frozen=True)

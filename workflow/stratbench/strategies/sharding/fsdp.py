@@ -47,7 +47,6 @@ class FSDP(Sharded):
     )
     uses_wrap_groups = True
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
-    first_choice = "states too large"
     buffers_note = "each worker keeps its own, and their mean is evaluated"
 
     @dataclass(frozen=True)

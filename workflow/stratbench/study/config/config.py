@@ -198,11 +198,6 @@ class Study:
         """The keys of an experiment that do not affect its training; an elastic one ends at its target."""
         return {"time_limit_s"} | (set() if values["elastic"] else {"target_score"})
 
-    def optimizers(self) -> dict[str, str]:
-        """The optimizers that are not SGD, by experiment."""
-        names = {e: x.values["optimizer"] for e, x in self.experiments.items()}
-        return {e: optimizer for e, optimizer in names.items() if optimizer != "sgd"}
-
     def target_scores(self) -> dict[str, float]:
         """The score to reach, by experiment, where there is one; changing it retrains elastic cells alone."""
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}

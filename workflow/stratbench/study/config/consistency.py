@@ -74,12 +74,9 @@ def check_models(config: Mapping[str, Any]) -> None:
 
 
 def check_model(wanted: str | None, there: Iterable[str]) -> None:
-    """Raises ConfigError if `decide.model` is neither one of those in the study nor built in: a typing error.
-
-    Of a built-in model that was not measured theory knows something; None: all models are wanted.
-    """
+    """Raise ConfigError if `decide.model` is not a model of the study; None wants all models."""
     there = list(dict.fromkeys(there))
-    if wanted is not None and wanted not in {*there, *models.MODELS}:
+    if wanted is not None and wanted not in there:
         what = "is not a model of the study"
         raise ConfigError(wrong_value_message("decide.model", wanted, what, there))
 
