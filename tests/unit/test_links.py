@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from launching import LIMIT_S, WORKFLOW
-from stratbench.analysis.report.links import links_section, page
+from stratbench.analysis.report.links import links_section
+from stratbench.analysis.report.report import TEMPLATES
+from stratbench.cell.text import pages
 from stratbench.plan.projection.links import Unmeasured, read_links
 from stratbench.telemetry.collective_cost import (
     ALGORITHMS,
@@ -142,9 +144,10 @@ def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
         ("send by gloo", "in a node", False),
     ]
     assert section["rows"][0]["alpha"] == "20 µs"
-    html = page(section, "<b>")
+    section["charts"][0]["name"] = "<b>"
+    html = pages.render("links.html.j2", TEMPLATES, values={"links": section})
     assert html.count("<figure>") == 2
-    assert "&lt;b&gt;" in html
+    assert "<b>&lt;b&gt;</b>" in html
     assert "1.25 times as slow" in html
     assert "4 workers, 2 nodes" in html
     # The longest name has room beside the lines.

@@ -1,4 +1,4 @@
-"""What a projection.csv says of more workers in words: crossings, costs, the page."""
+"""What a projection.csv says of more workers in words: crossings, costs, the report's section."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from stratbench.analysis.projection.crossings import Count, crossings, sentences_on_crossings
 from stratbench.analysis.report import projection as report
+from stratbench.analysis.report.report import TEMPLATES
+from stratbench.cell.text import pages
 from stratbench.plan.projection.table import Row, write_csv
 
 
@@ -89,14 +91,15 @@ def table(tmp_path) -> Path:
     return path
 
 
-def test_the_page_says_who_leads_what_it_costs_and_what_is_refused(table, capsys):
+def test_the_section_says_who_leads_what_it_costs_and_what_is_refused(table, capsys):
     assert report.main(["--table", str(table)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "mine<script> takes the lead in time from ddp" in told
     assert "The least time for the whole training: mine<script> on 4 (projected)" in told
     assert "1.1 s (80 %: 990 ms to 1.32 s)" in told
     assert "at a cost of 1.1; of those measured ddp on 2, 2 s." in told
-    page = table.with_suffix(".html").read_text()
+    values = {"projections": report.projection_section(table)}
+    page = pages.render("projection.html.j2", TEMPLATES, values=values)
     assert "mine<script>" not in page
     assert "Not projected: ddp, mine&lt;script&gt;, 8: no &lt;b&gt;link&lt;/b&gt; was" in page
     assert page.count("<path d=") > 4  # fans and lines

@@ -71,8 +71,8 @@ rule compare_with_prediction:
 
 
 # Step times on counts that nobody has, from the study's records, and from its links.csv where `links` has
-# made one: projection.csv and projection.html. It has no output, so that it always runs; the report shows
-# what it finds there.
+# made one: projection.csv, which the report shows, and an answer in words. It has no output, so that it always
+# runs.
 rule project:
     input:
         rules.plan.input,
@@ -122,7 +122,7 @@ rule links_measured:
         "-m stratbench.train.links.measure {params.arguments:q} --out {params.folder:q} 2>&1 | tee {log:q} && touch {output:q}"
 
 
-# And a page of them; the report shows it, too.
+# And what they cost, in words; the report shows it with figures.
 rule links:
     input:
         rules.links_measured.output,

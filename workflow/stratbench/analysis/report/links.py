@@ -1,4 +1,4 @@
-"""What the measured links cost: a section of the report, and `links.html` where `snakemake links` measured.
+"""The measured links: a section of the report, and the text answer of `snakemake links`.
 
 python -m stratbench.analysis.report.links --folder results/STUDY/links
 """
@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.figures.log_chart import Series, log_chart
-from stratbench.cell.files import read_rows, write_atomic
-from stratbench.cell.text import pages
+from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import bytes_text, short_time
 from stratbench.telemetry.collective_cost import Layout, Link, algorithms_of
 
-TEMPLATES = Path(__file__).parent / "templates"
 #: Colours of the page's style, for counts of workers in turn.
 COLOURS = ("accent", "bad", "good", "caution", "ink", "muted")
 #: A fit whose times scatter about it by more than this (ln) is not to be trusted.
@@ -114,12 +112,6 @@ def _chart(
     }
 
 
-def page(section: dict[str, Any], title: str) -> str:
-    """The section as a page of its own."""
-    values = {"links": section, "title": title}
-    return pages.render("links_page.html.j2", TEMPLATES, values=values)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="stratbench.analysis.report.links", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="of links.csv and times.csv")
@@ -136,9 +128,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{r['name']}, {r['level']}: {r['alpha']} a step, {r['rate']}, times scatter by {r['off']}"
         )
-    out = args.folder / "links.html"
-    write_atomic(out, page(section, f"Measured links of {args.folder.resolve().parent.name}"))
-    print(f"Written: {out}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What `snakemake project` says of more workers: a section of the report, `projection.html`, and sentences.
+"""The projection to more workers: a section of the report, and the text answer of `snakemake project`.
 
 python -m stratbench.analysis.report.projection --table results/STUDY/projection.csv
 """
@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from markupsafe import Markup
 
 from stratbench.analysis.figures.log_chart import Series, log_chart
-from stratbench.analysis.figures.marks import Mark, css_variables, marks_by_strategy
+from stratbench.analysis.figures.marks import Mark, marks_by_strategy
 from stratbench.analysis.projection.crossings import Lines, sentences_on_crossings
 from stratbench.analysis.projection.projected import lines_of, noun_of, read_rows
-from stratbench.cell.files import write_atomic
-from stratbench.cell.text import pages
 from stratbench.cell.text.words import bytes_text, folded, hours_text, short_time
 
-TEMPLATES = Path(__file__).parent / "templates"
 #: Trainings that see so many times as many samples as others take longer for that.
 MOST_MORE_SAMPLES = 1.5
 #: How the table calls a rule.
@@ -222,17 +218,6 @@ def _untold(rows: pd.DataFrame) -> Iterator[str]:
             yield f"No time to the target of {strategy}: {why}."
 
 
-def page(section: Sequence[dict[str, Any]], title: str) -> str:
-    """The section as a page of its own."""
-    values = {
-        "projections": section,
-        "title": title,
-        "light_marks": Markup(css_variables(dark=False)),
-        "dark_marks": Markup(css_variables(dark=True)),
-    }
-    return pages.render("projection_page.html.j2", TEMPLATES, values=values)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.report.projection", description=__doc__
@@ -252,9 +237,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if told := [*of["crossings"], *of["cheapest"]]:
             lines += [f"{of['experiment']}, {of['model']}:", *(f"  {line}" for line in told)]
     print(folded(lines))
-    out = args.table.with_suffix(".html")
-    write_atomic(out, page(section, f"Projection of {args.table.resolve().parent.name}"))
-    print(f"Written: {out}")
     return 0
 
 
