@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import write_decisions
+from stratbench.analysis.decision.decide import decisions, write_decisions
 from stratbench.cell.files import claim_folder
 from stratbench.cell.text.words import folded, printable
 from stratbench.command import CommandError
@@ -76,9 +76,8 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
             queue = write_answer(given, cluster["gpus_per_node"], folder / "queue.json")
             written.append(folder / "queue.json")
         constraints = Constraints(**given)
-        answers = write_decisions(
-            result_set.cells, result_set.findings, constraints, *written[:2], queue=queue
-        )
+        found = decisions(result_set.cells, result_set.findings, constraints)
+        answers = write_decisions(found, result_set.findings, constraints, *written[:2], queue)
     except ValueError as error:  # ConfigError is one
         raise CommandError(str(error)) from None
     print(printable(answers))

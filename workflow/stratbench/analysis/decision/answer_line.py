@@ -11,9 +11,8 @@ def answer_line(answer: Mapping[str, Any]) -> str:
     short = answer["short"]
     choice = []
     if short["strategy"]:
-        workers = f" × {short['gpus']}" if short["gpus"] else ""
         value = f", {short['value']}" if short["value"] else ""
-        choice = [f"{short['strategy']}{workers}{value}."]
+        choice = [f"{short['strategy']} × {short['gpus']}{value}."]
     why = f" ({short['why']})" if short["why"] else ""
     where = f"{answer['model']} ({answer['experiment']}):"
     return " ".join([where, *choice, short["claim"], f"Confidence: {answer['confidence']}{why}."])

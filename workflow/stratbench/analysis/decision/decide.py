@@ -90,13 +90,19 @@ def decisions(
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
     projected: Mapping[Line, Mapping[int, Projected]] | None = None,
-    crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> list[Decision]:
-    """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
+    """Decide on each experiment and model, in the order of the config.
 
-    `projected`: by the number of workers, of those that the constraints allow and nobody measured;
-    `crossings`: sentences on other numbers of workers, by experiment and model.
-    ConfigError if the constraints name a model that is not in the study.
+    Args:
+        cells: cells.csv.
+        findings: audit.csv.
+        constraints: What to decide under.
+        raced: The results of a verdict's blocks by group.
+        projected: Projections by the number of workers, of those that the constraints allow and nobody
+            measured.
+
+    Raises:
+        ConfigError: The constraints name a model that is not in the study.
     """
     check_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
@@ -105,7 +111,6 @@ def decisions(
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     made = decide_together(studied, constraints)  # even if only one model is wanted
-    made = [with_crossings(d, (crossings or {}).get((d.experiment, d.model), ())) for d in made]
     return [d for d in made if constraints.model in (None, d.model)]
 
 
@@ -163,10 +168,16 @@ def decide(
     )
 
 
-def with_crossings(decision: Decision, told: Sequence[str]) -> Decision:
-    """A projected decision, which says where the lead passes on, on other numbers of workers."""
+def with_crossings(
+    decision: Decision, crossings: Mapping[tuple[str, str], Sequence[str]]
+) -> Decision:
+    """Add to a projected decision where the lead passes on, on other numbers of workers.
+
+    `crossings`: the sentences by experiment and model.
+    """
     if decision.choice is None or not decision.choice.projected:
         return decision
+    told = crossings.get((decision.experiment, decision.model), ())
     other = tuple(f"Another number of workers: {sentence}" for sentence in told)
     return replace(decision, changes=(*decision.changes, *other))
 
@@ -273,18 +284,14 @@ def answer_of(decision: Decision) -> dict[str, Any]:
 
 
 def write_decisions(
-    cells: pd.DataFrame,
+    found: Sequence[Decision],
     findings: pd.DataFrame,
     given: Constraints,
     out: Path,
     answers_out: Path,
-    raced: Mapping[Group, Raced] | None = None,
-    projected: Mapping[Line, Mapping[int, Projected]] | None = None,
     queue: Mapping[str, Any] | None = None,
-    crossings: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> str:
-    """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
-    found = decisions(cells, findings, given, raced, projected, crossings)
+    """Write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
@@ -315,9 +322,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     queue = read_json(args.queue) if args.queue else None
     try:
         projected = read_projection(args.projection, given.gpus)
-        files = args.out, args.answers_out
-        told = read_crossings(args.projection)
-        print(write_decisions(cells, findings, given, *files, raced, projected, queue, told))
+        crossings = read_crossings(args.projection)
+        found = [
+            with_crossings(decision, crossings)
+            for decision in decisions(cells, findings, given, raced, projected)
+        ]
+        print(write_decisions(found, findings, given, args.out, args.answers_out, queue))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

@@ -92,8 +92,8 @@ class Short:
 
     @property
     def name(self) -> str:
-        """The choice and its workers, where their number is known: `ddp × 4`; empty without a choice."""
-        return f"{self.strategy or ''}{f' × {self.gpus}' if self.gpus else ''}"
+        """The choice and its workers: `ddp × 4`; empty without a choice."""
+        return f"{self.strategy} × {self.gpus}" if self.strategy else ""
 
 
 def none_left(found: Sequence[Candidate], margin: float) -> Short:

@@ -111,7 +111,7 @@ def figure_data_of(
     choices = {
         (a["experiment"], a["model"]): (a["short"]["strategy"], a["short"]["gpus"])
         for a in answers
-        if a["short"]["strategy"] is not None and a["short"]["gpus"] is not None
+        if a["short"]["strategy"] is not None
     }
     keys = ["experiment", "model"]
     epochs_of = dict(iter(epochs.groupby(keys, sort=False)))
