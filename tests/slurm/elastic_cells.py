@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,37 +135,3 @@ def two_cells(
     )
     workflow = ClusterWorkflow(folder, config, cluster)
     return workflow, Elastic(workflow, "split"), Served(workflow, "served")
-
-
-#: Stands for one of SLURM's commands on a cluster where jobs may not call it.
-FORBIDDING = """#!/bin/sh
-above=$$
-while [ "$above" -gt 1 ]; do
-    [ "$(cat /proc/$above/comm)" = slurmstepd ] && { echo "Access denied in jobs" >&2; exit 1; }
-    above=$(sed -n 's/^PPid:[[:space:]]*//p' /proc/$above/status)
-done
-exec REAL "$@"
-"""
-
-
-def forbid_in_jobs(workflow: ClusterWorkflow, folder: Path) -> None:
-    """Let no job of the workflow's submit, see or cancel jobs."""
-    folder.mkdir()
-    path = workflow.cluster.env["PATH"]
-    for name in ("sbatch", "squeue", "scancel"):
-        command = folder / name
-        command.write_text(FORBIDDING.replace("REAL", shutil.which(name, path=path)))
-        command.chmod(0o755)
-    workflow.variables["PATH"] = f"{folder}:{path}"
-
-
-def desks_of(workflow: ClusterWorkflow) -> list[psutil.Process]:
-    """The processes that submit worker jobs beside the workflow's Snakemake."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.cwd() == str(workflow.folder):
-                found += [process] * (
-                    process.cmdline()[-1:] == ["stratbench.train.elastic.login_jobs"]
-                )
-    return found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
+import re
 from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
 from cluster_workflow import CELLS_ONLY, ClusterWorkflow, study
-from elastic_cells import ENDLESS, SPLIT, Elastic, desks_of, forbid_in_jobs, two_cells
+from elastic_cells import SPLIT, two_cells
 
 from launching import until
 
@@ -19,43 +18,22 @@ pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def test_after_a_killed_snakemake_the_next_one_submits_for_the_cell_that_goes_on(
+def test_a_cell_whose_node_may_not_submit_fails_at_once_with_the_remedy(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    """The worker jobs end with the first; the cell's own job waits for others, and finishes."""
-    config = study(
-        {"split": SPLIT | ENDLESS | {"epochs": 20, "slowdown": {"workers": [0, 1], "factor": 10}}},
-        mem_mib_per_cpu_worker=1500,
-        submit_workers="login",
-    )
+    """SLURM itself refuses: jobs of the workers' partition are submitted from another node alone."""
+    slurm.run("scontrol", "create", "PartitionName=closed", "Nodes=node2", "AllocNodes=elsewhere")
+    config = study({"split": SPLIT}, mem_mib_per_cpu_worker=1500, worker_partition="closed")
     workflow = ClusterWorkflow(tmp_path / "w", config, slurm)
-    workflow.change_code(
-        "workflow/stratbench/study/slurm/live_jobs.py", "POLL_S = 15", "POLL_S = 1"
-    )
-    forbid_in_jobs(workflow, tmp_path / "bin")
-    split = Elastic(workflow, "split")
-    run = workflow.start(*CELLS_ONLY)
     try:
-        before = split.wait_for_new(set())
-        own = split.coordinator()
-        os.killpg(run.pid, signal.SIGKILL)
-        run.communicate()
-        until(lambda: not split.jobs("RUNNING", "PENDING") and not desks_of(workflow))
-        assert slurm.run("squeue", "-h", "-j", own, "-o", "%T") == "RUNNING"
-        assert workflow.run("--unlock").returncode == 0
-        run = workflow.start(*CELLS_ONLY)
-        # They are not slowed: the first of them may have trained to the end before the other takes part.
-        until(lambda: split.came() - before)
+        done = workflow.run(*CELLS_ONLY, "--retries", "0")
     finally:
-        output = workflow.finish(run)
-    assert run.returncode == 0, output
-    assert f"SLURM job {own}: results/tiny/cells/" in output
-    assert [job["id"] for job in workflow.slurm_jobs("split")] == [own]
-    assert not split.jobs("RUNNING", "PENDING")
-    found = json.loads(workflow.cell_record("split").read_text())
-    assert (found["status"], found["elastic"]["lives"]) == ("ok", 1), output
-    assert len(found["score"]["per_epoch"]) == 20
-    until(lambda: not desks_of(workflow))
+        slurm.cancel_all()
+        slurm.run("scontrol", "delete", "PartitionName=closed")
+    assert done.returncode != 0
+    told = r"no worker job is accepted: sbatch: error: .*; where this node may not submit jobs"
+    assert re.search(told, done.stdout), done.stdout
+    assert workflow.cell_record("split") is None
 
 
 def test_cells_whose_own_jobs_are_lost_go_on_and_finish(

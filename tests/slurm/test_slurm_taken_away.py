@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import SlurmCluster
 from cluster_workflow import CELLS_ONLY
-from elastic_cells import ENDLESS, Elastic, desks_of, forbid_in_jobs, two_cells
+from elastic_cells import ENDLESS, Elastic, two_cells
 
 from launching import until
 
@@ -42,12 +42,10 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
 ) -> None:
     """Asked to end, killed, preempted, warned of their time's end, on a node that falls silent.
 
-    All on a cluster whose jobs may not submit any. At last one cell's own job is cancelled, and Snakemake
-    is stopped by Ctrl-C; both leave no worker job behind.
+    At last one cell's own job is cancelled, and Snakemake is stopped by Ctrl-C; both leave no worker job
+    behind.
     """
-    of_cluster = {"worker_partition": spare, "submit_workers": "login"}
-    workflow, *cells = two_cells(tmp_path / "w", slurm, ENDLESS, **of_cluster)
-    forbid_in_jobs(workflow, tmp_path / "bin")
+    workflow, *cells = two_cells(tmp_path / "w", slurm, ENDLESS, worker_partition=spare)
     split, served = cells
     run = workflow.start(*CELLS_ONLY, "--retries", "0")
     try:
@@ -120,6 +118,4 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
         until(lambda: not split.jobs("RUNNING", "PENDING"))
     finally:
         print(workflow.finish(run))
-    print((workflow.folder / "results/tiny/logs/worker_jobs.log").read_text())
-    until(lambda: not desks_of(workflow))
     until(lambda: slurm.run("squeue", "-h", "-t", "all", "-j", own, "-o", "%T") == "CANCELLED")

@@ -253,7 +253,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
     with Keeper(SlurmJobs(asked, folder, "a/b"), 1, tmp_path / "jobs") as kept:
         until(lambda: kept._gave_up)
         with pytest.raises(
-            GaveUp, match=r"sbatch: No such file.*slurm_partition.*worker_partition"
+            GaveUp, match=r"sbatch: No such file.*slurm_partition.*worker_partition$"
         ):
             kept.check()
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")

@@ -156,49 +156,15 @@ def asking(wildcards):
 
 
 def worker_job_of(cell, resources):
-    """What each worker job of an elastic cell asks SLURM for; empty for other cells, and outside of SLURM.
+    """What each worker job of an elastic cell asks SLURM for, as JSON; empty for other cells and without SLURM.
 
-    Of partition, account and the like the cell's own; a job of Snakemake's that SLURM runs is no main process.
+    Worker jobs have the partition, account and the like of the cell's own job. Only in a job that SLURM runs is
+    Snakemake not the main process.
     """
     if not JOBS.settings_of(cell).elastic or workflow.is_main_process:
         return ""
-    return asked_of_worker(cell, resources).as_json()
-
-
-def asked_of_worker(cell, resources):
-    """The same as a `WorkerJob`, wherever this process runs."""
     asked = JOBS.request_of(cell).worker
-    at_login = CLUSTER["submit_workers"] == "login"
-    return WorkerJob.of(asked, resources, CLUSTER["worker_partition"], at_login)
-
-
-def submit_for(training):
-    """Begin to submit worker jobs for those of the `training` jobs whose cells are elastic, on this login node."""
-    elastic = [
-        job for job in training if JOBS.settings_of(cell_of(job.wildcards)).elastic
-    ]
-    if CLUSTER["submit_workers"] != "login" or workflow.local_exec or not elastic:
-        return
-    if OWN_PYTHON & set(workflow.deployment_settings.deployment_method):
-        raise WorkflowError(
-            "config: cluster.submit_workers = login: not with --sdm conda or apptainer, whose Python the login node "
-            "does not know; install stratbench in an environment of its own, or use `job`"
-        )
-    from stratbench.train.elastic.login_jobs import ServedCell, start_desk
-
-    cells = [(cell_of(job.wildcards), job) for job in elastic]
-    served = [
-        ServedCell(
-            cell.path,
-            live_jobs.comment_of(job.rule.name, list(job.wildcards)),
-            str(cell.log_dir(RESULTS)),
-            cell.gpus,
-            asked_of_worker(cell, job.resources),
-        )
-        for cell, job in cells
-    ]
-    first = workflow.remote_execution_settings.precommand or ""
-    start_desk(served, first, Path(RESULTS, STUDY.name, "logs/worker_jobs.log"))
+    return WorkerJob.of(asked, resources, CLUSTER["worker_partition"]).as_json()
 
 
 def nodes_of(resources):

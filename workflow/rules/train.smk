@@ -41,7 +41,6 @@ onstart:
         raise WorkflowError("\n".join(lacking))
     if unheld := stuck_jobs.before_submission(workflow, requests, SHARED_LISTS):
         raise WorkflowError("\n".join(unheld))
-    submit_for([job for job in training if workflow.dag.needrun(job)])
     if not workflow.local_exec:
         # Snakemake does not know its SLURM jobs again after it was killed.
         live_jobs.hold_until_ended(workflow, planned, SHARED_LISTS)

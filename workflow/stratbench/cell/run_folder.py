@@ -155,11 +155,6 @@ class RunFolder:
         return self.path / "worker_jobs.jsonl"
 
     @property
-    def requests(self) -> Path:
-        """Where an elastic cell asks the login node for worker jobs (`train.elastic.login_jobs`)."""
-        return self.path / "requests"
-
-    @property
     def ended(self) -> Path:
         """A file that is there once an elastic cell's training is over: a late worker has nothing to do."""
         return self.path / "ended"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 #: Key -> one sentence. Keys are `cluster.NAME`, `decide.NAME`, and `experiment.NAME` for a setting.
-REMOVED_KEYS: dict[str, str] = {}
+REMOVED_KEYS: dict[str, str] = {
+    "cluster.submit_workers": (
+        "the cell's own job submits its worker jobs, so compute nodes must be allowed to call sbatch"
+    ),
+}
 
 
 def removed_key_reason(place: tuple[str | int, ...], key: str) -> str | None:

@@ -28,16 +28,10 @@ class WorkerJob:
     mem_mib: int
     runtime_min: int
     options: tuple[str, ...] = ()
-    #: Whether it is submitted on the login node, and not by the cell's own job.
-    at_login: bool = False
 
     @classmethod
     def of(
-        cls,
-        asked: JobRequest,
-        resources: Mapping[str, Any],
-        partition: str | None,
-        at_login: bool = False,
+        cls, asked: JobRequest, resources: Mapping[str, Any], partition: str | None
     ) -> WorkerJob:
         """The request with what the cell's own job has of the profile: Snakemake's `resources`.
 
@@ -48,7 +42,7 @@ class WorkerJob:
         options = [f"--{option}={value}" for option, value in named.items() if value]
         extra = shlex.split(str(resources.get("slurm_extra") or ""))
         asks = (asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min)
-        return cls(*asks, (*options, *extra), at_login)
+        return cls(*asks, (*options, *extra))
 
     @property
     def arguments(self) -> list[str]:

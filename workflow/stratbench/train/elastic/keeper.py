@@ -77,9 +77,6 @@ class Backend(Protocol):
     def cancel(self, ids: Iterable[str]) -> None:
         """End jobs, queued and running ones; returns once that is asked for."""
 
-    def close(self) -> None:
-        """The keeper ends: whoever still waits for an answer waits no longer."""
-
 
 class Keeper:
     """A context in which `slots` worker jobs are kept by a thread of its own.
@@ -117,7 +114,6 @@ class Keeper:
         with self._wake:
             self._stopped = True
             self._wake.notify()
-        self._backend.close()
         self._thread.join()
         self._backend.cancel(self._live.values())
         now = time.time()

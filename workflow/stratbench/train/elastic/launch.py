@@ -24,7 +24,6 @@ from stratbench.train import agent
 from stratbench.train.elastic.coordinator import Coordinator, reaches
 from stratbench.train.elastic.keeper import Backend, GaveUp, Keeper
 from stratbench.train.elastic.local_jobs import LocalJobs
-from stratbench.train.elastic.login_jobs import LoginJobs
 from stratbench.train.elastic.slurm_jobs import SlurmJobs
 from stratbench.train.ending import Ending, slow
 from stratbench.train.forkserver import fork_server, shares_gpus
@@ -192,10 +191,7 @@ def backend_of(job: Job, asked: WorkerJob | None) -> Iterator[Backend]:
     agent.set_environment(job, on_one_host=asked is None)
     if asked is not None:
         folder.write_busy(0, busy_check())
-        if asked.at_login:
-            yield LoginJobs(folder.requests)
-        else:
-            yield SlurmJobs(asked, folder, job.cell.path)
+        yield SlurmJobs(asked, folder, job.cell.path)
         return
     with fork_server(may_share=not job.use_cuda or shares_gpus()) as server:
         sampler = Sampler(folder.samples(0), folder.pids(0), job.origin_s)

@@ -18,25 +18,16 @@ WARNING_S = 60
 #: A job's id, state, reason, start and end, as squeue writes them.
 _FORMAT = "%i|%T|%r|%S|%e"
 #: States of a job that has not begun.
-QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-QUEUED |= {"RESV_DEL_HOLD"}
-#: The name of worker jobs.
-JOB_NAME = "stratbench-worker"
+_QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+_QUEUED |= {"RESV_DEL_HOLD"}
 #: Ends that say nothing against the worker.
 _TAKEN_BACK = {"COMPLETED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "REVOKED"}
 
-
 #: What helps where sbatch refuses the cell's own job.
-REMEDY = (
-    "; where this node may not submit jobs, set cluster.submit_workers to login, or let the cell's own job "
-    "have a node that may, by slurm_partition in the profile; workers may have another partition, "
-    "cluster.worker_partition"
+_REMEDY = (
+    "where this node may not submit jobs, give the cell's own job a partition whose nodes may, by "
+    "slurm_partition in the profile; workers may have another partition, cluster.worker_partition"
 )
-
-
-def comment_of_worker(number: int | str, cell: str) -> str:
-    """The comment of a worker's job; `cell`: its path among the results."""
-    return f"worker {number} of {cell}"
 
 
 class SlurmJobs(Backend):
@@ -46,15 +37,9 @@ class SlurmJobs(Backend):
     SLURM's signals reach it at once; before its time ends it gets SIGUSR1.
     """
 
-    def __init__(
-        self, asked: WorkerJob, folder: RunFolder, cell: str, first: str = "", remedy: str = REMEDY
-    ) -> None:
-        """`cell`: its path among the results, for `squeue`. `remedy`: what helps where sbatch refuses.
-
-        `first`: what each job runs before its worker, in sh.
-        """
+    def __init__(self, asked: WorkerJob, folder: RunFolder, cell: str) -> None:
+        """`cell`: its path among the results, which `squeue` shows."""
         self._asked, self._folder, self._cell = asked, folder, cell
-        self._first, self._remedy = first, remedy
 
     def submit(self, number: int, slot: int) -> str:
         output = str(self._folder.log(worker_name(number))).replace("%", "%%")
@@ -62,8 +47,8 @@ class SlurmJobs(Backend):
             "sbatch",
             "--parsable",
             "--no-requeue",
-            f"--job-name={JOB_NAME}",
-            f"--comment={comment_of_worker(number, self._cell)}",
+            "--job-name=stratbench-worker",
+            f"--comment=worker {number} of {self._cell}",
             f"--output={output}",
             "--open-mode=append",
             f"--signal=USR1@{WARNING_S}",
@@ -74,7 +59,7 @@ class SlurmJobs(Backend):
             raise Refused(f"sbatch did not answer in {TIMEOUT_S:g} s")
         if done.returncode != 0:
             raise Refused(
-                f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}{self._remedy})"
+                f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}); {_REMEDY}"
             )
         return done.stdout.strip().partition(";")[0]
 
@@ -84,8 +69,7 @@ class SlurmJobs(Backend):
         worker = [sys.executable, "-m", "stratbench.train.elastic.worker", job, str(number)]
         step = ["srun", "--ntasks=1", f"--cpus-per-task={self._asked.cpus}", "--quiet", *worker]
         over = shlex.join(["test", "-e", str(self._folder.ended)])
-        first = f"{self._first} || exit\n" if self._first else ""
-        return f"#!/bin/sh\n{over} && exit 0\n{first}exec {shlex.join(map(str, step))}\n"
+        return f"#!/bin/sh\n{over} && exit 0\nexec {shlex.join(map(str, step))}\n"
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
         wanted = set(ids)
@@ -102,7 +86,7 @@ class SlurmJobs(Backend):
 
 def _seen(state: str, reason: str, start: str, end: str) -> Seen:
     state = state.partition(" ")[0]  # CANCELLED by 1000
-    if state in QUEUED:
+    if state in _QUEUED:
         return Seen("queued", reason)
     if state in RUNNING:
         return Seen("running", started_unix_s=_date(start))
