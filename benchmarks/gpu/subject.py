@@ -86,7 +86,7 @@ def job_of(s: Settings, data_dir: Path, path: Path) -> Job:
         data_dir=data_dir,
         data=read_meta(data_dir),
         folder=folder,
-        workers_on_nodes=(s.gpus,),
+        workers_per_node=s.gpus,
         use_cuda=s.device == "cuda",
         threads=s.threads or 1,
         origin_unix_s=time.time(),

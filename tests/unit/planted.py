@@ -168,9 +168,8 @@ def started_again(record: Record) -> None:
 
 
 def on_unequal_nodes(record: Record) -> None:
-    """As an honest record would be of four workers that were scattered over two nodes."""
-    record["settings"]["scattered"] = True
-    record["provenance"] |= {"nodes": 2, "workers_per_node": 3, "workers_on_nodes": [3, 1]}
+    """As an honest record would be of four workers on two nodes, of which the last has one."""
+    record["provenance"] |= {"nodes": 2, "workers_per_node": 3}
     last = record["workers"][-1]["provenance"]
     last["host"] = last["host"] | {"name": "another-node"}
 

@@ -219,9 +219,9 @@ FAULTS = [
     Fault(
         "more nodes than there were",
         DDP,
-        put("provenance.workers_on_nodes", [1, 1]),
+        put("provenance.nodes", 3),
         "contradictory-counts",
-        "1 + 1",
+        "3 nodes",
     ),
     # Times.
     Fault("an epoch doubled", DDP, times("time.epoch_times_s.2", 2), "contradictory-time", "epoch"),
@@ -1149,7 +1149,7 @@ def test_a_worker_without_a_sample_hides_no_part_that_others_share():
 GANG = ("main", "ddp", 4, 0)
 
 
-@pytest.mark.parametrize("spoil", [None, "scattered", "sum", "hosts"])
+@pytest.mark.parametrize("spoil", [None, "sum", "hosts"])
 @pytest.mark.parametrize("change", [started_again, on_unequal_nodes])
 def test_honest_records_of_gangs_as_people_run_them(change, spoil):
     record = fixture.make_record(Cell("s", *GANG[:2], "resnet50", "cifar10", *GANG[2:]))
@@ -1157,10 +1157,9 @@ def test_honest_records_of_gangs_as_people_run_them(change, spoil):
         pytest.skip("planted faults above")
     change(record)
     match spoil:
-        case "scattered":
-            record["settings"]["scattered"] = False
         case "sum":
-            record["provenance"]["workers_on_nodes"] = [3, 2]
+            record["provenance"]["workers_per_node"] = 2
+            record["provenance"]["nodes"] = 3
         case "hosts":
             record["workers"][0]["provenance"]["host"] = {"name": "another-node"}
     alone = planted.study({GANG: record}, "cuda")

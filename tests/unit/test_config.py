@@ -175,14 +175,6 @@ def refusal(config_: Any) -> str:
             ["elastic = true: single: it has one worker"],
         ),
         (
-            {"scattered": True, "strategies": ["ddp", "ps-async"]},
-            ["scattered = true: servers need cores", "remove ps-async"],
-        ),
-        (
-            {"scattered": True, "strategies": ["ddp"], "elastic": True},
-            ["scattered = true with elastic = true: each worker is a job"],
-        ),
-        (
             {"checkpoint_every": 5, "strategies": ["ddp", "ps-async"]},
             ["checkpoint_every = 5: ps-async: it does not say", "remove ps-async"],
         ),
@@ -616,10 +608,6 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
         (
             {"strategy": "fsdp", "shard_workers": "node"}, {"gpus": [5], "global_batch": 65},
             "shard_workers = 3 (those of a node) does not divide 5 workers",
-        ),
-        (
-            {"strategy": "fsdp", "shard_workers": "node"}, {"scattered": True},
-            "scattered = true: with shard_workers: node",
         ),
         ({"strategy": "fsdp", "shard_workers": 0}, {}, "shard_workers = 0: must be at least 1"),
         ({"strategy": "fsdp", "shard_workers": "rack"}, {}, "whole number or 'all' or 'node'"),

@@ -28,7 +28,7 @@ def job(folder: Path, workers: int = 2, **changes: Any) -> Job:
     return Job(
         cell=Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0), settings=s,
         data_dir=folder, data={"shape": [1, 16, 16], "train_samples": 64}, folder=RunFolder(folder),
-        workers_on_nodes=(workers,), use_cuda=False, threads=1,
+        workers_per_node=workers, use_cuda=False, threads=1,
         origin_unix_s=0.0, origin_s=0.0, time_limit_s=None,
     )  # fmt: skip
 

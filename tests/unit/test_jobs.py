@@ -129,10 +129,6 @@ def test_links_are_measured_on_two_nodes_where_a_partition_has_them(tmp_path):
     for offered in ([], pair[:1], [pair[0], node("b", "n2")], [pair[0], node("a", "n2", gpus=2)]):
         asked = jobs.links_request(offered)
         assert (asked.nodes, asked.gpus) == (1, 4)
-    # Wherever SLURM lays the workers of scattered cells: links are measured on full nodes.
-    scattered = jobs_of(tmp_path, block | {"strategies": ["ddp"], "scattered": True}, **cluster)
-    asked = scattered.links_request(pair)
-    assert (asked.nodes, asked.tasks, asked.gres, asked.cpus) == (2, 0, "gpu:4", 4 * 8)
 
 
 def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):

@@ -60,7 +60,7 @@ from stratbench.train import agent, assemble, ending, forkserver, launch, loop, 
 from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.ending import Ending
-from stratbench.train.job import Job, LayoutError, workers_on_nodes
+from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
 from stratbench.train.standing import Standing
 from stratbench.workload.data.prepare import prepare
@@ -690,41 +690,19 @@ def job_with(
     cell = Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0)
     return Job(
         cell=cell, settings=s, data_dir=folder, data={"shape": [1, 16, 16], "train_samples": 64},
-        folder=RunFolder(folder), workers_on_nodes=(s.gpus,),
+        folder=RunFolder(folder), workers_per_node=s.gpus,
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=origin_s,
         time_limit_s=time_limit_s,
     )  # fmt: skip
 
 
 def test_a_worker_knows_how_many_are_on_its_node(tmp_path):
-    job = replace(job_with(tmp_path, [None] * 5), workers_on_nodes=(3, 2))
+    job = replace(job_with(tmp_path, [None] * 5), workers_per_node=3)
     assert [job.workers_beside(rank) for rank in range(5)] == [3, 3, 3, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("laid", "workers", "nodes", "expected"),
-    [
-        ("4,2", 6, 0, (4, 2)),
-        ("2(x2),1", 5, 0, (2, 2, 1)),
-        ("1(x3)", 3, 0, (1, 1, 1)),
-        (None, 3, 0, (3,)),  # outside of SLURM
-        ("4,2", 5, 2, (3, 2)),  # equal nodes were asked for
-        ("4,2", 5, 0, None),
-    ],
-)
-def test_workers_lie_where_slurm_has_laid_the_tasks(laid, workers, nodes, expected, monkeypatch):
-    monkeypatch.delenv("STRATBENCH_SLURM_TASKS_PER_NODE", raising=False)
-    if laid:
-        monkeypatch.setenv("STRATBENCH_SLURM_TASKS_PER_NODE", laid)
-    if expected is None:
-        with pytest.raises(LayoutError, match="4,2 tasks"):
-            workers_on_nodes(workers, nodes)
-        return
-    assert workers_on_nodes(workers, nodes) == expected
-
-
-def test_ranks_and_nodes_of_unequal_nodes(tmp_path):
-    job = replace(job_with(tmp_path, [None] * 6), workers_on_nodes=(4, 2))
+def test_ranks_and_nodes_where_the_last_node_has_fewer(tmp_path):
+    job = replace(job_with(tmp_path, [None] * 6), workers_per_node=4)
     assert [list(job.ranks_of(node)) for node in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
     assert [job.node_of(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
     assert (job.n_nodes, job.workers_per_node) == (2, 4)
@@ -782,7 +760,7 @@ def stood(steps: int, hangs: bool, exit_code: int | None = None) -> dict:
 @pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
 def test_a_slow_cell_is_told_from_one_that_hangs(tmp_path, strategy, standings, status):
     job = replace(job_with(tmp_path, [None, None]), settings=settings(strategy))
-    job = replace(job, workers_on_nodes=(1, 1))
+    job = replace(job, workers_per_node=1)
     for rank, standing_of in enumerate(standings):
         job.folder.write_standing(rank, {f"rank{rank}": standing_of})
     exits = Exits([ProcessExit(f"rank{rank}", None) for rank in (0, 1)], timed_out=True)
@@ -881,7 +859,7 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(srun_module, "SRUN_END_S", 0.2)
     # The limit was reached before the 15 s that the agents have to keep it themselves.
-    job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), workers_on_nodes=(1, 1))
+    job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), workers_per_node=1)
     exits = launch.launch_with_srun(job, cpus_per_node=1)
     assert ending.classify(job, exits).status == "timeout"
 
@@ -990,7 +968,7 @@ def joined(folder: Path, rank: int) -> None:
 )
 def test_what_a_servers_cell_cannot_go_on_without(tmp_path, n_nodes, ended, expected):
     job = replace(job_with(tmp_path, [None, None]), settings=settings("ps-async"))
-    job = replace(job, workers_on_nodes=(2,) if n_nodes == 1 else (1, 1))
+    job = replace(job, workers_per_node=2 // n_nodes)
     joined(tmp_path, 0)
     if ended.get("rank1") == 0:
         joined(tmp_path, 1)

@@ -97,45 +97,6 @@ def test_a_cell_on_cpus_asks_for_its_threads_and_the_plans_memory():
     assert asked("ddp", 4, device="auto", cluster={"request_gpus": False}) == (1, 0, 4, 8192)
 
 
-def test_scattered_workers_ask_for_a_task_each():
-    """Not for nodes, and for memory by core: nobody knows how many will be on a node."""
-    asked = request("ddp", 6, strategies=["ddp"], scattered=True, threads=2)[2]
-    assert (asked.nodes, asked.tasks, asked.cpus, asked.mem_mib_per_cpu) == (0, 6, 2, 1024)
-    assert (asked.gres, asked.task_options, asked.all_tasks) == ("", "", 6)
-    assert asked.sbatch == ("sbatch --ntasks=6 --cpus-per-task=2 --mem-per-cpu=1024M --time=60")
-    on_gpus = request("ddp", 6, strategies=["ddp"], scattered=True, device="auto")[2]
-    assert (on_gpus.gres, on_gpus.task_options) == ("", "--gpus-per-task=1")
-    assert "--ntasks=6 --gpus-per-task=1 --cpus-per-task=8" in on_gpus.sbatch
-    planned = request("ddp", 6, strategies=["ddp"], scattered=True, planned_mib=4000)[
-        2
-    ]  # each worker's
-    assert planned.mem_mib == 4600 + resources.JOB_MIB
-
-
-def test_tasks_may_lie_as_room_is_found():
-    """Two nodes of 4 GPUs hold 6 tasks as 4 + 2, but not 9; one needs a node that holds a task."""
-    for gpus, fits in ((6, True), (8, True), (9, False)):
-        cell, settings, asked = request(
-            "ddp",
-            gpus,
-            strategies=["ddp"],
-            scattered=True,
-            device="auto",
-            global_batch=72,
-            cluster=SMALL,
-        )
-        sentence = nodes.refusal(cell, settings, asked, nodes.parse_sinfo(TESTS))
-        assert (sentence is None) == fits
-    assert "9 tasks, each with 1 GPU, 2 CPU cores" in sentence
-    assert "has room for 8 such tasks: take 9 out of studies.s.experiments.e.gpus" in sentence
-    cell, settings, asked = request(
-        "ddp", 2, strategies=["ddp"], scattered=True, device="auto", cluster={"cpus_per_gpu": 17}
-    )
-    assert "lower cluster.cpus_per_gpu" in nodes.refusal(
-        cell, settings, asked, nodes.parse_sinfo(TESTS)
-    )
-
-
 #: A GPU's share on the tests' nodes.
 SMALL = {"cpus_per_gpu": 2, "mem_mib_per_gpu": 1024}
 

@@ -142,7 +142,7 @@ def job_in(folder: Path, **changes: Any) -> Job:
     run.path.mkdir(parents=True, exist_ok=True)
     return Job(
         cell=Cell("s", "e", "ddp", s.model, "tiny", 2, 0), settings=s, data_dir=folder, data={"sha256": "0"},
-        folder=run, workers_on_nodes=(2,), use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0,
+        folder=run, workers_per_node=2, use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0,
         time_limit_s=None,
     )  # fmt: skip
 

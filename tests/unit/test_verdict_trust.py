@@ -125,21 +125,6 @@ def test_a_claim_says_its_nodes_or_how_many_and_high_takes_three(nodes, words, l
     assert bout["node_sets"] == nodes
 
 
-@pytest.mark.parametrize(
-    ("layouts", "ways", "level"),
-    [([(2, 1)], "2 + 1", "medium"), ([(2, 1), (3,)], "2 + 1, 3", "high"), ([()], None, "high")],
-)
-def test_a_claim_says_how_scattered_workers_lay_and_high_takes_two_ways(layouts, ways, level):
-    class Scattered(World):
-        def block(self, entry, study_seed=0):
-            lay = layouts[entry["block"] % len(layouts)]
-            return replace(super().block(entry, study_seed), scattered_as=lay)
-
-    bout = bout_of(Scattered(**vars(LEADS)))
-    assert bout["confidence"] == level
-    assert (f"lay on nodes as {ways}:" in bout["confidence_why"]) == (ways is not None)
-
-
 @pytest.mark.parametrize("k", [3, 7, 15])
 @pytest.mark.parametrize("truth", limits.TRUTHS)
 @pytest.mark.parametrize("nodes", [1, 2, 4, 0])

@@ -167,26 +167,6 @@ def worker_job_of(cell, resources):
     return WorkerJob.of(asked, resources, CLUSTER["worker_partition"]).as_json()
 
 
-def nodes_of(resources):
-    """The nodes of a training job, for its launcher; 0: those on which SLURM has laid its tasks.
-
-    Scattered cells state none: on SLURM a job of them finds out, and without SLURM they are on one.
-    """
-    return resources.get("nodes") or int(workflow.is_main_process)
-
-
-def add_task_options(rule, options):
-    """Add sbatch's `options` of a job, by its wildcards, to the profile's `slurm_extra`, for a rule's jobs."""
-    resources = rule.rule.resources
-    given = resources.get("slurm_extra")
-
-    def extra(wildcards, **more):
-        of_profile = given.evaluate(wildcards, **more).value
-        return " ".join(filter(None, [of_profile, options(wildcards)])) or None
-
-    resources["slurm_extra"] = extra
-
-
 def description(wildcards):
     """What the study is for."""
     return STUDY.description

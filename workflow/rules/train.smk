@@ -76,18 +76,16 @@ rule train_cell:
         lambda w: env_of([cell_of(w)])
     resources:
         # Not parameters: asking for other nodes or more time does not retrain what has finished.
-        nodes=lambda w: JOBS.request_of(cell_of(w)).nodes or None,
+        nodes=lambda w: JOBS.request_of(cell_of(w)).nodes,
         gres=lambda w: JOBS.request_of(cell_of(w)).gres,
         # One task a node, which the launcher starts itself: SLURM's plugin must neither derive tasks
-        # from GPUs nor wrap the job in an srun of its own, which it does where `mpi` is not set. Of scattered
-        # cells a task for each worker, on nodes that SLURM chooses.
-        tasks=lambda w: JOBS.request_of(cell_of(w)).all_tasks,
+        # from GPUs nor wrap the job in an srun of its own, which it does where `mpi` is not set.
+        tasks=lambda w: JOBS.request_of(cell_of(w)).nodes,
         tasks_per_gpu=0,
-        mpi=lambda w: "srun" if JOBS.request_of(cell_of(w)).all_tasks > 1 else "",
+        mpi=lambda w: "srun" if JOBS.request_of(cell_of(w)).nodes > 1 else "",
         cpus_per_task=lambda w: JOBS.request_of(cell_of(w)).cpus,
         server_cpus=lambda w: JOBS.request_of(cell_of(w)).server_cpus,
         mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
-        mem_mb_per_cpu=lambda w: JOBS.request_of(cell_of(w)).mem_mib_per_cpu,
         runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
         # Of an elastic cell the jobs that its own job submits, at most so many at a time; and in words.
@@ -102,7 +100,6 @@ rule train_cell:
         # What depends on `input` is no reason to run again: the parameters above are, one by one.
         settings=lambda w, input: JOBS.settings_of(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
-        nodes=lambda w, resources: nodes_of(resources),
         worker_job=lambda w, resources: worker_job_of(cell_of(w), resources),
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
     message:
@@ -116,13 +113,10 @@ rule train_cell:
         "exec python -m stratbench.train.launch --parent $PPID"
         " --cell {params.cell:q} --settings {params.settings:q}"
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
-        " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {params.nodes:q}"
+        " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
         " --worker-job={params.worker_job:q}"
         " >> {log:q} 2>&1"
-
-
-add_task_options(rules.train_cell, lambda w: JOBS.request_of(cell_of(w)).task_options)
 
 
 rule list_cells:

@@ -18,15 +18,14 @@ rule run_block:
         lambda w: env_of(cells_of_block(w))
     resources:
         # As of a cell's job, in train.smk.
-        nodes=lambda w: block_request(w).nodes or None,
+        nodes=lambda w: block_request(w).nodes,
         gres=lambda w: block_request(w).gres,
-        tasks=lambda w: block_request(w).all_tasks,
+        tasks=lambda w: block_request(w).nodes,
         tasks_per_gpu=0,
-        mpi=lambda w: "srun" if block_request(w).all_tasks > 1 else "",
+        mpi=lambda w: "srun" if block_request(w).nodes > 1 else "",
         cpus_per_task=lambda w: block_request(w).cpus,
         server_cpus=lambda w: block_request(w).server_cpus,
         mem_mb=lambda w: block_request(w).mem_mib,
-        mem_mb_per_cpu=lambda w: block_request(w).mem_mib_per_cpu,
         runtime=lambda w: block_request(w).runtime_min,
         time_limit_s=lambda w: int(ROUND.limit_s(block_of(w)) or 0),
         gpu_slots=1,
@@ -38,7 +37,6 @@ rule run_block:
         data=lambda w, input: str(Path(input.data).parent),
         out=lambda w, output: str(Path(output.block).parent),
         logs=lambda w: str(block_of(w).log_dir(RESULTS)),
-        nodes=lambda w, resources: nodes_of(resources),
     message:
         "block {wildcards.block} of {wildcards.study}/{wildcards.experiment}: {wildcards.model},"
         " workers: {wildcards.gpus}; log: {log}"
@@ -47,12 +45,9 @@ rule run_block:
         "exec python -m stratbench.train.block --parent $PPID"
         " --block {params.block:q} --settings {params.settings:q} --data {params.data:q}"
         " --out {params.out:q} --logs {params.logs:q} --time-limit-s {resources.time_limit_s}"
-        " --nodes {params.nodes:q} --cpus-per-node {resources.cpus_per_task}"
+        " --nodes {resources.nodes} --cpus-per-node {resources.cpus_per_task}"
         " --server-cpus {resources.server_cpus}"
         " >> {log:q} 2>&1"
-
-
-add_task_options(rules.run_block, lambda w: block_request(w).task_options)
 
 
 # One round, and what it decided. It has no output, so that it always runs.

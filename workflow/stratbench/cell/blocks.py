@@ -189,8 +189,6 @@ class Block:
     trained: Mapping[str, str] = field(default_factory=dict)
     #: Names of its GPUs; empty for CPU processes, and where no worker lived to tell them.
     gpu_names: tuple[str, ...] = ()
-    #: Of scattered workers, how many lay on each node, the most first; empty for those on equal nodes.
-    scattered_as: tuple[int, ...] = ()
 
     def of(self, strategy: str) -> list[Segment]:
         """A strategy's segments that count, in the order first, mirror, third."""
@@ -242,7 +240,6 @@ def read_block(path: str | Path) -> Block:
         gpu_seconds=result["gpu_seconds"],
         trained={name: trained_digest(s) for name, s in result["trained"].items()},
         gpu_names=tuple(sorted(result["gpu_names"])),
-        scattered_as=tuple(sorted(result.get("scattered_as", ()), reverse=True)),
     )
 
 
@@ -252,10 +249,6 @@ def _faults(result: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(result.get(key), kind):
             yield f"{key} is {str(result.get(key))[:40]!r}"
             return
-    lay = result.get("scattered_as", [])  # blocks of earlier versions do not say it
-    if not isinstance(lay, list) or not all(type(n) is int and n > 0 for n in lay):
-        yield f"scattered_as is {str(lay)[:40]!r}"
-        return
     if not isinstance(steps := result["settings"].get("steps"), int):
         yield f"settings.steps is {str(steps)[:40]!r}"
         return

@@ -142,10 +142,6 @@ class Settings:
         "and come again (docs/elastic.md). `gpus` is then the most workers at a time. The cell's own job has "
         "no GPU: it submits the workers and is their server, or brings them together. Without SLURM, workers "
         "are processes of this machine.")
-    scattered: bool = setting(False,
-        help="Whether SLURM may spread a cell's workers over nodes as it finds room, such as 4 and 2, in "
-        "place of equal nodes (docs/slurm.md). Each worker is a task with a GPU's share, so that the cell "
-        "waits for no whole node; the record says how many lay where.")
     checkpoint_every: int | None = setting(None, minimum=1,
         help="Steps after which each worker keeps its state on the disk, so that a cell whose node is lost, "
         "or whose job is ended, goes on from there when it is tried again (docs/elastic.md). Keeping it is "

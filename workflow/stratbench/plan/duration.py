@@ -90,9 +90,7 @@ class Step:
 
 def step_on(device: Device, s: Subject, needs: Needs, slow: int) -> Step:
     """A step by the best rates of a device (0) or by the worst (1)."""
-    # Scattered workers may lie closer together than on a node each.
-    nodes = 1 if s.settings.scattered and not slow else needs.nodes
-    link_bytes_per_s = device.link(nodes) * LINK_UTILISATION[slow]
+    link_bytes_per_s = device.link(needs.nodes) * LINK_UTILISATION[slow]
     return Step(
         compute_s=None if device.flops_per_s is None else _compute_s(device, s, needs, slow),
         # The nodes' link carries what all workers and servers on it send.

@@ -96,7 +96,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
             settings,
             data,
             on_cuda=settings.device != "cpu",
-            local_world=resources.workers_of_node(cell, settings, config["cluster"]),
+            local_world=resources.workers_of_node(cell, config["cluster"]),
         ),
     )
 

@@ -209,7 +209,7 @@ def _planned(
     needs, fits_on = None, {}
     if footprint is not None:
         footprint = footprint.fullest(s.samples_per_step, devices[0].resident_threads)
-        needs = needs_of(s, footprint, resources.node_count(s.cell, s.settings, cluster))
+        needs = needs_of(s, footprint, resources.node_count(s.cell, cluster))
         spans = [measured] + [None] * len(devices)
         fits_on = {
             device.name: _fit(s, footprint, needs, device, span, cluster)

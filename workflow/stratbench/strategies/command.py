@@ -96,8 +96,6 @@ class Command(Strategy):
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        if values["scattered"]:
-            yield ".scattered = true: a command is told one number of processes for all nodes"
         for key in ("slowdown", "profile"):
             if values[key]:
                 yield f".{key} = {values[key]}: a command cannot be reached from outside"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -15,16 +12,6 @@ def refuse_uneven(option: str, workers: int, gpus: int) -> None:
         raise ValueError(
             f"{option} does not divide {gpus} workers into equal groups; change it or the number of workers"
         )
-
-
-def on_equal_nodes(workers: int, each: int) -> tuple[int, ...]:
-    """How many of `workers` each node has, in the order of their ranks: `each`, but for the last."""
-    return tuple(min(each, workers - first) for first in range(0, workers, each))
-
-
-def node_of_rank(rank: int, workers_on_nodes: Sequence[int]) -> int:
-    """The number of the node on which a rank runs, by the workers on each node."""
-    return bisect(list(accumulate(workers_on_nodes)), rank)
 
 
 class Place(NamedTuple):

@@ -184,11 +184,6 @@ class ParameterServer(base.Strategy):
         if why := cls.Options.refusal(optimizer):
             others = ", ".join(policies_that_take(optimizer))
             yield f".optimizer = {optimizer!r}: {why} ({others} take it)"
-        if values["scattered"]:
-            yield (
-                ".scattered = true: servers need cores and memory of some of the nodes, and SLURM chooses "
-                "those of scattered workers; elastic: true gives the servers a job of their own"
-            )
         if values["accumulate"] != 1:
             yield (
                 f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "

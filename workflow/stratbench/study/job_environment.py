@@ -13,9 +13,6 @@ from stratbench.study.config.messages import ConfigError
 from stratbench.workload.data.own_data import PLACES_VARIABLE, places_for_jobs
 from stratbench.workload.users_code import CODE_VARIABLE
 
-#: What SLURM tells a job of its tasks: how many on each node (`4,2`, `2(x3)`), and the GPUs of each.
-TASKS_VARIABLE, TASKS_GPUS_VARIABLE = "SLURM_TASKS_PER_NODE", "SLURM_GPUS_PER_TASK"
-
 
 def image_of_jobs(config: Mapping[str, Any], asked: bool) -> str | None:
     """The image that rules run in; None if the config names none.
@@ -61,10 +58,6 @@ def set_job_environment(config: Mapping[str, Any], package_root: str | None) -> 
     # SLURM's plugin removes every SLURM_* variable from its jobs; srun finds its cluster by this one.
     if "SLURM_CONF" in os.environ:
         os.environ["STRATBENCH_SLURM_CONF"] = os.environ["SLURM_CONF"]
-    for name in (TASKS_VARIABLE, TASKS_GPUS_VARIABLE) if TASKS_VARIABLE in os.environ else ():
-        os.environ.pop(f"STRATBENCH_{name}", None)  # of a job in which this one was submitted
-        if name in os.environ:
-            os.environ[f"STRATBENCH_{name}"] = os.environ[name]
     folders = [str(Path(folder).expanduser().resolve()) for folder in config["code"]]
     os.environ[CODE_VARIABLE] = os.pathsep.join(folders)
     os.environ[PLACES_VARIABLE] = places_for_jobs(config.get("datasets", {}))

@@ -27,9 +27,6 @@ SEGMENT_ALLOWANCE_S = 180
 class JobRequest:
     """A cell's request: nodes; GPUs, CPU cores and memory on each of them; and the time.
 
-    `tasks`: of a cell whose workers are scattered, a task each: SLURM chooses the nodes (0 here), and the
-    GPUs, cores and memory are those of a task.
-
     `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
     of `cpus` are asked for because of parameter servers. `workers`: of an elastic cell, how many jobs of
     their own the workers are at most, each of which asks for what `worker` does.
@@ -44,42 +41,19 @@ class JobRequest:
     server_cpus: int = 0
     workers: int = 0
     worker: JobRequest | None = None
-    tasks: int = 0
 
     @property
     def gres(self) -> str:
-        """The GPUs of a node, as SLURM writes them; empty if none are asked for by node."""
-        return f"gpu:{self.gpus}" if self.gpus and not self.tasks else ""
-
-    @property
-    def task_options(self) -> str:
-        """Options of sbatch for which Snakemake's plugin knows no resource: the GPUs of each task.
-
-        Its `--ntasks-per-gpu` lays tasks where there are cores, which need not be where the GPUs are.
-        """
-        return f"--gpus-per-task={self.gpus}" if self.gpus and self.tasks else ""
-
-    @property
-    def mem_mib_per_cpu(self) -> int | None:
-        """The memory of a core, where it is asked for by task."""
-        return -(-self.mem_mib // self.cpus) if self.tasks else None
-
-    @property
-    def all_tasks(self) -> int:
-        """The job's tasks on all nodes: one a node, or one a worker."""
-        return self.tasks or self.nodes
+        """The GPUs of a node, as SLURM writes them; empty if none are asked for."""
+        return f"gpu:{self.gpus}" if self.gpus else ""
 
     @property
     def options(self) -> list[str]:
         """The options of sbatch that make this request."""
         where = [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
-        gpus = f"--gres={self.gres}" if self.gpus else ""
-        memory = f"--mem={self.mem_mib}M"
-        if self.tasks:
-            where, gpus = [f"--ntasks={self.tasks}"], self.task_options
-            memory = f"--mem-per-cpu={self.mem_mib_per_cpu}M"
-        cpus, time = f"--cpus-per-task={self.cpus}", f"--time={self.runtime_min}"
-        return list(filter(None, [*where, gpus, cpus, memory, time]))
+        gpus = [f"--gres={self.gres}"] if self.gpus else []
+        cpus, memory = f"--cpus-per-task={self.cpus}", f"--mem={self.mem_mib}M"
+        return [*where, *gpus, cpus, memory, f"--time={self.runtime_min}"]
 
     @property
     def sbatch(self) -> str:
@@ -106,24 +80,22 @@ def job_request(
     its servers alone, and for longer: its workers wait in the queue.
     """
     minutes = runtime_min(time_limit_s, cluster, longest_s)
-    of_node = workers_of_node(cell, settings, cluster)
-    if settings.elastic or settings.scattered:
+    of_node = workers_of_node(cell, cluster)
+    if settings.elastic:
         share = {k: v for k, v in settings.options.items() if k != "servers"}
         each = job_request(
             replace(cell, gpus=1),
-            replace(settings, elastic=False, scattered=False, gpus=1, options=share),
+            replace(settings, elastic=False, gpus=1, options=share),
             cluster,
             time_limit_s,
             -(-host_mem_mib // of_node),
             longest_s,
         )
-        if settings.scattered:
-            return replace(each, nodes=0, tasks=cell.gpus)
         minutes += math.ceil(60 * cluster["elastic_wait_h"])
         asked = _servers_request(settings, cluster, minutes, servers_mem_mib)
         each = replace(each, runtime_min=cluster["worker_min"] or each.runtime_min)
         return replace(asked, workers=cell.gpus, worker=each)
-    n_nodes = node_count(cell, settings, cluster)
+    n_nodes = node_count(cell, cluster)
     servers = -(-settings.options.get("servers", 0) // n_nodes)
     on_gpus = cluster["request_gpus"] and settings.device != "cpu"
     if on_gpus:
@@ -169,14 +141,14 @@ def _servers_request(
     )
 
 
-def node_count(cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> int:
-    """The number of nodes that the cell spans; where it is scattered, the most: each worker has its own."""
-    return cell.gpus if settings.scattered else -(-cell.gpus // cluster["gpus_per_node"])
+def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:
+    """The number of nodes that the cell spans."""
+    return -(-cell.gpus // cluster["gpus_per_node"])
 
 
-def workers_of_node(cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> int:
+def workers_of_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
     """The workers of the cell's fullest node; the last one may have fewer."""
-    return -(-cell.gpus // node_count(cell, settings, cluster))
+    return -(-cell.gpus // node_count(cell, cluster))
 
 
 def runtime_min(
@@ -203,7 +175,6 @@ def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequ
         runtime_min=runtime_min,
         planned_mib=any(r.planned_mib for r in requests),
         server_cpus=max(r.server_cpus for r in requests),
-        tasks=max(r.tasks for r in requests),
     )
 
 

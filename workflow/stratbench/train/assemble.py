@@ -361,7 +361,6 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
         "finished": finished.isoformat(timespec="seconds"),
         "nodes": job.n_nodes,
         "workers_per_node": job.workers_per_node,
-        "workers_on_nodes": list(job.workers_on_nodes),
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
         **({"planned_repeats": job.planned_repeats} if job.planned_repeats else {}),

@@ -36,7 +36,7 @@ from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
 from stratbench.train.inputs import check_inputs
-from stratbench.train.job import Job, workers_on_nodes
+from stratbench.train.job import Job
 from stratbench.train.launch import Failure, begin_log, job_of, launch, launchers_parser, run_to_end
 from stratbench.train.locks import hold_cell
 
@@ -100,8 +100,7 @@ class BlockRun:
             s = self._settings[name]
             check_installed(name, strategy_class(s.strategy), s.options)
         check_inputs(args.data, any_settings)
-        on_nodes = workers_on_nodes(plan.gpus, args.nodes)
-        with gpu_locks.hold_devices(any_settings, len(on_nodes)) as self._use_cuda:
+        with gpu_locks.hold_devices(any_settings, args.nodes) as self._use_cuda:
             started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices
             if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
                 raise gpu_locks.DeviceError(reason)
@@ -125,7 +124,6 @@ class BlockRun:
             },
             "segments": [segment.as_dict() for segment in done],
             "hosts": sorted(self._hosts),
-            "scattered_as": list(on_nodes) if any_settings.scattered else [],
             "device": "cuda" if self._use_cuda else "cpu",
             "gpu_names": sorted(self._gpu_names),
             "software_gpu": self._use_cuda and software_gpu.is_here(),
@@ -141,7 +139,7 @@ class BlockRun:
     @contextmanager
     def _shared_import(self) -> Iterator[None]:
         """Let the segments share a fork server, which imports PyTorch before the first one."""
-        if self._args.nodes != 1:
+        if self._args.nodes > 1:
             yield
             return
         with fork_server(may_share=not self._use_cuda) as path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,34 +13,9 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
-from stratbench.strategies.mesh import node_of_rank, on_equal_nodes
-from stratbench.study.job_environment import TASKS_VARIABLE
 
 #: How long SLURM may take to start the agents of a job on its nodes, in seconds.
 LONGEST_CALL_S = 60.0
-
-
-class LayoutError(RuntimeError):
-    """The SLURM job has not a task for each worker."""
-
-
-def workers_on_nodes(workers: int, nodes: int) -> tuple[int, ...]:
-    """How many of a cell's workers are on each of its `nodes`, each of which is full but the last.
-
-    `nodes` 0: where SLURM has laid its job's tasks, one a worker; outside of SLURM, all on this machine.
-    Raises LayoutError where it has not.
-    """
-    if nodes:
-        return on_equal_nodes(workers, -(-workers // nodes))
-    laid = os.environ.get(f"STRATBENCH_{TASKS_VARIABLE}", str(workers))
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", laid)
-    each_node = tuple(int(tasks) for tasks, times in counts for _ in range(int(times or 1)))
-    if sum(each_node) != workers:
-        raise LayoutError(
-            f"the SLURM job has {laid} tasks on its nodes ({TASKS_VARIABLE}), not one for each of {workers} "
-            "workers: leave `tasks` of the profile's set-resources to config.yaml"
-        )
-    return each_node
 
 
 @dataclass(frozen=True)
@@ -59,8 +33,8 @@ class Job:
     #: The meta data of what is prepared there: the workers train on this data set or on none.
     data: dict[str, Any]
     folder: RunFolder
-    #: Workers on each node, in the order of their ranks.
-    workers_on_nodes: tuple[int, ...]
+    #: Workers on each node, in the order of their ranks; the last node may have fewer.
+    workers_per_node: int
     use_cuda: bool
     threads: int
     origin_unix_s: float
@@ -141,25 +115,20 @@ class Job:
     @property
     def n_nodes(self) -> int:
         """How many nodes the cell spans."""
-        return len(self.workers_on_nodes)
-
-    @property
-    def workers_per_node(self) -> int:
-        """The most workers of a node."""
-        return max(self.workers_on_nodes)
+        return -(-self.world_size // self.workers_per_node)
 
     def ranks_of(self, node: int) -> range:
         """The ranks that run on node number `node`."""
-        first = sum(self.workers_on_nodes[:node])
-        return range(first, first + self.workers_on_nodes[node])
+        first = node * self.workers_per_node
+        return range(first, min(first + self.workers_per_node, self.world_size))
 
     def node_of(self, rank: int) -> int:
         """The number of the node that worker `rank` runs on."""
-        return node_of_rank(rank, self.workers_on_nodes)
+        return rank // self.workers_per_node
 
     def workers_beside(self, rank: int) -> int:
         """How many workers run on the node of worker `rank`, itself included."""
-        return self.workers_on_nodes[self.node_of(rank)]
+        return len(self.ranks_of(self.node_of(rank)))
 
     def to_json(self) -> str:
         """The job as a text for `from_json`."""
@@ -172,8 +141,7 @@ class Job:
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])
         fields["data_dir"] = Path(fields["data_dir"])
-        for name in ("workers_on_nodes", "attempts"):
-            fields[name] = tuple(fields[name])
+        fields["attempts"] = tuple(fields["attempts"])
         paths = fields["folder"]
         fields["folder"] = RunFolder(**{key: path and Path(path) for key, path in paths.items()})
         return cls(**fields)

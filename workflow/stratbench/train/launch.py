@@ -37,7 +37,6 @@ from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import check_installed
-from stratbench.study.job_environment import TASKS_GPUS_VARIABLE
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
@@ -49,9 +48,9 @@ from stratbench.train.elastic import served
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.gpu_locks import hold_devices
 from stratbench.train.inputs import check_inputs, check_spec
-from stratbench.train.job import Job, LayoutError, workers_on_nodes
+from stratbench.train.job import Job
 from stratbench.train.locks import Held, hold_cell, scratch
-from stratbench.train.nodes.srun import queue_wait_s, run_on_nodes, share_of_cores
+from stratbench.train.nodes.srun import queue_wait_s, run_on_nodes
 from stratbench.train.restarts import attempts
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload.data import prepared
@@ -118,10 +117,7 @@ def run_to_end(
             return 1
         except Failure as e:
             return fail(logs(), of, str(e), e.processes)
-        except (
-            *(gpu_locks.DeviceError, LayoutError, DataError),
-            *(record.RecordError, ModelError, OSError),
-        ) as e:
+        except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
             return fail(logs(), of, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
@@ -163,9 +159,8 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         folder.create()
     check_installed(cell.strategy, strategy_class(settings.strategy), settings.options)
     check_inputs(args.data, settings)
-    on_nodes = workers_on_nodes(cell.gpus, args.nodes)
     with (
-        hold_devices(settings, len(on_nodes), asked_of_workers(args)) as use_cuda,
+        hold_devices(settings, args.nodes, asked_of_workers(args)) as use_cuda,
         job_of(cell, settings, use_cuda, args) as job,
     ):
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
@@ -223,18 +218,10 @@ def launchers_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--time-limit-s", type=float, default=0, help="of the cell or of each segment; 0: none"
     )
-    parser.add_argument(
-        "--nodes",
-        type=int,
-        default=1,
-        help="nodes that it spans; 0: those of its SLURM job's tasks",
-    )
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that it spans")
     parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
     parser.add_argument(
-        "--cpus-per-node",
-        type=int,
-        default=1,
-        help="CPU cores it has asked for on each node, or with --nodes 0 for each worker",
+        "--cpus-per-node", type=int, default=1, help="CPU cores it has asked for on each node"
     )
     parser.add_argument(
         "--server-cpus", type=int, default=0, help="how many of these are for parameter servers"
@@ -257,7 +244,7 @@ def job_of(
     """
     meta = prepared.verified_meta(args.data)
     check_spec(meta, args.data, settings)
-    on_nodes = workers_on_nodes(cell.gpus, args.nodes)
+    workers_per_node = -(-cell.gpus // args.nodes)
     with scratch() as local:
         yield Job(
             cell=cell,
@@ -265,9 +252,9 @@ def job_of(
             data_dir=args.data.resolve(),
             data=meta,
             folder=RunFolder.of_logs(logs or args.logs, local),
-            workers_on_nodes=on_nodes,
+            workers_per_node=workers_per_node,
             use_cuda=use_cuda,
-            threads=threads_of(settings, on_nodes[0], args),
+            threads=threads_of(settings, workers_per_node, args),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
@@ -306,8 +293,7 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     path = job.folder.write_job(job.to_json())
     limit_s = None if job.deadline_s is None else job.deadline_s - time.monotonic() + 15
     agent_of_job = [str(path), str(job.elapsed_s)]
-    share = share_of_nodes(job, cpus_per_node)
-    code = run_on_nodes(job.n_nodes, share, "stratbench.train.agent", agent_of_job, limit_s)
+    code = run_on_nodes(job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, limit_s)
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
     standings = standings_of(job)
     processes = [
@@ -323,15 +309,6 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     ended = code != 0
     hung = ended and why_hung(standings) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
-
-
-def share_of_nodes(job: Job, cpus_per_node: int) -> list[str]:
-    """Options of srun by which each agent has what the SLURM job has of its node, and not a core or a GPU."""
-    if not job.settings.scattered:
-        return share_of_cores(cpus_per_node)
-    # Nodes differ, so that no number holds for all; those of a job with GPUs for each task are asked for.
-    by_task = f"STRATBENCH_{TASKS_GPUS_VARIABLE}" in os.environ
-    return ["--cpu-bind=none", *([f"--gpus={job.world_size}"] if by_task else [])]
 
 
 def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.samples import Series, Timeline
 from stratbench.cell.record import Record
-from stratbench.strategies.mesh import Mesh, node_of_rank, on_equal_nodes
+from stratbench.strategies.mesh import Mesh
 
 #: The relative difference that rounding explains.
 ROUNDING = 1e-6
@@ -73,14 +73,13 @@ class Facts:
         return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
 
     @property
-    def workers_on_nodes(self) -> tuple[int, ...]:
-        """How many workers each node had, in the order of their ranks; older records state equal nodes."""
-        stated, each = (self(f"provenance.workers_{key}") for key in ("on_nodes", "per_node"))
-        return tuple(stated or on_equal_nodes(self.gpus, each or self.gpus))
+    def workers_per_node(self) -> int:
+        """How many workers each node had; the last one may have had fewer."""
+        return self("provenance.workers_per_node") or self.gpus
 
     def node_of(self, rank: int) -> int:
         """The number of the node on which a rank ran."""
-        return node_of_rank(rank, self.workers_on_nodes)
+        return rank // self.workers_per_node
 
     @property
     def averages_all(self) -> bool:

@@ -19,7 +19,6 @@ from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.strategies import REGISTRY, mesh_of, strategy_class, traits_of
-from stratbench.strategies.mesh import on_equal_nodes
 
 #: Figures that only a cell with a result has.
 RESULTS = ("score.final", "time.train_time_s", "batch.samples_seen", "batch.samples_applied")
@@ -228,17 +227,8 @@ def faults_of_nodes(facts: Facts) -> Iterator[str]:
     nodes, most = facts("provenance.nodes"), facts("provenance.workers_per_node")
     if nodes is None or most is None:
         return
-    laid = facts.workers_on_nodes
-    equal = facts("settings.scattered") or laid == on_equal_nodes(
-        facts.gpus, -(-facts.gpus // nodes)
-    )
-    if sum(laid) != facts.gpus or len(laid) != nodes or max(laid) != most or min(laid) < 1:
-        yield (
-            f"{nodes} nodes with {' + '.join(map(str, laid))} workers, {most} at most, do not make "
-            f"{facts.gpus} workers"
-        )
-    elif not equal:
-        yield f"{' + '.join(map(str, laid))} workers on the nodes of a cell that was not to be scattered"
+    if not nodes * most >= facts.gpus > (nodes - 1) * most:
+        yield f"{nodes} nodes with {most} workers each do not make {facts.gpus} workers"
     if facts.whole:
         hosts = {
             (facts.node_of(worker["rank"]), worker["provenance"]["host"]["name"])

@@ -268,7 +268,7 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
         if facts("strategy.kind") == "own":  # whose processes have one entry
-            processes = facts.workers_on_nodes[node]
+            processes = min(facts.workers_per_node, facts.gpus)
         most = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
         load = load_while_running(facts("time.total_s"), before, max(ends), one)
         if load > most:

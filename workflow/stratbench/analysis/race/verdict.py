@@ -333,12 +333,6 @@ def confidence_in(
         told.append(
             f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently{which}."
         )
-    if layouts := sorted({block.scattered_as for block in blocks if block.scattered_as}):
-        sure = sure and len(layouts) > 1
-        ways = ", ".join(" + ".join(map(str, layout)) for layout in layouts)
-        told.append(
-            f"Scattered workers lay on nodes as {ways}: otherwise their order may be another."
-        )
     if any(block.device == "cpu" for block in blocks):
         sure = False
         told.append(f"It holds for {plural(worker_noun(['cpu']))} and says nothing of GPUs.")

@@ -132,8 +132,6 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("predicted_bubble_share", "number", "share", "strategy.details.predicted_bubble_share",
            "The same were all stages alike and sending free: (S - 1) / (v m + S - 1), with S workers, m "
            "micro-batches and v stages a worker."),
-    Column("workers_on_nodes", "text", "", derived.workers_on_nodes,
-           "How many workers lay on each node; SLURM chooses it for scattered cells."),
     Column("setup_s", "number", "s", "time.setup_s"),
     Column("data_s", "number", "s", "time.data_s"),
     Column("warmup_s", "number", "s", "time.warmup_s"),

@@ -53,11 +53,6 @@ def perplexity(record: Record) -> float | None:
 # ---------------------------------------------------------------- the machine
 
 
-def workers_on_nodes(record: Record) -> str | None:
-    """How many workers lay on each node, such as `4 + 2`; None where the record does not say."""
-    return " + ".join(map(str, value_at(record, "provenance.workers_on_nodes") or ())) or None
-
-
 def texts_of_workers(record: Record, path: str) -> list[str]:
     """The distinct values of a field of the workers' provenance, as sorted texts."""
     values = (value_at(worker["provenance"], path) for worker in record["workers"])

@@ -70,7 +70,6 @@ def plan_text(plan: Plan) -> str:
             key=lambda c: c.needs.snapshot_bytes,
             default=None,
         ),
-        "scattered": [c for c in plan.cells if c.asked.tasks > 1 and c.cell.repeat == 0],
         "elastic": [c for c in plan.cells if c.asked.workers and c.cell.repeat == 0],
         "raised": sorted(
             (c for c in plan.cells if c.asked.gpus and c.asked.planned_mib),

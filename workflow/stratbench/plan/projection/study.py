@@ -50,7 +50,7 @@ def projections_of(
 
     def nodes_of(workers: int) -> int:
         cell = replace(evidence.last, gpus=workers)
-        return nodes.get(workers) or node_count(cell, last.settings, config["cluster"])
+        return nodes.get(workers) or node_count(cell, config["cluster"])
 
     points = [replace(p, nodes=nodes_of(p.workers)) for p in evidence.points]
     places = [(n, nodes_of(n)) for n in counts]

@@ -76,11 +76,6 @@ class FSDP(Sharded):
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        if options.get("shard_workers") == "node" and values["scattered"]:
-            yield (
-                ".scattered = true: with shard_workers: node the workers of a node share a model, and "
-                "scattered ones are not as many on each; give shard_workers a number"
-            )
         if options.get("offload") == "cpu" and values["precision"] == "fp16":
             yield (
                 ".precision = 'fp16': the loss scaler's verdict is on the device, but with offload: cpu the "

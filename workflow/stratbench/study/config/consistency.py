@@ -300,9 +300,7 @@ def _strategy_faults(
                 try:
                     copies = mesh_of(base, options, n).replicas
                     strategy.check(base, options, n, batch // copies)
-                    # Scattered ones may all be on one node: what needs equal nodes is refused by itself.
-                    most_there = n if block["scattered"] else -(-n // -(-n // gpus_per_node))
-                    strategy.check_nodes(options, n, most_there)
+                    strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
         if block["elastic"] and strategy.rigid is not None:
@@ -384,7 +382,6 @@ _RIGID_SETTINGS = {
         None,
         "split synchronous workers and servers keep their state every minute",
     ),
-    "scattered": (False, "each worker is a job of its own, on any node"),
 }
 
 

@@ -44,13 +44,6 @@ class Node:
         }
         return [what for what, is_short in short.items() if is_short]
 
-    def holds(self, asked: JobRequest) -> int:
-        """How many of the request's tasks the node can hold at a time; of one by nodes, whether it can."""
-        if self.lacks(asked):
-            return 0
-        each = [(self.gpus, asked.gpus), (self.cpus, asked.cpus), (self.mem_mib, asked.mem_mib)]
-        return min(has // needs for has, needs in each if needs) if asked.tasks else 1
-
 
 def cluster_nodes() -> list[Node]:
     """The nodes of the cluster; empty without SLURM, or if it does not answer."""
@@ -131,19 +124,19 @@ def refusal(
     for node in nodes:
         by_partition.setdefault(node.partition, []).append(node)
     for here in by_partition.values():
-        if sum(node.holds(asked) for node in here) >= (asked.tasks or asked.nodes):
+        if sum(not node.lacks(asked) for node in here) >= asked.nodes:
             return None
     if not nodes:
         return None
     largest = min(nodes, key=lambda n: (len(n.lacks(asked)), -n.gpus, -n.cpus, -n.mem_mib))
-    lacks, what = largest.lacks(asked), "tasks" if asked.tasks else "nodes"
-    there = sum({n.name: n.holds(asked) for n in by_partition[largest.partition]}.values())
+    lacks = largest.lacks(asked)
+    able = {n.name for n in by_partition[largest.partition] if not n.lacks(asked)}
     has = _quantities(largest.gpus, largest.cpus, largest.mem_mib, largest.limit_min, asked)
     if lacks:
         has = f"the largest node of partition {largest.partition} has {has}"
     else:
-        has = f"partition {largest.partition} has {'room for ' * bool(asked.tasks)}{there} such {what}"
-        lacks = [what]
+        has = f"partition {largest.partition} has {len(able)} such nodes"
+        lacks = ["nodes"]
     if in_profile:
         remedy = "lower it in the profile (set-resources, default-resources)"
     else:
@@ -153,8 +146,7 @@ def refusal(
 
 def describe_request(cell: Cell, asked: JobRequest) -> str:
     """The request of a cell, in words."""
-    of = f"{asked.tasks} tasks" if asked.tasks else f"{asked.nodes} nodes"
-    count = "a node" if asked.nodes == 1 else f"{of}, each"
+    count = "a node" if asked.nodes == 1 else f"{asked.nodes} nodes, each"
     quantities = _quantities(asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min, asked)
     return f"{cell} asks for {count} with {quantities}"
 
@@ -192,8 +184,6 @@ def _remedies(
             yield f"set a lower {block}.time_limit_s, or cluster.startup_allowance_s"
         elif what == "nodes":
             yield f"raise cluster.gpus_per_node, or take {cell.gpus} out of {block}.gpus"
-        elif what == "tasks":
-            yield f"take {cell.gpus} out of {block}.gpus"
 
 
 def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:

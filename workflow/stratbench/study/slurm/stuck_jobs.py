@@ -46,12 +46,9 @@ SHARED_LIMITS = r"(QOS|Assoc|Max)\w+"
 
 def submitted_request(resources: Any) -> JobRequest:
     """The request of a Snakemake job to SLURM, including the profile's changes."""
-    tasks = 0 if resources.get("nodes") else int(resources.get("tasks") or 0)
-    by_task = re.search(r"--gpus-per-task=(\d+)", str(resources.get("slurm_extra") or ""))
     return JobRequest(
-        nodes=0 if tasks else int(resources.get("nodes") or 1),
-        tasks=tasks,
-        gpus=int(by_task[1]) if by_task else nodes.count_gpus(str(resources.get("gres") or "")),
+        nodes=int(resources.get("nodes") or 1),
+        gpus=nodes.count_gpus(str(resources.get("gres") or "")),
         cpus=int(resources.get("cpus_per_task") or 1),
         mem_mib=int(resources.get("mem_mb") or 0),
         runtime_min=int(resources.get("runtime") or 0),
@@ -108,7 +105,7 @@ def refusals(
 
 
 def _plain(asked: JobRequest) -> tuple[int, ...]:
-    return asked.nodes, asked.tasks, asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min
+    return asked.nodes, asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min
 
 
 # ---------------------------------------------------------------- a refused sbatch

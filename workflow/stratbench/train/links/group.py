@@ -25,7 +25,7 @@ from stratbench.telemetry.collective_cost import Time
 from stratbench.train.links.processes import TIMEOUT_S, run_all
 from stratbench.train.links.timing import Sweep, measure
 from stratbench.train.nodes.rendezvous import tcp_store
-from stratbench.train.nodes.srun import run_on_nodes, share_of_cores
+from stratbench.train.nodes.srun import run_on_nodes
 
 #: All times, and kappa.
 Measured = tuple[list[Time], float]
@@ -77,9 +77,7 @@ def measure_on_nodes(group: Group, cpus: int) -> Measured:
     try:
         plan = folder.path / "group.json"
         plan.write_text(json.dumps(asdict(group)), encoding="utf-8")
-        if code := run_on_nodes(
-            group.nodes, share_of_cores(cpus), __spec__.name, [str(plan)], TIMEOUT_S
-        ):
+        if code := run_on_nodes(group.nodes, cpus, __spec__.name, [str(plan)], TIMEOUT_S):
             raise RuntimeError(
                 f"the measurement on {group.nodes} nodes ended with code {code}; what its processes said "
                 "stands above"

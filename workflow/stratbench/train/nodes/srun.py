@@ -49,26 +49,22 @@ def queue_wait_s() -> float | None:
     return max(0.0, (started - max(submitted, eligible)).total_seconds())
 
 
-def share_of_cores(cpus: int) -> list[str]:
-    """srun's option for so many cores of a node, which it does not take from the job: 1 otherwise."""
-    return [f"--cpus-per-task={cpus}"]
-
-
 def run_on_nodes(
     nodes: int,
-    share: Sequence[str],
+    cpus: int,
     module: str,
     arguments: Sequence[str],
     limit_s: float | None = None,
 ) -> int:
     """Run a module on each of `nodes`; `srun`'s exit code, 0 if all ended well.
 
-    `share`: srun's options on what each may use of its node.
+    `cpus`: the cores of its node that each may use; srun takes 1 where it is not told, whatever the job has.
     All are ended after `limit_s` seconds, and where this process is told to end.
     """
     command = [
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-        *share, "--kill-on-bad-exit=1", "--wait=0", sys.executable, "-m", module, *arguments,
+        f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--wait=0",
+        sys.executable, "-m", module, *arguments,
     ]  # fmt: skip
     # Snakemake's SLURM plugin has taken SLURM_CONF away; the Snakefile kept a copy.
     conf = os.environ.get("STRATBENCH_SLURM_CONF")

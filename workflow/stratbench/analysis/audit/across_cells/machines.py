@@ -135,13 +135,11 @@ def strangers_in(facts: Facts) -> Iterator[str]:
 
 def memory_of_others(facts: Facts) -> Iterator[str]:
     """Memory of the cell's GPUs that is not the worker's: as NVML told the worker, and in the timeline."""
-    firsts = {
-        sum(facts.workers_on_nodes[:node]): n for node, n in enumerate(facts.workers_on_nodes)
-    }
     for worker in facts.workers:
         # PyTorch may open a context of each process of a node on the node's first GPU.
-        siblings = firsts.get(worker["rank"], 1) - 1
-        siblings += len(facts.servers) if worker["rank"] in firsts else 0
+        is_first = worker["rank"] % facts.workers_per_node == 0
+        there = min(facts.workers_per_node, facts.gpus - worker["rank"])
+        siblings = there - 1 + len(facts.servers) if is_first else 0
         spare = OTHERS_BYTES + siblings * CONTEXT_BYTES
         own, one = worker["memory"] or {}, facts.gpu_series(worker)
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
@@ -177,10 +175,10 @@ def own_gpus(facts: Facts) -> set[tuple[int, int]]:
 def groups_cross_nodes(facts: Facts) -> Iterator[str]:
     """Workers that divide layers between them were on several nodes, though a node could hold them: they
     exchanged activations over the slower link. Let the number of workers on a node be a multiple of
-    tensor_workers, on whole nodes (scattered: false).
+    tensor_workers.
     """
-    together, on_nodes = facts.mesh.tensor, facts.workers_on_nodes
-    if together > max(on_nodes):
+    together = facts.mesh.tensor
+    if together > facts.workers_per_node:
         return
     across = [
         first
@@ -188,8 +186,8 @@ def groups_cross_nodes(facts: Facts) -> Iterator[str]:
         if facts.node_of(first) != facts.node_of(first + together - 1)
     ]
     if across:
-        laid = " + ".join(map(str, on_nodes))
-        yield f"{len(across)} groups of {together} workers, and {laid} workers on the nodes"
+        each = facts.workers_per_node
+        yield f"{len(across)} groups of {together} workers, and {each} workers on a node"
 
 
 @rule("shared-devices", "unusable", "time")
