@@ -52,7 +52,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"nesterov": True},
     {"schedule": "cosine", "lr_warmup_steps": 2},
     {"slowdown": {"workers": [0], "factor": 1.5}},
-    {"partition": "by-class"},
     {"augment": True, "dataset": "digits"},
     {"profile": True},
 )

@@ -120,22 +120,6 @@ def worker(path: str) -> str:
     return f"workers.*.provenance.{path}"
 
 
-def by_class(parts: Callable[[int, int], list[int]]) -> Callable[[dict[str, Any]], None]:
-    """Workers with data of their own; `parts`: of a rank and its samples, those of each class."""
-
-    def plant(record: dict[str, Any]) -> None:
-        record["settings"]["partition"] = "by-class"
-        for w in record["workers"]:
-            w["class_samples"] = parts(w["rank"], w["samples"])
-
-    return plant
-
-
-def halves(rank: int, samples: int) -> list[int]:
-    """Three classes, of which two workers share the second."""
-    return [0, samples // 4, samples - samples // 4] if rank else [samples - 9, 9, 0]
-
-
 FAULTS = [
     Fault(
         "elastic without worker jobs",
@@ -382,20 +366,6 @@ FAULTS = [
         put("provenance.device", "cpu"),
         "contradictory-counts",
         "device",
-    ),
-    Fault(
-        "a worker with all classes",
-        DDP,
-        by_class(lambda rank, n: halves(1, n) if rank else [n // 2, 0, n - n // 2]),
-        "contradictory-partition",
-        "rank 0 trained on classes 0 to 2",
-    ),
-    Fault(
-        "workers with each other's classes",
-        DDP,
-        by_class(lambda rank, n: halves(1 - rank, n)),
-        "contradictory-partition",
-        "rank 0 trained on classes 1 to 2, and rank 1 on 0 to 1",
     ),
     # Ends.
     Fault(
@@ -1127,23 +1097,6 @@ def test_a_worker_may_wait_for_the_word_that_the_last_update_is_made(waited, bel
     record["server"]["servers"][0]["workers"][1]["wait_s"] = waited * ends_s
     found = RULE["contradictory-server"].check(planted.study({SYNC: record}, "cuda"))
     assert any("worker 1 at server 0: link.wait_s" in f.figures for f in found) != believed
-
-
-def test_workers_with_classes_of_their_own_are_believed():
-    record = copy.deepcopy(sound("cuda")[DDP])
-    by_class(halves)(record)
-    alone = planted.study({DDP: record}, "cuda")
-    assert [rule.id for rule in RULES if any(rule.check(alone))] == []
-
-
-def test_a_worker_without_a_sample_hides_no_part_that_others_share():
-    cell = Cell("constructed", "main", "ddp", "resnet50", "cifar10", 4, 0)
-    record = fixture.make_record(cell)
-    seen = {0: [5, 5], 1: [0, 0], 2: [5, 5], 3: [0, 5]}
-    by_class(lambda rank, _: seen[rank])(record)
-    alone = planted.study({("main", "ddp", 4, 0): record}, "cuda")
-    found = RULE["contradictory-partition"].check(alone)
-    assert "rank 0 trained on classes 0 to 1, and rank 2 on 0 to 1" in [f.figures for f in found]
 
 
 GANG = ("main", "ddp", 4, 0)

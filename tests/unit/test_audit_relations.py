@@ -25,8 +25,6 @@ from test_audit_faults import (
     SINGLE,
     SYNC,
     TIMEOUT,
-    by_class,
-    halves,
 )  # fmt: skip
 
 from stratbench.analysis.audit import KINDS, rules_of
@@ -184,7 +182,6 @@ def honest() -> dict[str, Record]:
         ("steps", DDP, for_steps),
         ("diverged in steps", DIVERGED, for_steps),
         ("stopped", TIMEOUT, stopped_late),
-        ("classes", DDP, by_class(halves)),
         ("slowed", DDP, slowed_down),
         ("own times", DDP, with_own_times),
         ("issue times", DDP, with_issue_times),

@@ -179,10 +179,6 @@ def refusal(config_: Any) -> str:
             ["checkpoint_every = 5: ps-async: it does not say", "remove ps-async"],
         ),
         (
-            {"checkpoint_every": 5, "strategies": ["ddp"], "partition": "by-class"},
-            ["checkpoint_every = 5 with partition = 'by-class'"],
-        ),
-        (
             {"checkpoint_every": 5, "strategies": ["ddp"], "elastic": True},
             ["checkpoint_every = 5 with elastic = true"],
         ),
@@ -202,15 +198,6 @@ def refusal(config_: Any) -> str:
         ),
         ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
         ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
-        ({"partition": "by-user"}, ["partition = 'by-user'", "by-class"]),
-        (
-            {"partition": "by-class", "strategies": ["ddp", "ps-async"]},
-            ["partition = 'by-class': servers hand each batch", "remove ps-async from strategies"],
-        ),
-        (
-            {"partition": "by-class", "dataset": "markov-text", "models": ["gpt-compact"]},
-            ["partition = 'by-class': the data set 'markov-text' is a text", "remove the key"],
-        ),
         (
             {"precision": "fp16", "strategies": ["ddp", "diloco"]},
             ["precision = 'fp16': a worker whose gradient overflows", "use bf16", "remove diloco"],
@@ -525,7 +512,7 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
     values = {
         "epochs": 3, "lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "nesterov": True, "accumulate": 2,
         "clip_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
-        "partition": "by-class", "placement": "host", "warmup_steps": 5, "device": "cpu",
+        "placement": "host", "warmup_steps": 5, "device": "cpu",
         "slowdown": {"sigma": 0.5}, "betas": [0.8, 0.9], "eps": 1e-6, "optimizer": "adamw", "steps": 4,
         "final_lr": 0.01, "checkpoint_every": 7,
     }  # fmt: skip

@@ -19,10 +19,8 @@ from stratbench.study.config.messages import ConfigError
 from stratbench.train.inputs import check_data
 from stratbench.workload import users_code
 from stratbench.workload.data import own_arrays, own_data, prepared
-from stratbench.workload.data.partition import ByClass
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.users_code import ModelError
 
 CODE = """
 import numpy as np
@@ -108,8 +106,6 @@ def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkey
         data = DeviceData.load(tmp_path / "out", dtype=dtype)
         _, targets = data.batch(torch.arange(4))
         assert (targets.dtype, list(targets.shape)) == (dtype, [4, each])
-    with pytest.raises(ModelError, match="no classes to divide the samples by"):
-        ByClass(data.train_targets, 2, 0)
 
 
 def test_tokens_of_a_call_become_a_text(tmp_path, my_data):

@@ -61,10 +61,6 @@ def test_a_regression_goes_from_the_page_to_its_report(tmp_path):
     assert "unusable" not in audit, audit
     for wrong, sentence in (
         ({"task": None}, "its task is classification: it learns class numbers, and the targets"),
-        (
-            {"partition": "by-class", "strategies": ["ddp"]},
-            "targets are values (float32), and there are no classes",
-        ),
     ):
         work.write_config(config(**wrong))
         refused = work.run("-n")

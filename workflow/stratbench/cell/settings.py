@@ -128,10 +128,6 @@ class Settings:
     clip_norm: float | None = setting(None, planned=1.0, exclusiveMinimum=0,
         help="Largest Euclidean norm of the whole gradient, over all workers' parts: a larger gradient is "
         "scaled down to it. null: none. Servers refuse it.")
-    partition: Literal["iid", "by-class"] = setting("iid",
-        help="What a worker trains on. iid: all draw from the whole training set, which is shuffled for "
-        "each epoch. by-class: each has a part of its own, of a few classes: the set is sorted by label and "
-        "cut into equal parts. Servers and texts refuse it.")
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = setting("fp32", planned=EACH,
         help="Arithmetic: tf32 is fp32 with TensorFloat-32 matrix products (GPUs only); bf16 and fp16 are "
         "mixed precision (weights stay fp32), fp16 with loss scaling.")

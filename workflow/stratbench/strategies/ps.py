@@ -189,11 +189,6 @@ class ParameterServer(base.Strategy):
                 f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "
                 "makes them, so that a batch cannot come in parts"
             )
-        if values["partition"] != "iid":
-            yield (
-                f".partition = {values['partition']!r}: servers hand each batch to whichever worker is free, "
-                "so that no worker has data of its own"
-            )
         if values["clip_norm"] is not None:
             yield (
                 f".clip_norm = {values['clip_norm']}: each server takes its part of one worker's gradient, "

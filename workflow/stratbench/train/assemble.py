@@ -178,8 +178,6 @@ def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
     """What the record says of one worker."""
     keys = ("rank", "steps", "samples", "train_time_s", "epoch_starts_s", "memory", "provenance")
     entry = {key: w[key] for key in keys}
-    if seen := w.get("class_samples"):
-        entry["class_samples"] = seen
     if own := w.get("own_ms"):
         entry["own_ms"] = [float(f"{ms:.4g}") for ms in own]
     issue_ms = w.get("issue_ms")

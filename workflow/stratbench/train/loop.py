@@ -33,7 +33,6 @@ from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.restarts.keeping import Keeper
 from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
-from stratbench.workload.data.partition import ByClass
 from stratbench.workload.tasks import Task, loss_and_score, sums_of_batch
 
 
@@ -64,8 +63,6 @@ class Result:
     memory: dict[str, Any]
     #: Parameter server: sum and number of this worker's batch losses in each epoch.
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
-    #: Where each worker has a part of the data: samples of each class that this one trained on.
-    class_samples: list[int] | None = None
     #: Of a worker that keeps checkpoints: how many, and what they cost.
     checkpoints: dict[str, Any] | None = None
 
@@ -94,7 +91,7 @@ def train(
     worker.mark = clock.mark
     reason = None
     in_all, first = s.total_steps(data.train_samples), 0
-    parts = keeper = used = None
+    keeper = used = None
     steps_per_epoch = data.train_samples // s.global_batch
     if from_step is not None:
         keeper = Keeper(strategy, worker, clock, phases, progress.per_epoch, steps_per_epoch)
@@ -102,11 +99,9 @@ def train(
             progress.add(entry)
         first = from_step // steps_per_epoch
     steps = first * steps_per_epoch
-    if s.partition == "by-class":
-        parts = ByClass(data.train_targets, worker.data_workers, s.seed)
     for epoch in range(first, s.passes(data.train_samples)):
         most = in_all - steps
-        losses = train_epoch(strategy, data, worker, clock, log, epoch, most, parts, keeper)
+        losses = train_epoch(strategy, data, worker, clock, log, epoch, most, keeper)
         strategy.check_alike()
         if used is None:  # before an evaluation, whose batches may need more than training's
             used = memory.read()
@@ -130,12 +125,9 @@ def train(
             break
         if keeper is not None and keeper.next_due == steps < in_all:
             keeper.keep(steps, [])
-    samples, seen = steps * strategy.samples_per_step(s), parts and parts.class_samples
+    status, samples = "diverged" if reason else "ok", steps * strategy.samples_per_step(s)
     kept = keeper and keeper.close()
-    return Result(
-        "diverged" if reason else "ok", reason, clock, progress, steps, samples, used,
-        class_samples=seen, checkpoints=kept,
-    )  # fmt: skip
+    return Result(status, reason, clock, progress, steps, samples, used, checkpoints=kept)
 
 
 def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
@@ -381,19 +373,15 @@ def train_epoch(
     log: PhaseLog,
     epoch: int,
     most: int | None = None,
-    parts: ByClass | None = None,
     keeper: Keeper | None = None,
 ) -> list[torch.Tensor]:
     """One timed epoch, or its first `most` steps; returns each step's loss, still on the device.
 
-    `parts`: of the training set, each a worker's own; None: all draw from the whole. `keeper`: keeps the
-    state every so many steps, and has the losses of steps that an attempt before this one took.
+    `keeper`: keeps the state every so many steps, and has the losses of steps that an attempt before this
+    one took.
     """
     s = worker.settings
-    tables = data.tables(s.seed, epoch, s.augment)
-    if parts is not None:
-        tables = parts.applied_to(tables, s.global_batch)
-    order, augmentation = tables.on(data.index_device)
+    order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
     settle_garbage()
     log.write("train", "start")
     line_up(worker)  # nothing between this and the clock: it would be charged to all the others
@@ -404,8 +392,6 @@ def train_epoch(
     else:
         losses = keep_between(keeper, time_steps, batches, epoch, most, worker, log)
     log.write("train", "end")
-    if parts is not None:
-        parts.count(islice(strategy.batches(order, epoch), len(losses)))
     return losses
 
 

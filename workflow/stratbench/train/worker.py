@@ -402,7 +402,6 @@ def worker_result(result: loop.Result, start: Start, rank: int) -> dict[str, Any
         "started_s": start.started_s,
         "per_epoch": result.progress.per_epoch,
         "losses": result.losses,
-        "class_samples": result.class_samples,
         **({"checkpoints": result.checkpoints} if result.checkpoints else {}),
         "memory": result.memory,
         "model_states": strategy.model_states(),

@@ -102,10 +102,6 @@ _WORD = re.compile(r"[A-Za-z0-9 %/._^()+-]{1,40}", re.ASCII)
 TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken}
 
 
-#: Why workers cannot have classes of their own.
-NO_CLASSES = "targets are values (float32), and there are no classes to divide the samples by"
-
-
 @dataclass(frozen=True)
 class OwnTask:
     """A task that a user brings: the class that is called without arguments."""

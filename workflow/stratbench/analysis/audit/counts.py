@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 from stratbench.analysis.audit.checks import (
@@ -85,7 +84,6 @@ MODEL = relations(
     "if settings.own_model is None and sum(strategy.wrap_groups.parameters)",
     "strategy.details.weights_dtype == dtype_by_precision",
 )
-CLASSES = relations("sum(worker.class_samples) == worker.samples")
 STRATEGY = relations(
     "strategy.name == cell.strategy if is_registered",  # any other name is that of a variant
     "strategy.kind == registered_kind",
@@ -256,29 +254,6 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
         yield f"strategy.details.compute_dtype is {computed}, but settings.precision is {precision}"
     dtype = precision and ("float64" if precision == "fp64" else "float32")
     yield from unless_hold(facts, MODEL, dtype_by_precision=dtype)
-
-
-@record_rule("contradictory-partition", "unusable", "score")
-def contradictory_partition(facts: Facts) -> Iterator[str]:
-    """Each worker was to have its own classes (partition: by-class), and the samples that it trained on are
-    not of such a part: what unequal data cost cannot be told from this cell.
-    """
-    stated = [w for w in facts.workers if "class_samples" in w and facts.mesh.speaks(w["rank"])]
-    if facts("settings.partition") != "by-class":
-        yield from (
-            f"rank {w['rank']} says what it saw of each class, without a partition" for w in stated
-        )
-        return
-    for worker in stated:
-        yield from unless_hold(facts, CLASSES, f"rank {worker['rank']}", worker=worker)
-    # Parts are cut from the samples sorted by label: two neighbours may share one class.
-    known = [(w["rank"], [c for c, n in enumerate(w["class_samples"]) if n]) for w in stated]
-    for (one, ones), (other, others) in pairwise(entry for entry in known if entry[1]):
-        if ones[-1] > others[0]:
-            yield (
-                f"rank {one} trained on classes {ones[0]} to {ones[-1]}, and rank {other} on "
-                f"{others[0]} to {others[-1]}"
-            )
 
 
 @record_rule("unlike-its-strategy", "unusable", "all")

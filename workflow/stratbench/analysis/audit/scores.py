@@ -199,7 +199,7 @@ def unlike_median(
 def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
     """What cells have in common whose updates differ by rounding: without BatchNorm not the worker count."""
     # Workers draw dropout for themselves, which changes a loss less than LOSS_SHARE.
-    shared = facts("model.batchnorm") is False and facts("settings.partition") in (None, "iid")
+    shared = facts("model.batchnorm") is False
     cell = [facts(f"cell.{name}") for name in ("experiment", "model", "repeat")]
     return *cell, facts("batch.global_batch"), "any" if shared else facts.gpus
 

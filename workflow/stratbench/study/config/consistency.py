@@ -336,19 +336,9 @@ def _model_faults(
                     raise ValueError(f"models.{name}.kwargs: {e}") from e
         except ValueError as e:
             yield f".dataset = {block['dataset']!r}: {e}"
-    by_class = block["partition"] == "by-class"
-    if by_class and (dataset.values or dataset.is_text):
-        text = " is a text, which has no classes to divide it by"
-        why = text if dataset.is_text else f": {tasks.NO_CLASSES}"
-        yield f".partition = 'by-class': the data set {block['dataset']!r}{why}; remove the key"
     for name in block["models"] if block["activation_checkpointing"] else ():
         if name in models.MODELS and models.MODELS[name].family == "vgg":
             yield f".activation_checkpointing = true: {name}: {models.NO_BLOCKS}"
-    if by_class and block["checkpoint_every"]:
-        yield (
-            f".checkpoint_every = {block['checkpoint_every']} with partition = 'by-class': what each worker "
-            "has seen of its classes is in no checkpoint; remove one of the two"
-        )
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 
@@ -376,7 +366,6 @@ _RIGID_SETTINGS = {
         False,
         "each number of workers has shares of another size, and would compile again",
     ),
-    "partition": ("iid", "no worker stays that could have data of its own"),
     "profile": (False, "no worker is sure to be there at the end"),
     "checkpoint_every": (
         None,

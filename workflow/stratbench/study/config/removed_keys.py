@@ -7,6 +7,9 @@ REMOVED_KEYS: dict[str, str] = {
     "cluster.submit_workers": (
         "the cell's own job submits its worker jobs, so compute nodes must be allowed to call sbatch"
     ),
+    "experiment.partition": (
+        "all workers draw from the whole training set, which each epoch shuffles; remove the key"
+    ),
     "experiment.scattered": (
         "a cell has equal nodes (cluster.gpus_per_node); with elastic: true each worker is a job, on any node"
     ),

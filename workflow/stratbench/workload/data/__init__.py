@@ -1,1 +1,1 @@
-"""Data sets: sources, prepared arrays, partitions, and batches on the device."""
+"""Data sets: sources, prepared arrays, and batches on the device."""
