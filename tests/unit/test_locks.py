@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,12 +15,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
-import psutil
 import pytest
 
 from launching import WORKFLOW, until
-from stratbench.train import gpu_locks, locks
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.locks import NoLocks
+from stratbench.study import program
+from stratbench.train import agent, gpu_locks, launch, locks
 
 pytestmark = pytest.mark.timeout(300)
 STRANGER = 65534  # nobody
@@ -179,15 +183,11 @@ def test_a_group_that_shares_results_trains_in_turn(shared_tmp):
 
 
 HOLDER = """
-import errno, fcntl, os, sys
+import sys
 from pathlib import Path
 from stratbench.train import locks
-locks.POLL_S = locks.CLAIM_POLL_S = 0.05
+locks.POLL_S = 0.05
 how, folder = sys.argv[1], Path(sys.argv[2])
-if "without locks" in sys.argv:
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    fcntl.flock = refuse
 if how == "worker":
     locks.hold_as_worker(folder)
     print("holds", flush=True)
@@ -207,9 +207,9 @@ else:
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def holder(how: str, *options: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
+    def holder(how: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, how, str(folder), *options],
+            [sys.executable, "-c", HOLDER, how, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -224,18 +224,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("options", [(), ("without locks",)])
 @pytest.mark.parametrize("by", [signal.SIGKILL, None])
-def test_a_cell_is_held_by_one_launcher_at_a_time(start, by, options):
-    def begin() -> subprocess.Popen[str]:
-        process = start("launcher", *options)
-        if options:
-            assert "launcher.claim says who trains the cell" in process.stdout.readline()
-        return process
-
-    first = begin()
+def test_a_cell_is_held_by_one_launcher_at_a_time(start, by):
+    first = start("launcher")
     assert first.stdout.readline() == "holds\n"
-    second = begin()
+    second = start("launcher")
     told = second.stdout.readline()
     assert told.startswith("waiting: another launcher trains this cell")
     assert f"process {first.pid} on {socket.gethostname()}" in told
@@ -277,152 +270,41 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, without_locks, capsys):
-    with locks.hold_cell(tmp_path) as waited:
-        assert not waited
+def test_a_file_system_without_locks_is_refused_with_the_mount_option(
+    tmp_path, monkeypatch, without_locks, capsys
+):
+    refused = (
+        rf"{tmp_path}.*: its file system has no locks \(No locks available\).*-o flock.*results in"
+    )
+    with pytest.raises(NoLocks, match=refused):
         locks.hold_as_worker(tmp_path)
-        with pytest.raises(
-            locks.Held, match=f"process {os.getpid()} on .*; delete .*claim if none"
-        ):
-            locks.hold_cell(tmp_path, wait=False).__enter__()
-    assert "has no locks" in capsys.readouterr().out
-    assert not (tmp_path / "launcher.claim").exists()
-
-
-#: What squeue answers of the job of a claim: its exit code, a line, and whether the claim holds then.
-ANSWERS = [
-    (0, "RUNNING", True),
-    (0, "COMPLETING", True),
-    (0, "PENDING", False),  # it was queued again, and will find who holds the cell
-    (0, "", False),
-    (1, "slurm_load_jobs error: Invalid job id specified", False),
-    (1, "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", True),
-]
-
-
-@pytest.mark.parametrize(("code", "line", "holds"), ANSWERS)
-def test_the_claim_of_another_node_holds_while_its_job_may_run(
-    tmp_path, monkeypatch, without_locks, code, line, holds
-):
-    squeue = tmp_path / "squeue"
-    squeue.write_text(f"#!/bin/sh\necho '{line}'{' >&2' if code else ''}\nexit {code}\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    claim = tmp_path / "launcher.claim"
-    claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "began_s": 1.0, "job": "7"}))
-    if holds:
-        with pytest.raises(locks.Held, match="process 1 on elsewhere, SLURM job 7"):
-            locks.hold_cell(tmp_path, wait=False).__enter__()
-        monkeypatch.setenv("SLURM_JOB_ID", "7")  # this very job, which was queued again
-    with locks.hold_cell(tmp_path, wait=False):
-        assert json.loads(claim.read_text())["pid"] == os.getpid()
-    assert [p.name for p in tmp_path.glob("*claim*")] == []
-
-
-def test_a_claim_that_was_not_written_out_is_nobodys_after_a_minute(tmp_path, without_locks):
-    claim = tmp_path / "launcher.claim"
-    claim.touch()
-    with pytest.raises(locks.Held, match="about to say which"):
-        locks.hold_cell(tmp_path, wait=False).__enter__()
-    os.utime(claim, (1.0, 1.0))
-    with locks.hold_cell(tmp_path, wait=False):
-        assert locks.Claim.parse(claim.read_text()) == locks.Claim.own()
-
-
-#: A claim whose process has ended.
-VOID = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began_s": 1.0, "job": None})
-
-
-def test_a_claim_holds_although_somebody_sets_the_clock(monkeypatch):
-    """The system tells its own start by the clock, and by that the start of a process."""
-    claim, boot_time = locks.Claim.own(), psutil._psplatform.boot_time
-    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_time() + 3600)
-    assert not claim.is_void
-
-
-def step(monkeypatch, name: str, between: Callable[[], None], first: bool) -> None:
-    """Have `between` happen once: before (`first`) or after the next call of a function of `locks`."""
-    real = getattr(locks, name)
-
-    def stepped(*args):
-        monkeypatch.setattr(locks, name, real)
-        if first:
-            between()
-            return real(*args)
-        found = real(*args)
-        between()
-        return found
-
-    monkeypatch.setattr(locks, name, stepped)
-
-
-def test_a_void_claim_that_another_takes_over_after_a_look_at_it_is_the_others(
-    start, tmp_path, monkeypatch, without_locks
-):
-    claim, rivals = tmp_path / "launcher.claim", []
-
-    def rival_holds() -> None:
-        rivals.append(start("launcher", "without locks"))
-        assert rivals[0].stdout.readline().startswith(str(tmp_path))
-        assert rivals[0].stdout.readline() == "holds\n"
-
-    claim.write_text(VOID)
-    step(monkeypatch, "_take_over", rival_holds, first=True)
-    with pytest.raises(locks.Held) as told:
-        locks.hold_cell(tmp_path, wait=False).__enter__()
-    assert f"process {rivals[0].pid} on" in str(told.value)
-    assert json.loads(claim.read_text())["pid"] == rivals[0].pid
-    rivals[0].communicate("\n")
-    assert [p.name for p in tmp_path.glob("*claim*")] == []
-
-
-def test_while_one_takes_a_void_claim_over_nobody_else_does(
-    start, tmp_path, monkeypatch, without_locks
-):
-    """The other comes after the one has seen that the claim still is void, before it puts its own there."""
-    rivals = []
-
-    def rival_comes() -> None:
-        rivals.append(start("launcher", "without locks"))
-        assert rivals[0].stdout.readline().startswith(str(tmp_path))
-        waiting = rivals[0].stdout.readline()
-        assert waiting.startswith(
-            f"waiting: another launcher trains this cell: process {os.getpid()} "
-        )
-
-    (tmp_path / "launcher.claim").write_text(VOID)
-    step(monkeypatch, "_text_of", rival_comes, first=False)
-    with locks.hold_cell(tmp_path, wait=False):
-        assert json.loads((tmp_path / "launcher.claim").read_text())["pid"] == os.getpid()
-        assert len(rivals) == 1
-    while (told := rivals[0].stdout.readline()).startswith(
-        "waiting"
-    ):  # for the cell, after the turn
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(NoLocks, match=refused), locks.scratch():
         pass
-    assert told in ("waited\n", "holds\n")
-    assert json.loads((tmp_path / "launcher.claim").read_text())["pid"] == rivals[0].pid
+    assert list(tmp_path.glob("stratbench-*/*")) == []
+    # The whole way of a launcher: one line, and the evidence of the failure.
+    cell = Cell("s", "e", "ddp", "net", "digits", 1, 0)
+    logs = tmp_path / "logs"
+    with mock.patch.object(agent, "on_signals"):
+        code = launch.run_to_end(
+            cell,
+            "begins",
+            None,
+            lambda held: held.enter_context(locks.hold_cell(logs)),
+            lambda: logs,
+        )
+    assert code == 1
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "its file system" in x]
+    assert re.search(f"FAILED: {refused}", line)
+    assert (
+        "its file system has no locks" in json.loads((logs / "failure.json").read_text())["reason"]
+    )
 
 
-def test_who_is_killed_while_it_takes_a_claim_over_stands_in_nobodys_way(
-    tmp_path, monkeypatch, without_locks
-):
-    claim = tmp_path / "launcher.claim"
-    claim.write_text(VOID)
-
-    def leave(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as killed:
-        killed.setattr(locks, "_text_of", leave)
-        killed.setattr(Path, "unlink", leave)
-        with pytest.raises(KeyboardInterrupt):
-            locks.hold_cell(tmp_path, wait=False).__enter__()
-    (turn,) = tmp_path.glob("launcher.claim-*")
-    turn.write_text(VOID)
-    with locks.hold_cell(tmp_path, wait=False):
-        assert locks.Claim.parse(claim.read_text()) == locks.Claim.own()
-    assert [p.name for p in tmp_path.glob("*claim*")] == []
+def test_programs_write_a_folder_without_locks(tmp_path, without_locks):
+    """They can be repeated: tables and reports of results that lie on whatever file system."""
+    with program.hold(tmp_path):
+        pass
 
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next(start, tmp_path):

@@ -19,20 +19,49 @@ from contextlib import contextmanager
 from pathlib import Path
 
 #: What a file system without locks answers.
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 #: The file in a folder by which the folder is held: NFS locks no folders.
 _HELD_BY = "lock"
+
+
+class NoLocks(OSError):
+    """A file system has no locks; the text names the folder, and says what to do."""
+
+
+def lock(descriptor: int, how: int, path: Path) -> None:
+    """Lock an open file without waiting.
+
+    Args:
+        descriptor: The open file.
+        how: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`.
+        path: The file's path, for a message.
+
+    Raises:
+        BlockingIOError: Another process holds the file.
+        NoLocks: The file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno not in _NO_LOCKS:
+            raise
+        raise NoLocks(
+            f"{path.parent}: its file system has no locks ({e.strerror}), which keep a cell from being "
+            "trained twice at a time; mount it with locks (Lustre: -o flock; NFS: version 4, or rpc.statd on "
+            "client and server), or use a folder elsewhere (results in config.yaml; TMPDIR)"
+        ) from e
 
 
 def try_lock(path: Path) -> int | None:
     """A descriptor that holds the file `path` locked until it is closed; None where another process does.
 
-    The file is made if there is none. Never follows a link and never changes content. Raises OSError.
+    The file is made if there is none. Never follows a link and never changes content. Raises OSError, which
+    is NoLocks on a file system without locks.
     """
     while True:
         descriptor = open_lock(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, fcntl.LOCK_EX, path)
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
                 return descriptor
         except BlockingIOError:
@@ -88,13 +117,12 @@ def held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if descriptor is not None:
-            os.close(descriptor)  # NFS keeps the name of a file that is open
+        os.close(descriptor)  # NFS keeps the name of a file that is open
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _new_held(parent: Path, prefix: str, suffix: str) -> tuple[Path, int | None]:
-    """A new folder, and the descriptor that holds it; None where there are no locks."""
+def _new_held(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
+    """A new folder, and the descriptor that holds it."""
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
         try:
@@ -102,9 +130,7 @@ def _new_held(parent: Path, prefix: str, suffix: str) -> tuple[Path, int | None]
                 return folder, descriptor
         except FileNotFoundError:
             continue  # another process has taken it for one that was left
-        except OSError as e:
-            if e.errno in NO_LOCKS:
-                return folder, None
+        except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
-from stratbench.cell.files import write_atomic
-from stratbench.cell.locks import NO_LOCKS, held_folder, open_lock, try_lock
-from stratbench.study.slurm.commands import may_run
+from stratbench.cell.locks import held_folder, lock, open_lock, try_lock
 
 POLL_S = 0.5
-#: The same where SLURM may have to be asked, and the age from which an empty claim is nobody's.
-CLAIM_POLL_S, HALF_WRITTEN_S = 5.0, 60.0
 #: How many names are tried for the folder of a user: strangers may have taken some.
 _NAMES = 100
 #: Bytes of the longest path that a local socket may have on every system.
@@ -90,149 +81,27 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
     """Hold the cell with this log folder; yields whether another launcher was waited for.
 
     Without `wait`, raises Held where there is one. Else it waits for the launcher that trains it, on
-    whichever node, and for the workers of one that was killed. On a file system without locks a file says
-    who holds the cell, and workers are not waited for.
+    whichever node, and for the workers of one that was killed. Raises NoLocks on a file system without locks.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
-        try:
-            descriptor, waited = _wait_for(
-                logs / "launcher.lock", "another launcher trains this cell", wait
-            )
-            held.callback(os.close, descriptor)
-            with contextlib.suppress(
-                OSError
-            ):  # for those who wait; on a full disk they wait unknowing
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, Claim.own().who.encode())
-            workers, _ = _wait_for(logs / "workers.lock", "workers of a killed launcher still end")
-            os.close(workers)
-        except OSError as e:
-            if e.errno not in NO_LOCKS:
-                raise
-            path = logs / "launcher.claim"
-            print(f"{logs} has no locks ({e.strerror}): {path.name} says who trains the cell")
-            text = json.dumps(asdict(Claim.own()))
-            waited = _claim(path, text, wait)
-            held.callback(_withdraw, path, text)
+    why = "another launcher trains this cell"
+    descriptor, waited = _wait_for(logs / "launcher.lock", why, wait)
+    try:
+        # For launchers that wait; on a full disk they wait unknowing.
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, _own_name().encode())
+        workers, _ = _wait_for(logs / "workers.lock", "workers of a killed launcher still end")
+        os.close(workers)
         yield waited
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Who holds a cell where there are no locks."""
-
-    host: str
-    pid: int
-    #: When the process began, see `_began_s`: numbers of processes come again.
-    began_s: float
-    job: str | None
-
-    @classmethod
-    def own(cls) -> Claim:
-        """This process's."""
-        me = psutil.Process()
-        return cls(socket.gethostname(), me.pid, _began_s(me), os.environ.get("SLURM_JOB_ID"))
-
-    @classmethod
-    def parse(cls, text: str) -> Claim | None:
-        """The claim that a file has; None where its writing was cut off."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
-            return None
-
-    @property
-    def who(self) -> str:
-        """The process, in words."""
-        of_job = f", SLURM job {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{of_job}"
-
-    @property
-    def is_void(self) -> bool:
-        """Whether its process has surely ended: as this host says, or SLURM of its job."""
-        if self.host == socket.gethostname():
-            try:
-                process = psutil.Process(self.pid)
-                # The start of the system is read in whole seconds, which may be another one each time.
-                is_same = abs(_began_s(process) - self.began_s) < 2
-                return not is_same or process.status() == psutil.STATUS_ZOMBIE
-            except psutil.NoSuchProcess:
-                return True
-        if self.job is None:
-            return False
-        # A job that was queued again, as this one then, has left its earlier node.
-        return self.job == os.environ.get("SLURM_JOB_ID") or not may_run(self.job)
-
-
-def _began_s(process: psutil.Process) -> float:
-    """Seconds from the start of the system to that of a process. Whoever sets the clock leaves them."""
-    return process.create_time() - psutil.boot_time()
-
-
-def _claim(path: Path, text: str, wait: bool = True) -> bool:
-    """Write this process's claim; returns whether another's was waited for, or raises Held."""
-    waited = False
-    while not _write_new(path, text):
-        try:
-            other, written_unix_s = path.read_text(encoding="utf-8"), path.stat().st_mtime
-        except FileNotFoundError:
-            continue
-        claim = Claim.parse(other)
-        if claim.is_void if claim else time.time() - written_unix_s > HALF_WRITTEN_S:
-            if _take_over(path, text, other):
-                return waited
-            continue
-        who = claim.who if claim else "it is about to say which"
-        why = f"another launcher trains this cell: {who}; delete {path} if none does"
-        if not wait:
-            raise Held(why)
-        if not waited:
-            print(f"waiting: {why}", flush=True)
-            waited = True
-        time.sleep(CLAIM_POLL_S)
-    return waited
-
-
-def _write_new(path: Path, text: str) -> bool:
-    """Write a file; False where there is one of this name."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        return False
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    return True
-
-
-def _take_over(path: Path, text: str, void: str) -> bool:
-    """Put this process's claim in the place of a void one; False where another was quicker.
-
-    Who holds a claim to the void one may do so, one after the other: so none is taken for void that
-    has replaced it.
-    """
-    turn = path.with_name(f"launcher.claim-{sha256((path.name + void).encode()).hexdigest()[:16]}")
-    _claim(turn, text)
-    try:
-        still = _text_of(path) == void
-        if still:
-            write_atomic(path, text)
-        return still
     finally:
-        turn.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
-def _withdraw(path: Path, text: str) -> None:
-    """Remove this process's claim; one that was put in its place stays."""
-    if _text_of(path) == text:
-        path.unlink()
-
-
-def _text_of(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
+def _own_name() -> str:
+    """This process, in words, for launchers that wait for it."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
 
 
 def _wait_for(path: Path, why: str, wait: bool = True) -> tuple[int, bool]:
@@ -254,10 +123,5 @@ def hold_as_worker(logs: Path) -> None:
 
     Raises BlockingIOError if one has begun already: the launcher of this process was killed.
     """
-    try:
-        fcntl.flock(
-            open_lock(logs / "workers.lock"), fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # until the end
-    except OSError as e:
-        if e.errno not in NO_LOCKS:
-            raise
+    path = logs / "workers.lock"
+    lock(open_lock(path), fcntl.LOCK_SH, path)  # until the end

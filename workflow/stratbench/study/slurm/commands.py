@@ -8,16 +8,6 @@ import subprocess
 TIMEOUT_S = 120.0
 #: The exit code of a command that is not there.
 NOT_THERE = 127
-#: States of a job whose processes may run.
-RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-
-
-def may_run(job: str) -> bool:
-    """Whether processes of a job may run: not where SLURM says that it has ended, or waits."""
-    done = ask_slurm(["squeue", "--noheader", f"--jobs={job}", "--format=%T"])
-    if done is None or done.returncode != 0:
-        return done is None or "Invalid job id" not in done.stderr  # one that it has forgotten
-    return bool(RUNNING & set(done.stdout.split()))
 
 
 def ask_slurm(

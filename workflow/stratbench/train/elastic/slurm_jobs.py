@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from stratbench.cell.run_folder import RunFolder, worker_name
-from stratbench.study.slurm.commands import RUNNING, TIMEOUT_S, ask_slurm
+from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic.keeper import Backend, Refused, Seen
 
@@ -20,6 +20,8 @@ _FORMAT = "%i|%T|%r|%S|%e"
 #: States of a job that has not begun.
 _QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 _QUEUED |= {"RESV_DEL_HOLD"}
+#: States of a job whose processes may run.
+_RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 #: Ends that say nothing against the worker.
 _TAKEN_BACK = {"COMPLETED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "REVOKED"}
 
@@ -88,7 +90,7 @@ def _seen(state: str, reason: str, start: str, end: str) -> Seen:
     state = state.partition(" ")[0]  # CANCELLED by 1000
     if state in _QUEUED:
         return Seen("queued", reason)
-    if state in RUNNING:
+    if state in _RUNNING:
         return Seen("running", started_unix_s=_date(start))
     why = state if reason in ("None", "") else f"{state} ({reason})"
     return Seen("ended", why, state not in _TAKEN_BACK, _date(start), _date(end))
