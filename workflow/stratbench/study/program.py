@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
-import fcntl
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from stratbench.cell.files import reason_of
+from stratbench.cell.locks import NoLocks, try_lock
 from stratbench.cell.parent import end_with
 
 LOCK = ".lock"
@@ -36,19 +35,17 @@ def main() -> int:
     args = parser.parse_args(own)
     signal.signal(signal.SIGTERM, partial(stop, os.getpid()))
     end_with(args.parent)
-    with ExitStack() as held:
-        if args.hold:
-            held.enter_context(hold(args.hold))
-        for module, *arguments in programs:
-            sys.argv = [module, *arguments]
-            try:
+    try:
+        with hold(args.hold) if args.hold else nullcontext():
+            for module, *arguments in programs:
+                sys.argv = [module, *arguments]
                 code = main_of(module)()
-            except OSError as error:
-                print(f"error: {reason_of(error)}", file=sys.stderr)
-                return 1
-            sys.stdout.flush()
-            if code:
-                return code
+                sys.stdout.flush()
+                if code:
+                    return code
+    except OSError as error:
+        print(f"error: {reason_of(error)}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -88,15 +85,19 @@ def hold(folder: Path) -> Iterator[None]:
     A file system without locks locks nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                sys.exit(
-                    f"error: another run writes {folder} at this moment; start again when it has ended"
-                )
+    try:
+        descriptor = try_lock(folder / LOCK)
+    except NoLocks:
         yield
+        return
+    if descriptor is None:
+        sys.exit(
+            f"error: another run writes {folder} at this moment; start again when it has ended"
+        )
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":
