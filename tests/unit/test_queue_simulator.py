@@ -68,13 +68,12 @@ def test_slurms_default_keeps_the_second_waiting_jobs_start_too():
     assert dict(run(jobs, rules=Rules(reserve=ALL)).waits)[4] == 18
 
 
-def test_a_wide_job_takes_whole_nodes_and_a_scattered_one_what_is_free():
+def test_a_job_that_fits_on_a_node_waits_for_one_with_room():
     busy = [Arrival(0, 2, 100, 100), Arrival(0, 3, 50, 50)]  # 2 + 1 GPUs are free on 2 nodes
-    for scatter, first_s in ((False, 50), (True, 0)):
-        sim = Cluster(2, 4, busy, FIFO)
-        sim.run_until(0)
-        gang = Gang(30.0, 1e6, 3, Scaling(0.0), NEVER, 0.0, scatter=scatter)
-        assert trained(gang, sim).first_step_s == first_s
+    sim = Cluster(2, 4, busy, FIFO)
+    sim.run_until(0)
+    gang = Gang(30.0, 1e6, 3, Scaling(0.0), NEVER, 0.0)
+    assert trained(gang, sim).first_step_s == 50
 
 
 def test_delays_are_added_where_they_were_measured():

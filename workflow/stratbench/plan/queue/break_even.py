@@ -18,10 +18,10 @@ from stratbench.plan.queue.simulator import Arrival, Cluster, Rules
 from stratbench.plan.queue.trainings import BESIDE, STARTUP_S, Gang, Scaling, Split, Training
 from stratbench.statistics.intervals import Estimate
 
-GANG, SCATTERED, HALF = "gang", "gang scattered", "gang N/2"
+GANG, HALF = "gang", "gang N/2"
 SYNCHRONOUS, ASYNCHRONOUS = "split synchronous", "split asynchronous"
 #: From what is simplest to run. The last one's times are by worth.
-ARMS = (GANG, SCATTERED, HALF, SYNCHRONOUS, ASYNCHRONOUS)
+ARMS = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
 #: The worths at which asynchronous workers are simulated; between them, time is linear in 1 / worth.
 WORTHS = (1.0, 0.8, 0.6)
 #: How much more wall time a training's jobs ask for than they need.
@@ -59,9 +59,8 @@ class Work:
         """What makes the training anew, by arm; the asynchronous ones are `split asynchronous 0.8`, ..."""
         scaling = Scaling(self.loss)
 
-        def gang(workers: int, **how) -> Callable[[], Training]:
-            asked_s = self.request_s(workers)
-            return partial(Gang, self.work_s, asked_s, workers, scaling, **how)
+        def gang(workers: int) -> Callable[[], Training]:
+            return partial(Gang, self.work_s, self.request_s(workers), workers, scaling)
 
         def split(worth: float, **how) -> Callable[[], Training]:
             asked_s, scaled = self.request_s(self.width, worth), Scaling(self.loss, worth)
@@ -71,7 +70,6 @@ class Work:
         stops = {"from_peers": True, "checkpoints": BESIDE} if self.from_peers else {}
         return {
             GANG: gang(self.width),
-            SCATTERED: gang(self.width, scatter=True),
             HALF: gang(max(1, self.width // 2)),
             SYNCHRONOUS: split(1.0, synchronous=True, pause_s=self.pause_s, **stops),
         } | {at_worth(worth): split(worth) for worth in worths}

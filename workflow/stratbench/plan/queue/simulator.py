@@ -45,17 +45,13 @@ class Owner(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """It lies on one node where that has so many GPUs, else in equal parts on as few nodes as hold it.
-
-    `scatter`: anywhere instead, as `sbatch --ntasks=N --gpus-per-task=1` asks.
-    """
+    """It lies on one node where that has so many GPUs, else in equal parts on as few nodes as hold it."""
 
     gpus: int
     duration_s: float
     request_s: float
     owner: Owner | None = None
     preemptible: bool = False
-    scatter: bool = False
     submit_s: float = 0.0
     start_s: float = math.nan
     end_s: float = math.nan
@@ -268,21 +264,14 @@ class Cluster:
 
     def _room(self, free: np.ndarray, job: Job) -> dict[int, int] | None:
         """Where the job goes if so many GPUs are free on the nodes; None: nowhere."""
-        left = job.gpus
-        if left > free.sum():
+        gpus = job.gpus
+        if gpus > free.sum():
             return None
-        if job.scatter:
-            at: dict[int, int] = {}
-            for node in np.argsort(-free, kind="stable"):
-                take = min(int(free[node]), left)
-                if take:
-                    at[int(node)], left = take, left - take
-            return at
-        if left <= self.per_node:
-            fits = np.flatnonzero(free >= left)
-            return {int(fits[np.argmin(free[fits])]): left} if fits.size else None  # the fullest
-        nodes = -(-left // self.per_node)
-        each = -(-left // nodes)
+        if gpus <= self.per_node:
+            fits = np.flatnonzero(free >= gpus)
+            return {int(fits[np.argmin(free[fits])]): gpus} if fits.size else None  # the fullest
+        nodes = -(-gpus // self.per_node)
+        each = -(-gpus // nodes)
         fits = np.flatnonzero(free >= each)[:nodes]
         return {int(node): each for node in fits} if fits.size == nodes else None
 
@@ -346,8 +335,6 @@ class Cluster:
 
     def _fits(self, free: np.ndarray, job: Job) -> np.ndarray:
         """At which times, of free GPUs [times, nodes], there is room for the job."""
-        if job.scatter:
-            return free.sum(1) >= job.gpus
         if job.gpus <= self.per_node:
             return free.max(1) >= job.gpus
         nodes = -(-job.gpus // self.per_node)

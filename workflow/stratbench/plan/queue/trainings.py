@@ -98,10 +98,8 @@ class Gang(Training):
     After a loss it goes on from its last checkpoint, after its wall time's end from there; behind everybody.
     """
 
-    scatter: bool = False
-
     def enqueue(self, sim: Cluster) -> None:
-        sim.submit(Job(self.workers, math.inf, self.request_s, self, scatter=self.scatter))
+        sim.submit(Job(self.workers, math.inf, self.request_s, self))
 
     def _rate(self, sim: Cluster, job: Job) -> float:
         """Of the GPUs that it has: a gang on equal parts of several nodes may hold more than it asked for."""
