@@ -12,9 +12,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 CARRIED = (
-    "Snakefile", "config.yaml", "envs/*", "profiles/*/config.yaml", "workflow/Snakefile",
-    "workflow/rules/*.smk", "workflow/schemas/*.json", "workflow/reference/*.csv",
-    "workflow/report/*.rst",
+    "Snakefile", "config.yaml", "envs/*", "profiles/*/config.yaml", "workflow/rules/*.smk",
+    "workflow/schemas/*.json", "workflow/reference/*.csv", "workflow/report/*.rst",
 )  # fmt: skip
 
 

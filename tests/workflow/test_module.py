@@ -1,8 +1,7 @@
-"""Another workflow uses this one as a module: from a path, under other names, from a git host."""
+"""Another workflow uses this one as a module: by its path, under other names; not from a git host."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -67,7 +66,8 @@ class Project:
 
 
 def test_another_workflow_trains_a_study_and_builds_on_its_table(tmp_path):
-    project = Project(tmp_path / "project", repr(str(ROOT / "Snakefile")))
+    source = repr(str(ROOT / "Snakefile"))
+    project = Project(tmp_path / "project", source, names="as bench_*")
     done = project.run()
     assert done.returncode == 0, done.stdout
     assert (project.folder / "counted.txt").read_text() == "kept 2\n"
@@ -76,6 +76,7 @@ def test_another_workflow_trains_a_study_and_builds_on_its_table(tmp_path):
     assert len(logs) == 2
     assert all("share a fork server" in log.read_text() for log in logs)
     assert "Nothing to be done" in project.run("-n").stdout
+    assert "bench_train_cell" in project.run("-n", "--forcerun", "bench_train_cell").stdout
 
 
 def test_a_config_mistake_is_one_message_in_a_module_too(tmp_path):
@@ -93,13 +94,10 @@ def test_a_prefix_of_paths_is_refused(tmp_path):
     assert "set `results` in its config instead" in done.stdout
 
 
-def test_a_module_from_a_git_host_finds_its_package(tmp_path):
-    """Under other names, too. The repository lies where Snakemake keeps what it has fetched."""
-    repository = tmp_path / "repository"
-    for name in ("workflow", "envs"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, repository / name, ignore=ignored)
-    shutil.copy(ROOT / "Snakefile", repository)
+def test_a_module_from_a_git_host_is_refused(tmp_path):
+    """The repository lies where Snakemake keeps what it has fetched."""
+    shutil.copytree(ROOT / "workflow/rules", tmp_path / "repository/workflow/rules")
+    shutil.copy(ROOT / "Snakefile", tmp_path / "repository")
     fetched = "cache/snakemake/snakemake/source-cache/snakemake-git-cache/github.com/an/owner"
     for command in (
         ("init", "-q"),
@@ -108,14 +106,9 @@ def test_a_module_from_a_git_host_finds_its_package(tmp_path):
         ("tag", "v1"),
         ("clone", "-q", "--bare", ".", tmp_path / fetched),
     ):
-        subprocess.run(("git", *command), cwd=repository, check=True, timeout=300)
-    source = 'github("an/owner", path="workflow/Snakefile", tag="v1")'
-    project = Project(tmp_path / "project", source, names="as bench_*")
-    done = project.run("results/tiny/cells.json")
-    assert done.returncode == 0, done.stdout
-    cells = json.loads((project.folder / "results/tiny/cells.json").read_text())
-    assert [cell["strategy"] for cell in cells] == ["single", "ddp"]
-    planned = project.run("-n").stdout
-    assert "bench_train_cell" in planned
-    [package] = project.folder.glob(".snakemake/stratbench/*")
-    assert (package / "workflow/stratbench/__init__.py").exists()
+        subprocess.run(("git", *command), cwd=tmp_path / "repository", check=True, timeout=300)
+    source = 'github("an/owner", path="Snakefile", tag="v1")'
+    done = Project(tmp_path / "project", source).run("-n")
+    assert done.returncode != 0
+    assert "clone its repository, and give the path of the clone's Snakefile" in done.stdout
+    assert "Traceback" not in done.stdout

@@ -11,17 +11,17 @@ from snakemake.settings.types import DeploymentMethod
 
 from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
-from stratbench.cell.installation import ROOT
+from stratbench.cell.installation import INSTALLED
 from stratbench.cell.settings import Settings
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.plan.device_rates import named_gpus
 from stratbench.strategies import strategy_class
-from stratbench.strategies.needs import distributions, faults
+from stratbench.strategies.needs import faults
 from stratbench.study import resume
 from stratbench.study.answer_alone import leave_answers_alone
 from stratbench.study.config.config import load_config
 from stratbench.study.failed_jobs import speak_of_failed_jobs
-from stratbench.study.job_environment import image_of_jobs, set_job_environment
+from stratbench.study.job_environment import set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.result_sets import existing_sets
@@ -33,10 +33,6 @@ from stratbench.workload.data.prepared import meta_name
 try:
     CONFIG, STUDY = load_config(config, workflow.configfiles)
     named_gpus(CONFIG["cluster"])
-    IMAGE = image_of_jobs(
-        CONFIG,
-        DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method,
-    )
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
@@ -58,8 +54,13 @@ if workflow.modifier.path_modifier.replace_prefix(RESULTS) != RESULTS:
         "stratbench cannot be used as a module with `prefix:`; set `results` in its config instead"
     )
 CLUSTER = CONFIG["cluster"]
-# With these, jobs have another Python than this one.
-OWN_PYTHON = {DeploymentMethod.CONDA, DeploymentMethod.APPTAINER}
+# Whether jobs have another Python than this one. It finds the package of a clone, and nothing that is installed here.
+IN_CONDA = DeploymentMethod.CONDA in workflow.deployment_settings.deployment_method
+if IN_CONDA and INSTALLED:
+    raise WorkflowError(
+        "--sdm conda: a conda environment does not find the stratbench that pip has installed; leave the option out, "
+        "or use a clone (docs/installing.md)"
+    )
 ENV = "../../envs/stratbench.yaml"
 CELL = f"{{study}}/cells/{CELL_PATTERN}"
 LOGS = f"{{study}}/logs/{CELL_PATTERN}"
@@ -74,9 +75,6 @@ NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
 ROUND = Round(
     STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not workflow.is_main_process
 )
-
-
-container: IMAGE
 
 
 wildcard_constraints:
@@ -251,33 +249,13 @@ def block_of(wildcards):
     return or_workflow_error(ROUND.block_of, wildcards)
 
 
-def cells_of_block(wildcards):
-    """The cells that a block trains, one for each strategy."""
-    plan = block_of(wildcards)
-    return [plan.cell(name) for name in plan.order]
-
-
-def strategies_of(cells):
-    """The strategies of some cells: the name in the study, the class and the options of each."""
-    settings = [(c.strategy, JOBS.settings_of(c)) for c in cells]
-    return [(name, strategy_class(s.strategy), s.options) for name, s in settings]
-
-
-def env_of(cells):
-    """The conda environment in which cells are trained: with what their strategies need."""
-    needed = sorted(
-        {name for _, cls, o in strategies_of(cells) for name in distributions(cls, o)}
-    )
-    env = ENV.replace(".yaml", "".join(f"-{name}" for name in needed) + ".yaml")
-    # What a user's command needs is in the user's own environment.
-    return env if Path(ROOT, "envs", Path(env).name).is_file() else ENV
-
-
 def missing_needs(cells):
     """Why some cells cannot be trained by this Python; nothing where their jobs have another."""
-    if OWN_PYTHON & set(workflow.deployment_settings.deployment_method):
+    if IN_CONDA:
         return []
-    return [*faults(strategies_of(cells)), *STUDY.faults_of_code(cells)]
+    settings = [(c.strategy, JOBS.settings_of(c)) for c in cells]
+    used = [(name, strategy_class(s.strategy), s.options) for name, s in settings]
+    return [*faults(used), *STUDY.faults_of_code(cells)]
 
 
 def block_request(wildcards):

@@ -73,7 +73,7 @@ rule train_cell:
     # Repeat after repeat, shuffled within; no reason to train again.
     priority: lambda w: order.priority(cell_of(w))
     conda:
-        lambda w: env_of([cell_of(w)])
+        ENV
     resources:
         # Not parameters: asking for other nodes or more time does not retrain what has finished.
         nodes=lambda w: JOBS.request_of(cell_of(w)).nodes,

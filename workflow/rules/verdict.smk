@@ -15,7 +15,7 @@ rule run_block:
     log:
         f"{RESULTS}/{{study}}/logs/blocks/{BLOCK_PATTERN}.log",
     conda:
-        lambda w: env_of(cells_of_block(w))
+        ENV
     resources:
         # As of a cell's job, in train.smk.
         nodes=lambda w: block_request(w).nodes,

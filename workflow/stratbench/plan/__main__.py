@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.installation import INSTALLED, PACKAGE
+from stratbench.cell.installation import ROOT
 from stratbench.cell.text.words import counted, folded
 from stratbench.plan.check import check_study
 from stratbench.plan.device_rates import named_gpus
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             print("".join(f"left out: {why}\n" for why in left_out), end="", flush=True)
         cluster = config["cluster"]
         named_gpus({**cluster, "gpu": args.gpu or cluster["gpu"]})  # before what takes minutes
-        set_job_environment(config, None if INSTALLED else str(PACKAGE.parent))
+        set_job_environment(config, str(ROOT / "workflow"))
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
             print(folded([check_text(checked)]))

@@ -20,11 +20,6 @@ class Missing(ModelError):
 Used = tuple[str, "type[Strategy]", Mapping[str, Any]]
 
 
-def distributions(cls: type[Strategy], options: Mapping[str, Any]) -> dict[str, str]:
-    """Of each distribution that the strategy needs with these options, the version."""
-    return dict(pin.split("==") for pin in cls.packages(options))
-
-
 def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
     """Missing where this Python lacks what the strategy `cls`, which the study calls `name`, needs."""
     for why in faults([(name, cls, options)]):
@@ -36,8 +31,9 @@ def faults(strategies: Iterable[Used]) -> Iterator[str]:
     strategies = list(strategies)
     wanted: dict[tuple[str, str], dict[str, None]] = {}
     for name, cls, options in strategies:
-        for pin in distributions(cls, options).items():
-            wanted.setdefault(pin, {})[name] = None
+        for pin in cls.packages(options):
+            distribution, version = pin.split("==")
+            wanted.setdefault((distribution, version), {})[name] = None
     yield from _missing(wanted)
     lacks = (f"{name}: {why}" for name, cls, o in strategies for why in cls.faults_here(o))
     yield from dict.fromkeys(lacks)
@@ -58,5 +54,5 @@ def _missing(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
             source = f"-r {ours}" if (ROOT / ours).is_file() else f"{distribution}=={version}"
             yield (
                 f"{', '.join(names)}: {distribution}=={version} is needed, and this Python has {installed}: "
-                f"pip install {source}"
+                f"pip install {source}; with --sdm conda add it to envs/stratbench.yaml instead"
             )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-#: Key -> one sentence. Keys are `cluster.NAME`, `decide.NAME`, and `experiment.NAME` for a setting.
+#: Key -> one sentence. Keys are `NAME` at the top, `cluster.NAME`, `decide.NAME`, and `experiment.NAME` for a
+#: setting.
 REMOVED_KEYS: dict[str, str] = {
     "cluster.submit_workers": (
         "the cell's own job submits its worker jobs, so compute nodes must be allowed to call sbatch"
+    ),
+    "container": (
+        "jobs run in the Python that runs Snakemake, or with --sdm conda in that of envs/stratbench.yaml"
     ),
     "experiment.partition": (
         "all workers draw from the whole training set, which each epoch shuffles; remove the key"
