@@ -449,13 +449,6 @@ FAULTS = [
         "rank 1",
     ),
     Fault(
-        "the software GPU",
-        DDP,
-        put("provenance.software_gpu", True),
-        "software-gpu",
-        "runs no kernel",
-    ),
-    Fault(
         "two ranks on one GPU",
         DDP,
         put("workers.1.provenance.gpu.uuid", "GPU-constructed-0"),

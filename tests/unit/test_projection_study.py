@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis.report.projection import projection_section
+from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.projection import __main__ as command
 from stratbench.plan.projection.evidence import evidence_of
@@ -312,6 +313,21 @@ def test_records_of_other_settings_than_the_configs_are_left_out_by_name(study, 
     (told,) = capsys.readouterr().out.splitlines()
     assert "was trained with lr 0.1 (config: 0.375)" in told
     assert told.endswith(f" (and {len(known) - 1} more records of other settings)")
+
+
+def test_records_of_the_software_gpu_are_left_out_of_plans_predictions_and_projections(
+    study, capsys
+):
+    """All three read by `records_by_cell`."""
+    config, read = configuration.load_config(study)
+    known = records_by_cell(read, config["results"])
+    marked = next(iter(known))
+    path = marked.record_path(config["results"])
+    record = json.loads(path.read_text())
+    record["provenance"]["software_gpu"] = True
+    path.write_text(json.dumps(record))
+    assert records_by_cell(read, config["results"]).keys() == known.keys() - {marked}
+    assert capsys.readouterr().out == f"left out: {path} was {software_gpu.WHY}\n"
 
 
 def evidence_of_ddp(config: dict[str, Any], read: Any) -> Any:

@@ -11,12 +11,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
 from stratbench.cell.files import read_json
-
-#: What can be asked for: a record on the software GPU ended in some way, but is no measurement.
-KNOWN = (*STATUSES, "unusable")
 
 
 def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> Iterator[Path]:
@@ -29,9 +25,7 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
     )
     for path in sorted(results.glob(f"{pattern}/record.json")):
         try:
-            record = read_json(path)
-            status = record["status"]
-            status = "unusable" if software_gpu.trained(record) else status
+            status = read_json(path)["status"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{path} is not a record; delete it to train its cell again") from e
         if status in statuses:
@@ -41,8 +35,9 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
 def _statuses(text: str) -> list[str]:
     statuses = [status.strip() for status in text.split(",")]
     for status in statuses:
-        if status not in KNOWN:
-            raise argparse.ArgumentTypeError(f"{status!r} is no status; known: {', '.join(KNOWN)}")
+        if status not in STATUSES:
+            known = ", ".join(STATUSES)
+            raise argparse.ArgumentTypeError(f"{status!r} is no status; known: {known}")
     return statuses
 
 
@@ -50,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     """List the records of cells that ended in a given way, for `snakemake --forcerun`."""
     parser = argparse.ArgumentParser(prog="python -m stratbench.cell", description=main.__doc__)
     parser.add_argument(
-        "--status", type=_statuses, required=True, help=f"of {', '.join(KNOWN)}; several: a,b"
+        "--status", type=_statuses, required=True, help=f"of {', '.join(STATUSES)}; several: a,b"
     )
     parser.add_argument("--study", default="*", help="only of this study")
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")

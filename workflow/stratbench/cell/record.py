@@ -89,7 +89,7 @@ def read(path: str | Path) -> Record:
 
 
 def read_measured(path: str | Path) -> Record:
-    """The same; RecordError, too, if it is of the software GPU, and so no measurement."""
+    """The same, for figures: RecordError, too, if it is of the tests' software GPU, and so no measurement."""
     record = read(path)
     if software_gpu.trained(record):
         raise RecordError(f"{path} was {software_gpu.WHY}")

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import MIB
 from stratbench.plan.check import check_study
@@ -37,11 +36,10 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     s, footprint, predicted = c.subject, c.footprint, c.fit.peak
     base_bytes = bytes_before_steps(footprint, predicted)
     span = c.fit.by_device
-    usable = not software_gpu.trained(record)  # else its bytes are right, and its times are not
-    train_s = record["time"]["train_time_s"] if usable else None
+    train_s = record["time"]["train_time_s"]
     memory = record["memory"]
     row: dict[str, Any] = s.cell.as_dict() | {
-        "status": record["status"] if usable else "unusable",
+        "status": record["status"],
         "precision": s.settings.precision,
         "per_worker_batch": s.settings.per_worker_batch,
         "method": memory["method"],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from stratbench.cell import record, software_gpu
+from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, counted, seconds_text
 from stratbench.plan.check import Checked, Network
@@ -157,13 +157,13 @@ def make_plan(
 
 
 def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
-    """The study's valid records by cell. Prints which are left out: also those of other settings."""
+    """The study's usable records by cell. Prints which are left out: also those of other settings."""
     found, others = {}, []
     for cell in study.cells:
         path = cell.record_path(results)
         if os.path.lexists(path):
             try:
-                of_cell = record.read(path)
+                of_cell = record.read_measured(path)
             except record.RecordError as error:
                 print(f"left out: {error}")
                 continue
@@ -188,11 +188,7 @@ def timed_records(records: Records, gpu: str | None) -> Records:
         sheets = [datasheet_of(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)
 
-    return {
-        cell: r
-        for cell, r in records.items()
-        if not software_gpu.trained(r) and not is_of_another(r)
-    }
+    return {cell: r for cell, r in records.items() if not is_of_another(r)}
 
 
 def _planned(
@@ -313,8 +309,6 @@ def _state(
 ) -> tuple[str, str]:
     """The state of a cell and why it is so."""
     if found is not None:
-        if software_gpu.trained(found):
-            return "recorded", f"unusable: {software_gpu.WHY}"
         if found["status"] == "ok":
             return "done", ""
         if found["status"] == "refused":

@@ -134,7 +134,7 @@ def _read_folder(
             f"{source} holds no record and lists no cells; it is no folder results/<study>"
         )
     # Thousands of files, for the tables and for the audit.
-    read = functools.cache(record.read_measured if manifest else record.read)
+    read = functools.cache(record.read_measured)
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as work:
         out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
         bad = [

@@ -105,7 +105,7 @@ def found_by(rule: Rule, evidence: Evidence) -> Iterator[Found]:
 
 
 def read_records(
-    cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read
+    cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read_measured
 ) -> list[Record]:
     """The records of the rows of cells.csv that have a usable one, below results/<study>."""
     paths = cells.loc[cells["status"].isin([*STATUSES, INCOMPARABLE]), "record_path"].dropna()

@@ -24,7 +24,6 @@ FLOOR_RULE = "score-below-floor"
 #: Why a candidate is excluded, by the status of a cell that did not end well.
 KIND_OF_STATUS = EXCLUDED | {
     "infeasible": "does not fit",
-    "unusable": UNUSABLE,
     "incomparable": "other work",
     "error": "failed",
 }

@@ -117,10 +117,8 @@ def draw_panel(axes: Axes, data: FigureData, cell: pd.Series, x: Scale, y: Scale
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
-    """The timeline of a cell; None without one, or where its record is no measurement."""
-    if study_dir is None or not isinstance(cell["record_path"], str):
-        return None
-    if cell["status"] == "unusable":
+    """The timeline of a cell; None without one, or where its record cannot be used."""
+    if study_dir is None or not isinstance(cell["record_path"], str) or cell["status"] == "error":
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")
     numbers = {"t_s", *(c for w in (UTILISATION_COLUMNS, MEMORY_COLUMNS) for c, _ in w.values())}

@@ -1,9 +1,8 @@
 """Collects the records of a study into cells.csv, a row per cell, and epochs.csv, a row per epoch.
 
 Every expected cell gets its row, in the order of the config. A cell without a record is `missing`,
-`error` if a failure left evidence, or `infeasible` if the plan skipped it; one whose record is no
-measurement is `unusable`, without figures; one of a user's command that did other work than those beside
-it is `incomparable`. No cell is left out.
+`error` if a failure left evidence or its record cannot be used, or `infeasible` if the plan skipped it; one
+of a user's command that did other work than those beside it is `incomparable`. No cell is left out.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ from stratbench.cell.record import Record
 from stratbench.cell.text.words import counted
 from stratbench.study.config.config import Study
 
-#: Statuses of cells without a usable record: none yet, a failure or an unreadable record in its place, or
-#: one that is no measurement.
-UNMEASURED = ("missing", "error", "unusable")
+#: Statuses of cells without a usable record: none yet, or a failure or an unusable record in its place.
+UNMEASURED = ("missing", "error")
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,10 @@ def status_without_record(log_dir: Path) -> Row:
 
 
 def rows_of_cell(
-    cell: Cell, study_dir: Path, asked: Expected, read: Callable[[Path], Record] = record.read
+    cell: Cell,
+    study_dir: Path,
+    asked: Expected,
+    read: Callable[[Path], Record] = record.read_measured,
 ) -> tuple[Row, list[Row]]:
     """The row of a cell and its epochs' rows; faults of the record become status `error`.
 
@@ -127,8 +128,6 @@ def rows_of_cell(
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return row | {"status": "error", "reason": on_one_line(reason)}, []
     row |= found
-    if row["status"] == "unusable":
-        return row, []
     row["target_score"] = target = asked.targets.get(cell.experiment)
     row["time_to_target_s"] = time_to_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]
@@ -163,7 +162,7 @@ def collect(
     out: Path,
     epochs_out: Path,
     asked: Expected | None = None,
-    read: Callable[[Path], Record] = record.read,
+    read: Callable[[Path], Record] = record.read_measured,
 ) -> list[Row]:
     """Write both files; returns the rows of cells that should have a usable record and have none."""
     listed = list(rows_of_cells(cells, study_dir, asked or Expected(), read))
@@ -200,13 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = read_expected(args.expected)
     study_dir = args.records_root.parent
     without = collect(cells, study_dir, args.out, args.epochs_out, expected_of(args))
-    lacking = any(row["status"] != "unusable" for row in without)
     if without:
-        accepted = args.partial or not lacking
-        print(describe_missing(without, len(cells)), file=sys.stdout if accepted else sys.stderr)
+        file = sys.stdout if args.partial else sys.stderr
+        print(describe_missing(without, len(cells)), file=file)
     else:
         print(counted(len(cells), "record"))
-    return 1 if lacking and not args.partial else 0
+    return 1 if without and not args.partial else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from stratbench.analysis.records import derived
 from stratbench.analysis.records.derived import value_at
-from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import Record, RecordError, schema
 from stratbench.strategies.base import Traits
@@ -75,8 +74,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
            "How the cell ended: ok, oom, timeout, diverged or refused; without a usable record missing, "
-           "error or infeasible; unusable, if the record is no measurement; incomparable, if a command of "
-           "the user's did other work than its comparison."),
+           "error or infeasible; incomparable, if a command of the user's did other work than its "
+           "comparison."),
     Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
     Column("same_work", "text", "", None,
            "Of a cell that a command of the user's trained: whether its samples, batch, parameters and "
@@ -323,11 +322,8 @@ _OF_TIMELINE = [
 def row_of_record(record: Record, timeline: Path) -> Row:
     """The columns that a record and its timeline fill, by name.
 
-    A record of the software GPU fills none of the figures' columns: it is `unusable`. RecordError if a
-    column of numbers or flags would hold a value that is not a finite number.
+    RecordError if a column of numbers or flags would hold a value that is not a finite number.
     """
-    if software_gpu.trained(record):
-        return {"status": "unusable", "reason": software_gpu.WHY}
     row: Row = {name: value_at(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
     figures = derived.timeline_figures(timeline, row["device_kind"])

@@ -150,7 +150,7 @@ def audit_of(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     by_cell = {
         number: sorted({rule_at[place] for place in places})
         for number, (status, places) in enumerate(found)
-        if places and status in (*STATUSES, "unusable")  # a cell without figures has none to doubt
+        if places and status in STATUSES  # a cell without figures has none to doubt
     }
     keys = ("id", "severity", "affects", "explanation")
     return {

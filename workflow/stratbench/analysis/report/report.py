@@ -59,7 +59,6 @@ STATUS_WORDS = {
     "infeasible": "skipped, since the plan says that they do not fit",
     "error": "failed",
     "missing": "without a record yet",
-    "unusable": "have a record that is no measurement",
     "incomparable": "did other work than those beside them, or do not say what they did",
 }
 
@@ -120,8 +119,6 @@ def notices_above(
     """Notices that a reader must see before any number; `findings`: the audit's."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
-    if (unusable := (cells["status"] == "unusable").sum()) > 0:
-        yield f"{unusable} of {len(cells)} cells have a record that is no measurement, and no figure here."
     yield from notices_of_commands(cells[cells["same_work"].notna()])
     if partial and cells["status"].isin(["missing", "error"]).any():
         yield "This report is partial: cells without a usable record are marked, not left out."

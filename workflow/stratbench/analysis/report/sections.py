@@ -128,7 +128,6 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
 def prediction_lines(path: Path) -> list[dict[str, Any]]:
     """A row for each experiment and strategy with the errors of the plan, from prediction.csv."""
     rows = pd.read_csv(path)
-    rows = rows[rows["status"] != "unusable"] if "status" in rows else rows
     lines = []
     for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):
         line = {"experiment": experiment, "strategy": strategy, "cells": len(held)}

@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.device_rates import Device
 from stratbench.plan.footprint.request import Request
@@ -97,7 +96,7 @@ def evidence_of(records: Mapping[Cell, Mapping[str, Any]]) -> list[Evidence]:
     """The evidence in a study's records, by experiment, model and strategy; repeats by their median."""
     groups: dict[tuple[str, str, str], dict[int, list[tuple[Cell, Mapping[str, Any]]]]] = {}
     for cell, record in records.items():
-        if record["status"] == "ok" and not software_gpu.trained(record):
+        if record["status"] == "ok":
             counts = groups.setdefault((cell.experiment, cell.model, cell.strategy), {})
             counts.setdefault(cell.gpus, []).append((cell, record))
     return [_evidence(*key, counts) for key, counts in sorted(groups.items())]

@@ -41,15 +41,6 @@ def busy_machine(evidence: Evidence) -> Iterator[Case]:
         yield row, f"others used {row.other_cpu_cores:.2g} CPU cores"
 
 
-@rule("software-gpu", "unusable", "all")
-def on_software_gpu(evidence: Evidence) -> Iterator[Case]:
-    """The cell was trained on the software GPU of the tests, which runs no kernel: its times and its scores
-    are no measurements, and it has no figure in any table.
-    """
-    for row in rows_of(evidence.cells[evidence.cells["status"] == "unusable"]):
-        yield row, row.reason
-
-
 @rule("workers-are-processes", "note", "time")
 def workers_are_processes(evidence: Evidence) -> Iterator[Case]:
     """Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication say
