@@ -231,6 +231,24 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, argu
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("study: a\nstudy: b\n", "config.yaml: study is given twice, in lines 1 and 2"),
+        ("study:\n\ta: b\n", "config.yaml, line 2: is not YAML"),
+    ],
+)
+def test_a_mistake_in_the_config_beside_a_network_alone_is_one_sentence(
+    tmp_path, monkeypatch, capsys, text, said
+):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(text)
+    assert main(["plan", "--model", "resnet50"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"stratbench plan: {said}")
+    assert error.count("\n") == 1
+
+
 def test_help_says_what_is_written_and_where_other_options_go(capsys):
     def told(*command):
         with pytest.raises(SystemExit) as ended:

@@ -178,12 +178,13 @@ def test_a_network_alone_is_planned_without_a_study(tmp_path, monkeypatch, capsy
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
     monkeypatch.setattr(one_network, "TEMPLATE", tmp_path / "small.yaml")
     monkeypatch.chdir(tmp_path)
-    assert plan_main(["--model", "vgg-compact", "--dataset", "digits", "--gpu", "A10G"]) == 0
+    config = ["--config", '{"cluster": {"gpu": "A10G"}}']
+    assert plan_main([*config, "--model", "vgg-compact", "--dataset", "digits"]) == 0
     said = capsys.readouterr().out
     assert "vgg-compact on A10G, bf16, global batch 256" in said
     assert "a worker that it needs, at 1, 2 workers (! does not fit)" in said
     assert (tmp_path / "results/model-vgg-compact/plan.html").is_file()
-    assert plan_main(["--model", "vgg-compct"]) == 1
+    assert plan_main([*config, "--model", "vgg-compct"]) == 1
     assert "vgg-compct: is not a model." in capsys.readouterr().err
 
 
@@ -195,7 +196,7 @@ def test_a_network_alone_is_planned_without_a_study(tmp_path, monkeypatch, capsy
     ],
 )
 def test_what_a_network_alone_is_misnamed_is_told_by_the_option(option, value, told, capsys):
-    given = {"--model": "resnet50"} | {option: value}
+    given = {"--config": "{}", "--model": "resnet50"} | {option: value}
     assert plan_main([text for pair in given.items() for text in pair]) == 1
     said = capsys.readouterr().err
     assert f"error: {told}" in said

@@ -189,14 +189,23 @@ def run_plan(given: argparse.Namespace, others: list[str]) -> int:
 
 def plan_model(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench plan --model NAME`: with the config of this folder, if there is one."""
+    import yaml
+
     from stratbench.command.from_set import changed
     from stratbench.plan.__main__ import main as make_plan
-    from stratbench.plan.__main__ import read_yaml
+    from stratbench.study.config.messages import ConfigError
+    from stratbench.study.config.yaml_traps import check_duplicate_keys, check_syntax
 
     refuse([*others, *([given.set] if given.set else []), *(["--study"] if given.study else [])])
-    path = Path("config.yaml")
-    config = changed(read_yaml(path) if path.is_file() else {}, given.config)
-    arguments = ["--config", json.dumps(config), "--model", given.model]
+    path, config = Path("config.yaml"), {}
+    if path.is_file():
+        try:
+            check_syntax(path)
+            check_duplicate_keys(path)
+        except ConfigError as error:
+            raise CommandError(str(error)) from None
+        config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    arguments = ["--config", json.dumps(changed(config, given.config)), "--model", given.model]
     arguments += ["--dataset", given.dataset] if given.dataset else []
     arguments += ["--out", str(given.out)] if given.out else []
     return make_plan(arguments)

@@ -1,9 +1,8 @@
 """Plans a study: writes plan.csv, plan.html and plan.json, and prints a summary.
 
-python -m stratbench.plan --config JSON          as `snakemake plan` calls it
-python -m stratbench.plan --config JSON --check  as `snakemake check` calls it
-python -m stratbench.plan --configfile config.yaml --study paper --gpu "A10G 24GB"
-python -m stratbench.plan --model resnet50       a network alone
+python -m stratbench.plan --config JSON               as `snakemake plan` calls it
+python -m stratbench.plan --config JSON --check       as `snakemake check` calls it
+python -m stratbench.plan --config JSON --model NAME  as `stratbench plan --model NAME` does: a network alone
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from stratbench.plan.projection.study import projected_trainings
 from stratbench.plan.schedule import Records, make_plan, records_by_cell, timed_records
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.study.job_environment import set_job_environment
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
+        config = json.loads(args.config)
         if args.model is None:
-            config, study = load_config(read_config(args))
+            config, study = load_config(config)
         else:
-            config, study, left_out = study_of(read_config(args), args.model, args.dataset)
+            config, study, left_out = study_of(config, args.model, args.dataset)
             print("".join(f"left out: {why}\n" for why in left_out), end="", flush=True)
         cluster = config["cluster"]
-        named_gpus({**cluster, "gpu": args.gpu or cluster["gpu"]})  # before what takes minutes
+        named_gpus(cluster)  # before what takes minutes
         set_job_environment(config, str(ROOT / "workflow"))
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
@@ -51,9 +50,9 @@ def main(argv: list[str] | None = None) -> int:
             told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"
             print(f"{told}: see below, and `snakemake check`", flush=True)
         records = records_by_cell(study, config["results"])
-        timed = timed_records(records, args.gpu or cluster["gpu"])
+        timed = timed_records(records, cluster["gpu"])
         projected = by_records(config, study, timed)
-        plan = make_plan(config, checked, records, args.gpu, args.partition, projected)
+        plan = make_plan(config, checked, records, args.partition, projected)
     except ConfigError as error:
         print(folded([f"error: {error}"]), file=sys.stderr)
         return 1
@@ -80,9 +79,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument("--config", help="the whole config, as JSON")
-    given.add_argument("--configfile", type=Path, help="the config as a YAML file")
+    parser.add_argument("--config", required=True, help="the whole config, as JSON")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -91,34 +88,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of the plan; default: results/<study>")
     parser.add_argument("--model", help="plan this network alone, without a study")
     parser.add_argument("--dataset", help="what it is trained on; default: data of a usual shape")
-    parser.add_argument("--study", help="the study, where it is not the config's")
-    parser.add_argument("--gpu", help="the GPU to plan for, where it is not the config's")
     parser.add_argument(
         "--partition", default="*", help="SLURM's, where cells will run; default: any"
     )
-    args = parser.parse_args(argv)
-    if args.model is None and args.config is None and args.configfile is None:
-        parser.error("give --config or --configfile, or --model")
-    return args
-
-
-def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The config as given, not yet validated."""
-    if args.config is not None:
-        config = json.loads(args.config)
-    elif args.configfile is None:
-        return {}
-    else:
-        config = read_yaml(args.configfile)
-    return config | ({"study": args.study} if args.study else {})
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A config file, not yet validated; ConfigError for a key that is there twice."""
-    import yaml
-
-    check_duplicate_keys(path)
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

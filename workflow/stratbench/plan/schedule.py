@@ -109,18 +109,16 @@ def make_plan(
     config: Mapping[str, Any],
     checked: Checked,
     records: Records,
-    gpu: str | None = None,
     partition: str | None = "*",
     projected: Mapping[Cell, Projected] | None = None,
 ) -> Plan:
     """The plan of a study that was checked and has these records.
 
-    `gpu` replaces `cluster.gpu`. `partition`: of SLURM, where cells will run (several: `a,b`; None:
-    the default one; `*`: any). `projected`: the times of trainings that records were projected to.
+    `partition`: of SLURM, where cells will run (several: `a,b`; None: the default one; `*`: any).
+    `projected`: the times of trainings that records were projected to.
     """
     cluster, projected = config["cluster"], projected or {}
-    named = gpu or cluster["gpu"]
-    gpus = named_gpus({**cluster, "gpu": named})
+    named, gpus = cluster["gpu"], named_gpus(cluster)
     if not named:
         gpus = gpus[-1:] + gpus[:-1]
     offered = nodes.cluster_nodes()

@@ -1,4 +1,4 @@
-"""`python -m stratbench.sets`: bundle a study, check a bundle, compare sets, write them for other tools."""
+"""`python -m stratbench.sets`: bundle a study, compare sets, write them for other tools, for the rules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records import collect
 from stratbench.cell.files import reason_of
-from stratbench.cell.text.words import counted, folded, printable
+from stratbench.cell.text.words import counted
 from stratbench.sets.archive import SetError
 from stratbench.sets.bundle import write_bundle
-from stratbench.sets.check import INVALID, describe_set, exit_code
+from stratbench.sets.check import INVALID
 from stratbench.sets.export import EXPORTS, export_set
 from stratbench.sets.reading import read_set
 
@@ -37,13 +37,6 @@ def export(args: argparse.Namespace) -> int:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         print(f"{folder} ({size / 2**20:.1f} MiB)")
     return 0
-
-
-def check(args: argparse.Namespace) -> int:
-    """Check a bundle: hashes, schema, audit; prints what is in it and what it compares with."""
-    found = read_set(args.file)
-    print(printable(folded(describe_set(found))))
-    return exit_code(found)
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -69,13 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.add_argument("--hosts", choices=["named", "replaced"], default="named")
     one.add_argument("--out", type=Path, help="default: in the folder, <study>.stratbench.zip")
     one.set_defaults(run=bundle)
-    one = commands.add_parser(
-        "check",
-        help=check.__doc__,
-        epilog="exit code: 0 valid; 1 valid, but the audit calls figures unusable; 2 not valid",
-    )
-    one.add_argument("file", help="a bundle, or a folder results/<study>")
-    one.set_defaults(run=check)
     one = commands.add_parser("compare", help=compare.__doc__)
     one.add_argument("--sets", required=True, help="JSON: bundles, folders, or paper:v1, by name")
     one.add_argument("--compare", default="{}", help="`compare` of config.yaml, as JSON")

@@ -115,14 +115,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("name", help=f"{', '.join(DATASETS)}, or any name with --spec")
     parser.add_argument("--out", required=True, help="the folder to make")
-    parser.add_argument("--root", help="where the source files are; else $STRATBENCH_DATA")
     parser.add_argument("--no-download", action="store_true", help="never use the network")
     parser.add_argument("--spec", type=_spec, help="a data set's spec, as JSON")
     options = parser.parse_args(arguments)
     try:
-        meta = prepare(
-            options.name, options.out, options.root, not options.no_download, options.spec
-        )
+        download = not options.no_download
+        meta = prepare(options.name, options.out, download=download, spec=options.spec)
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
