@@ -13,7 +13,6 @@ from stratbench.cell.coordinates import Cell
 from stratbench.study import resources
 from stratbench.study.config import config
 from stratbench.study.slurm import commands, nodes, stuck_jobs
-from stratbench.study.slurm.live_jobs import shared_list
 
 #: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.
 TESTS = """gpu*|node1|16|24000|gpu:4|infinite
@@ -283,7 +282,7 @@ def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
     cells, seen = {"c1": "results/a/record.json", "c2": "results/b/record.json"}, {}
 
     def look(now_s):
-        return stuck_jobs.newly_stuck(seen, cells, tmp_path, tmp_path / "lists", now_s)
+        return stuck_jobs.newly_stuck(seen, cells, tmp_path, now_s)
 
     assert look(0.0) == []
     assert look(59.0) == []
@@ -301,24 +300,12 @@ def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
     assert look(80.0) == []
 
 
-def test_a_stuck_job_that_cells_share_is_named_by_its_first_cell(tmp_path, monkeypatch):
-    said = queue(tmp_path, "12|HERE|PENDING|PartitionConfig|rule_r_wildcards_s_shared_0f3c")
-    monkeypatch.setattr(
-        commands.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=said)
-    )
-    shared_list(tmp_path, "0f3c").write_text("a/record.json\nb/record.json\n")
-    cells = {"c1": "a/record.json", "c2": "b/record.json"}
-    seen = {("12", "PartitionConfig"): 0.0}
-    ((_, sentence),) = stuck_jobs.newly_stuck(seen, cells, tmp_path, tmp_path, 61.0)
-    assert sentence.startswith("SLURM job 12 (a/record.json and 1 more) waits")
-
-
 def test_a_silent_slurm_stops_nothing(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise commands.subprocess.TimeoutExpired("squeue", 60)
 
     monkeypatch.setattr(commands.subprocess, "run", fail)
-    assert stuck_jobs.newly_stuck({}, {}, tmp_path, tmp_path, 0.0) == []
+    assert stuck_jobs.newly_stuck({}, {}, tmp_path, 0.0) == []
     assert nodes.cluster_nodes() == []
 
 
@@ -327,5 +314,5 @@ def test_a_slurm_that_fails_once_lets_no_job_wait_anew(tmp_path, monkeypatch):
         commands.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="")
     )
     seen = {("12", "PartitionConfig"): 0.0}
-    assert stuck_jobs.newly_stuck(seen, {}, tmp_path, tmp_path, 30.0) == []
+    assert stuck_jobs.newly_stuck(seen, {}, tmp_path, 30.0) == []
     assert seen == {("12", "PartitionConfig"): 0.0}

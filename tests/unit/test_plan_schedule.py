@@ -274,22 +274,6 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     assert "no node can hold" not in plan_text(plan_of())
 
 
-def test_a_plan_counts_the_jobs_that_cells_share(plan_of, monkeypatch):
-    assert "on SLURM" not in plan_text(plan_of(repeats=2))
-    told = plan_text(plan_of(repeats=2, cluster={"cells_per_job": 3}))
-    # In each repeat, on 1 GPU: three cells without servers and one with; on 2: two and one; on 8, which are
-    # two nodes: three cells.
-    assert "   on SLURM 14 jobs: up to 3 cells share one (cells_per_job)\n" in told
-    monkeypatch.setattr(
-        schedule.nodes,
-        "cluster_nodes",
-        lambda: schedule.nodes.parse_sinfo("gpu*|n1|64|240000|gpu:4|2:00:00"),
-    )
-    told = plan_text(plan_of(repeats=2, cluster={"cells_per_job": 3}))
-    # Of an hour each, two fit the partition's limit.
-    assert "   on SLURM 16 jobs: up to 3" in told
-
-
 def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_path: Path):
     plan = plan_of(made_up(500))
     planned = cell(plan, "ddp", 8)
@@ -420,14 +404,14 @@ def test_where_some_cells_are_on_cpus_each_is_judged_by_its_own_memory(plan_of):
 
 
 def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypatch):
-    plan = plan_of(strategies=["ddp"], gpus=[2], cluster={"cells_per_job": 2})
+    plan = plan_of(strategies=["ddp"], gpus=[2])
     assert quantities.totals(plan, plan.device)["gpu_hours"][1] > 0
     small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
     monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: small)
     record = record_of("ddp", 2, 5.0) | {"status": "refused", "reason": "it cannot"}
     found = {plan.cells[0].cell: record | {"time": {"train_time_s": None}}}
-    plan = plan_of(records=found, strategies=["ddp"], gpus=[2], cluster={"cells_per_job": 2})
-    assert (plan.cells[0].state, plan.jobs, plan.unheld) == ("refused", 0, [])
+    plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
+    assert (plan.cells[0].state, plan.unheld) == ("refused", [])
     assert quantities.totals(plan, plan.device)["gpu_hours"] == (0, 0)
     assert "nothing left to do" in plan_text(plan)
 

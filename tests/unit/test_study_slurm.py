@@ -49,7 +49,7 @@ def snakemake(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_machine_without_slurm_has_no_live_jobs(fake, snakemake, tmp_path, capfd):
-    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")], tmp_path)
+    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")])
     live_jobs.warn_of_forgetful_slurm()
     assert snakemake.log == []
     assert capfd.readouterr() == ("", "")
@@ -65,7 +65,7 @@ def test_only_live_jobs_of_this_folder_and_of_planned_cells_are_waited_for(
         echo '8|{tmp_path}|rule_train_cell_wildcards_b_1'
         echo '9|{tmp_path}|(null)'""",
     )
-    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")], tmp_path)
+    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")])
     assert snakemake.log == []
     assert capfd.readouterr().err == ""
 
@@ -80,7 +80,7 @@ def test_a_live_cell_is_named_waited_for_and_planned_anew(fake, snakemake, tmp_p
         3) exit 1;;
         esac""",
     )
-    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "demo", "a/b", "1")], tmp_path)
+    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "demo", "a/b", "1")])
     assert (tmp_path / "calls").read_text() == "x\n" * 4
     assert snakemake.log == ["unlock", ["-m", "snakemake"]]
     told = capfd.readouterr().err
@@ -88,29 +88,9 @@ def test_a_live_cell_is_named_waited_for_and_planned_anew(fake, snakemake, tmp_p
     assert "scancel 12" in told
 
 
-def test_live_cells_that_share_a_job_are_named_by_what_it_lists(fake, snakemake, tmp_path, capfd):
-    planned = [job(tmp_path, name) for name in "ab"]
-    made = [str(tmp_path / name) for name in "abc"]  # c is not planned: it has finished
-    live_jobs.shared_list(tmp_path, "0f3c").write_text("".join(f"{path}\n" for path in made))
-    fake(
-        "squeue",
-        f"""echo x >> {tmp_path}/calls
-        case $(wc -l < {tmp_path}/calls) in
-        1) echo '12|{tmp_path}|rule_train_cell_wildcards_demo_shared_0f3c'
-           echo '13|{tmp_path}|rule_train_cell_wildcards_demo_shared_none';;
-        esac""",
-    )
-    live_jobs.hold_until_ended(snakemake, planned, tmp_path)
-    assert snakemake.log == ["unlock", ["-m", "snakemake"]]
-    told = capfd.readouterr().err
-    assert told.startswith("2 cells still run")
-    assert [f"SLURM job 12: {path}\n" in told for path in made] == [True, True, False]
-    assert "scancel 12" in told
-
-
 def test_a_slurm_that_does_not_answer_is_told(fake, snakemake, tmp_path, capfd):
     fake("squeue", "exit 1")
-    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a")], tmp_path)
+    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a")])
     assert snakemake.log == []
     assert "squeue does not answer" in capfd.readouterr().err
 

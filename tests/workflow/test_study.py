@@ -90,16 +90,6 @@ def test_a_changed_time_limit_retrains_nothing(finished):
         finished.write_config(skipping_config())
 
 
-def test_whether_cells_share_jobs_retrains_nothing(finished):
-    config = skipping_config()
-    config["cluster"]["cells_per_job"] = 1
-    finished.write_config(config)
-    try:
-        assert "train_cell" not in finished.jobs()
-    finally:
-        finished.write_config(skipping_config())
-
-
 def test_a_further_model_leaves_finished_cells_alone(finished):
     config = skipping_config()
     config["studies"]["tiny"]["experiments"]["second"]["models"].append("resnet-compact")

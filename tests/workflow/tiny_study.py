@@ -75,7 +75,6 @@ def skipping_config() -> dict:
     config = tiny_config()
     config["studies"]["tiny"]["experiments"]["second"]["models"].append("vgg16")
     config["cluster"] = {"gpu": "A10G 24GB", "mem_mib_per_gpu": 1300, "skip_infeasible": True}
-    config["cluster"]["cells_per_job"] = 3  # of SLURM
     return config
 
 

@@ -2,13 +2,9 @@ import signal
 from threading import Thread
 
 from stratbench.study import order, resume
-from stratbench.study.slurm import stuck_jobs, sharing
+from stratbench.study.slurm import stuck_jobs
 from stratbench.train import forkserver
 
-# Which cells share a SLURM job.
-SHARED_LISTS = Path(RESULTS, STUDY.name, "logs/jobs")
-if sharing.is_shared_job():
-    forkserver.share_until_exit()
 live_jobs.wake_to_end()
 
 
@@ -39,21 +35,15 @@ onstart:
             )
     if lacking := missing_needs(trained):
         raise WorkflowError("\n".join(lacking))
-    if unheld := stuck_jobs.before_submission(workflow, requests, SHARED_LISTS):
+    if unheld := stuck_jobs.before_submission(workflow, requests):
         raise WorkflowError("\n".join(unheld))
     if not workflow.local_exec:
         # Snakemake does not know its SLURM jobs again after it was killed.
-        live_jobs.hold_until_ended(workflow, planned, SHARED_LISTS)
+        live_jobs.hold_until_ended(workflow, planned)
         live_jobs.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
-    most = CLUSTER["cells_per_job"]
-    on_slurm = not workflow.local_exec and workflow.executor_plugin.name == "slurm"
-    if on_slurm:
+    if not workflow.local_exec and workflow.executor_plugin.name == "slurm":
         live_jobs.cancel_all(workflow)
-    if on_slurm and most > 1:
-        from stratbench.study.slurm.sharing_executor import begin_sharing
-
-        begin_sharing(workflow, rules.train_cell.rule.name, most, SHARED_LISTS)
     order.start_by_priority(workflow)
     if workflow.local_exec and requests:
         forkserver.share_until_exit()

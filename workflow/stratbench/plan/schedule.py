@@ -21,7 +21,7 @@ from stratbench.plan.needs import Needs, Subject, data_bytes_of, needs_of
 from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.config import Study
-from stratbench.study.slurm import nodes, sharing
+from stratbench.study.slurm import nodes
 from stratbench.telemetry.machine.hardware import datasheet_of
 
 Records = Mapping[Cell, Mapping[str, Any]]
@@ -90,8 +90,6 @@ class Plan:
     gpu: str | None  # as the config or the command line names it; None: chosen for comparison
     others: list[str]
     cells: list[Planned]
-    #: On SLURM, for the cells without a record.
-    jobs: int
     #: Why no node of the cluster can hold a cell, in words; empty without SLURM.
     unheld: list[str]
     #: Trainings that the records were projected to: of the study's cells (first repeats), and beyond them.
@@ -121,7 +119,6 @@ def make_plan(
     named, gpus = cluster["gpu"], named_gpus(cluster)
     if not named:
         gpus = gpus[-1:] + gpus[:-1]
-    offered = nodes.cluster_nodes()
     timed = timed_records(records, named).values()
     cells = []
     for s in checked.subjects:
@@ -136,7 +133,7 @@ def make_plan(
     on_cpu = any(not s.request.on_cuda for s in checked.subjects)
     skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
     to_train = [c for c in cells if not c.recorded and c.state not in skipped]
-    there = nodes.nodes_of_partition(offered, partition)
+    there = nodes.nodes_of_partition(nodes.cluster_nodes(), partition)
     refusals = {c.cell: nodes.refusal(c.cell, c.subject.settings, c.asked, there) for c in to_train}
     return Plan(
         study=checked.study.name,
@@ -145,9 +142,6 @@ def make_plan(
         gpu=named,
         others=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
         cells=cells,
-        jobs=sharing.count_jobs(
-            {c.cell: c.asked for c in to_train}, cluster["cells_per_job"], offered, partition
-        ),
         unheld=nodes.lines_of_refusals({cell: why for cell, why in refusals.items() if why}),
         projected=projected,
         resharding=checked.resharding,

@@ -1,1 +1,1 @@
-"""The study on SLURM: nodes, live jobs, jobs that are stuck, and cells that share a job."""
+"""The study on SLURM: nodes, live jobs, and jobs that are stuck."""

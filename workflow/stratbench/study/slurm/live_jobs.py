@@ -32,26 +32,6 @@ def comment_of(rule: str, wildcards: list[str]) -> str:
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
 
-def shared_list(lists: Path, name: str) -> Path:
-    """The file that lists the records of cells that share a job. `name` ends the job's comment."""
-    return lists / f"{name}.txt"
-
-
-def files_of(comment: str, files: Mapping[str, str], lists: Path) -> list[str]:
-    """Those of `files` (what a job makes, by its comment) that the job with this comment makes.
-
-    Cells that share a job are listed in the folder `lists`.
-    """
-    if comment in files:
-        return [files[comment]]
-    listed = shared_list(lists, Path(comment.rpartition("_")[2]).name)
-    try:
-        made = listed.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:  # no cells share it
-        return []
-    return sorted(set(made) & set(files.values()))
-
-
 def live_jobs(directory: Path) -> dict[str, str] | None:
     """The user's queued and running SLURM jobs that were started from `directory`: comment by job id.
 
@@ -80,23 +60,24 @@ def warn_of_forgetful_slurm() -> None:
         )
 
 
-def hold_until_ended(workflow: Any, planned: Sequence[Any], lists: Path) -> None:
-    """Before the first submission: waits for those of the `planned` jobs that SLURM already queues or runs.
+def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
+    """Wait, before the first submission, for those of the `planned` jobs that SLURM already queues or runs.
 
-    Then starts Snakemake again in this process's place, since what they finished need not be planned.
-    Does nothing, and returns, if no planned job is live. `workflow` and the jobs are Snakemake's;
-    `lists` is `files_of`'s.
+    Then start Snakemake again in this process's place, since what they finished need not be planned.
+    Return at once if no planned job is live. `workflow` and the jobs are Snakemake's.
     """
     cells = {comment_of(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned}
-    if wait_for_live(cells, Path.cwd(), lists):
+    if wait_for_live(cells, Path.cwd()):
         restart(workflow)
 
 
-def wait_for_live(cells: Mapping[str, str], directory: Path, lists: Path) -> bool:
-    """Waits until none of `cells` (the file that a job makes, by its comment) is queued or runs.
+def wait_for_live(cells: Mapping[str, str], directory: Path) -> bool:
+    """Wait until none of `cells` (the file that a job makes, by its comment) is queued or runs.
 
-    Returns whether it had to wait. If SLURM does not answer at first, the user is told; while waiting,
-    SLURM is asked again.
+    If SLURM does not answer at first, the user is told; while waiting, SLURM is asked again.
+
+    Returns:
+        Whether it had to wait.
     """
     waited = False
     while True:
@@ -104,8 +85,7 @@ def wait_for_live(cells: Mapping[str, str], directory: Path, lists: Path) -> boo
         if jobs is None and not waited:
             tell("squeue does not answer: whether cells of an earlier run still train is unknown")
             return False
-        by_job = {job: files_of(comment, cells, lists) for job, comment in (jobs or {}).items()}
-        live = {job: files for job, files in by_job.items() if files}
+        live = {job: cells[name] for job, name in (jobs or {}).items() if name in cells}
         if not live and jobs is not None:
             return waited
         if not waited:
@@ -158,12 +138,11 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def describe_live_jobs(live: Mapping[str, Sequence[str]]) -> str:
-    """The message for the user: which cells (by SLURM job id) run, and the three ways out."""
-    rows = [(job, cell) for job, cells in live.items() for cell in cells]
-    listed = "\n".join(f"  SLURM job {job}: {cell}" for job, cell in rows)
+def describe_live_jobs(live: Mapping[str, str]) -> str:
+    """Describe to the user which cells (by SLURM job id) run, and the three ways out."""
+    listed = "\n".join(f"  SLURM job {job}: {cell}" for job, cell in live.items())
     return (
-        f"{len(rows)} cells still run, or wait in SLURM's queue, from an earlier snakemake:\n{listed}\n"
+        f"{len(live)} cells still run, or wait in SLURM's queue, from an earlier snakemake:\n{listed}\n"
         "Starting them again would train them twice, so this run waits until they have ended, and "
         "then goes on with what is missing.\n"
         "Ctrl-C stops waiting and leaves them running; to start them afresh: "

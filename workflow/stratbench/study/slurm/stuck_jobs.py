@@ -15,11 +15,10 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.words import names_text
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import nodes
 from stratbench.study.slurm.commands import printed_by
-from stratbench.study.slurm.live_jobs import comment_of, files_of, tell
+from stratbench.study.slurm.live_jobs import comment_of, tell
 
 #: The time between two looks at the pending jobs, and how long a job must have waited, in seconds.
 LOOK_S = 20
@@ -59,11 +58,10 @@ def submitted_request(resources: Any) -> JobRequest:
 Submission = tuple[Any, Cell, Settings, JobRequest]
 
 
-def before_submission(workflow: Any, jobs: Sequence[Submission], lists: Path) -> list[str]:
+def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
     """Sentences on why no node can hold some jobs; if none, starts to report refused and stuck jobs.
 
-    `workflow` is Snakemake's, about to submit to SLURM. With another scheduler this does nothing. `lists`:
-    the folder that tells which cells share a job.
+    `workflow` is Snakemake's, about to submit to SLURM. With another scheduler this does nothing.
     """
     if workflow.local_exec or workflow.executor_plugin.name != "slurm":
         return []
@@ -77,7 +75,7 @@ def before_submission(workflow: Any, jobs: Sequence[Submission], lists: Path) ->
         }
         logging.getLogger("snakemake.logging").addFilter(RefusalFilter(asks))
         made = {comment_of(j.rule.name, list(j.wildcards)): str(j.output[0]) for j, *_ in jobs}
-        watch(made, Path.cwd(), lists)
+        watch(made, Path.cwd())
     return nodes.lines_of_refusals(refused_cells)
 
 
@@ -147,7 +145,7 @@ def refusal_by_sbatch(message: str) -> str | None:
 # ---------------------------------------------------------------- pending for ever
 
 
-def watch(cells: Mapping[str, str], directory: Path, lists: Path) -> None:
+def watch(cells: Mapping[str, str], directory: Path) -> None:
     """Looks at the pending jobs of `directory` until this process ends, and reports those that are stuck.
 
     `cells`: the file that a job makes, by the job's comment. Runs in a thread, so nothing waits for it.
@@ -158,7 +156,7 @@ def watch(cells: Mapping[str, str], directory: Path, lists: Path) -> None:
         reported: set[str] = set()
         while True:
             time.sleep(LOOK_S)
-            for job, sentence in newly_stuck(seen, cells, directory, lists, time.monotonic()):
+            for job, sentence in newly_stuck(seen, cells, directory, time.monotonic()):
                 if job not in reported:
                     reported.add(job)
                     tell(sentence)
@@ -170,7 +168,6 @@ def newly_stuck(
     seen: dict[tuple[str, str], float],
     cells: Mapping[str, str],
     directory: Path,
-    lists: Path,
     now_s: float,
 ) -> list[tuple[str, str]]:
     """(job id, sentence) of each job that has waited PATIENCE_S for a reason that does not pass.
@@ -185,12 +182,11 @@ def newly_stuck(
     sentences = []
     for (job, comment), (reason, remedy) in stuck.items():
         since_s = seen.setdefault((job, reason), now_s)
-        files = files_of(comment, cells, lists)
-        if files and now_s - since_s >= PATIENCE_S:
+        if comment in cells and now_s - since_s >= PATIENCE_S:
             sentences.append(
                 (
                     job,
-                    f"SLURM job {job} ({names_text(files, 1)}) waits for a reason that does not pass by "
+                    f"SLURM job {job} ({cells[comment]}) waits for a reason that does not pass by "
                     f"itself, {reason}: {remedy.replace('JOB', job)}; scancel {job} gives it up",
                 )
             )
