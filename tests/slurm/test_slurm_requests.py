@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -202,3 +203,18 @@ def test_a_job_that_never_starts_is_named(slurm: SlurmCluster, tmp_path: Path) -
         slurm.run("scontrol", "update", "PartitionName=gpu", "MaxTime=INFINITE")
         slurm.cancel_all()
         slurm.run("scontrol", "update", f"nodename={','.join(NODES)}", "state=resume")
+
+
+def test_a_waiting_cell_trains_what_it_was_submitted_with(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    workflow = ClusterWorkflow(tmp_path, study({"a": {}}), slurm)
+    line = "  # slurm_extra: \"'--exclusive'\""
+    workflow.change_code(PROFILE, line, "  slurm_extra: \"'--hold'\"")
+    run = workflow.start(*CELLS_ONLY)
+    [job] = until(workflow.slurm_jobs)
+    workflow.write_config(study({"a": {"epochs": 2}}))
+    slurm.run("scontrol", "release", job["id"])
+    output = workflow.finish(run)
+    assert run.returncode == 0, output
+    assert json.loads(workflow.cell_record("a").read_text())["settings"]["epochs"] == 1

@@ -20,7 +20,7 @@ onsuccess:
 # A simulation, where `decide` asks for one: the way of a training through a cluster's queue.
 QUEUE_STAGE = (
     {
-        "queue": "-m stratbench.plan.queue --config {params.queue:q} --out {params.out:q}/queue.json"
+        "queue": "-m stratbench.plan.queue --config @queue --out {params.out:q}/queue.json"
     }
     if CONFIG["decide"]["queue"]
     else {}
@@ -28,7 +28,7 @@ QUEUE_STAGE = (
 # A number of GPUs that an experiment lacks is projected to before a decision, from the records that are there.
 ASK_PROJECTION, USE_PROJECTION = (
     (
-        "-m stratbench.plan.projection --config {params.asking:q}"
+        "-m stratbench.plan.projection --config @asking"
         f" --most {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
         " --projection {params.out:q}/asked_projection.csv",
     )
@@ -41,7 +41,7 @@ ASK_PROJECTION, USE_PROJECTION = (
 # the stages make of its records, itself or one below it.
 STAGES = {
     "collect": "-m stratbench.analysis.records.collect --expected {params.study:q}/cells.json"
-    " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
+    " --skipped @skipped --targets @targets --study @trained"
     " --records-root {params.study:q}/cells"
     " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv",
     "audit": "-m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
@@ -52,7 +52,7 @@ STAGES = {
     **QUEUE_STAGE,
     "decide": ASK_PROJECTION
     + "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
-    " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
+    " --audit {params.out:q}/audit.csv --constraints @constraints"
     " --verdict={params.verdict:q}"
     + USE_PROJECTION
     + " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json"
@@ -96,7 +96,7 @@ rule merge_records:
     message:
         "merge the records of {wildcards.study}"
     shell:
-        PROGRAM + STAGES["collect"] + " > {log:q} 2>&1"
+        PROGRAM + VALUES + STAGES["collect"] + " > {log:q} 2>&1"
 
 
 rule audit_records:
@@ -205,7 +205,7 @@ rule make_decision:
     message:
         "rank the strategies of {wildcards.study}"
     shell:
-        f"{PROGRAM}{DECIDE} > {{log:q}} 2>&1"
+        f"{PROGRAM}{VALUES}{DECIDE} > {{log:q}} 2>&1"
 
 
 rule compare_with_paper:
@@ -303,6 +303,7 @@ rule partial:
         f"merge the records of {STUDY.name} that are there"
     shell:
         PROGRAM
+        + VALUES
         + "--hold {params.out:q} "
         + " ".join(
             STAGES[stage] + (" --partial" if stage in ("collect", "report") else "")
@@ -336,8 +337,8 @@ rule decide:
     shell:
         f"set -o pipefail; {FIND_PACKAGE}("
         f"mkdir -p {{params.out:q}}"
-        f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial {STAGES['audit']}"
+        f" && {RUN}{VALUES}--hold {{params.out:q}} {STAGES['collect']} --partial {STAGES['audit']}"
         " > {params.out:q}/records.txt"
-        f" && {RUN}--hold {{params.out:q}}"
+        f" && {RUN}{VALUES}--hold {{params.out:q}}"
         f" {DECIDE}"
         ") 2>&1 | tee {log:q}"

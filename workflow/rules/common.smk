@@ -13,14 +13,13 @@ from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.installation import INSTALLED
 from stratbench.cell.settings import Settings
+from stratbench.study import job_values
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.plan.device_rates import named_gpus
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import faults
 from stratbench.study import resume
-from stratbench.study.answer_alone import leave_answers_alone
 from stratbench.study.config.config import load_config
-from stratbench.study.failed_jobs import speak_of_failed_jobs
 from stratbench.study.job_environment import set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
@@ -37,8 +36,6 @@ except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
 JOBS = Jobs(CONFIG, STUDY)
-speak_of_failed_jobs()
-leave_answers_alone(workflow)
 set_job_environment(CONFIG, PACKAGE_ROOT)
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.
@@ -47,6 +44,10 @@ FIND_PACKAGE = 'export PYTHONPATH="$STRATBENCH_PACKAGE${{PYTHONPATH:+:$PYTHONPAT
 # to that itself.
 RUN = "python -m stratbench.study.program $PPID "
 PROGRAM = f"set -o pipefail; {FIND_PACKAGE}{RUN}"
+# The file that holds what is too long for the command line.
+VALUES = f"{job_values.OF_JOB} "
+# Shows the log of a failed job in every case: `snakemake -c1 plan` and `stratbench plan` do not show failed logs.
+TO_LOG = " > {log:q} 2>&1 || {{ cat {log:q} >&2; exit 1; }}"
 
 RESULTS = CONFIG["results"]
 if workflow.modifier.path_modifier.replace_prefix(RESULTS) != RESULTS:

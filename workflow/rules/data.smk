@@ -12,14 +12,10 @@ rule prepare_data:
         ENV
     params:
         out=lambda w, output: str(Path(output.meta).parent),
-        source=lambda w: (
-            ["--spec", json.dumps(spec, sort_keys=True)]
-            if (spec := data_spec(w.dataset)) is not None
-            else []
-        ),
+        spec=lambda w: json.dumps(data_spec(w.dataset), sort_keys=True),
     message:
         "prepare the data set {wildcards.dataset}"
     shell:
-        f"{PROGRAM}"
+        f"{PROGRAM}{VALUES}"
         "-m stratbench.workload.data.prepare {wildcards.dataset:q} --out {params.out:q}"
-        " {params.source:q} ${{STRATBENCH_NO_DOWNLOAD:+--no-download}} > {log:q} 2>&1"
+        f" --spec @spec ${{{{STRATBENCH_NO_DOWNLOAD:+--no-download}}}}{TO_LOG}"

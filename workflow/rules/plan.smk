@@ -16,8 +16,8 @@ rule plan:
     message:
         f"plan the study {STUDY.name}"
     shell:
-        f"{PROGRAM}"
-        "-m stratbench.plan --config {params.config:q} --partition {params.partition:q}"
+        f"{PROGRAM}{VALUES}"
+        "-m stratbench.plan --config @config --partition {params.partition:q}"
         " 2>&1 | tee {log:q}"
 
 
@@ -36,8 +36,8 @@ rule check:
     message:
         f"check the networks of the study {STUDY.name}"
     shell:
-        f"{PROGRAM}"
-        "-m stratbench.plan --check --config {params.config:q} 2>&1 | tee {log:q}"
+        f"{PROGRAM}{VALUES}"
+        "-m stratbench.plan --check --config @config 2>&1 | tee {log:q}"
 
 
 # What the plan predicts of every finished cell, beside what was measured.
@@ -65,8 +65,8 @@ rule compare_with_prediction:
     message:
         "compare what the plan predicts of {wildcards.study} with what was measured"
     shell:
-        f"{PROGRAM}"
-        "-m stratbench.plan.against_records --config {params.config:q} --out {output:q}"
+        f"{PROGRAM}{VALUES}"
+        "-m stratbench.plan.against_records --config @config --out {output:q}"
         " > {log:q} 2>&1"
 
 
@@ -87,8 +87,8 @@ rule project:
     message:
         f"project the study {STUDY.name} to more workers"
     shell:
-        f"{PROGRAM}"
-        "-m stratbench.plan.projection --config {params.config:q}"
+        f"{PROGRAM}{VALUES}"
+        "-m stratbench.plan.projection --config @config"
         " -m stratbench.analysis.report.projection --table {params.table:q} 2>&1 | tee {log:q}"
 
 

@@ -25,8 +25,8 @@ rule bundle:
     message:
         f"bundle the records of {STUDY.name}"
     shell:
-        f"{PROGRAM}"
-        "-m stratbench.sets bundle --study-dir {params.study:q} --config {params.config:q}"
+        f"{PROGRAM}{VALUES}"
+        "-m stratbench.sets bundle --study-dir {params.study:q} --config @config"
         " --hosts {params.hosts:q} 2>&1 | tee {log:q}"
 
 
@@ -46,9 +46,9 @@ rule compare:
     message:
         "compare result sets"
     shell:
-        f"{PROGRAM}"
-        "-m stratbench.sets compare --sets {params.sets:q} --compare {params.compare:q}"
-        " --constraints {params.constraints:q} --out {params.out:q} 2>&1 | tee {log:q}"
+        f"{PROGRAM}{VALUES}"
+        "-m stratbench.sets compare --sets @sets --compare @compare"
+        " --constraints @constraints --out {params.out:q} 2>&1 | tee {log:q}"
 
 
 # `snakemake export --config 'export=[parquet, mlflow]'`: the records that are there, for other tools, in
@@ -70,7 +70,7 @@ rule export:
     message:
         f"export the records of {STUDY.name}"
     shell:
-        f"{PROGRAM}"
+        f"{PROGRAM}{VALUES}"
         "-m stratbench.sets export {params.study:q} --to {params.formats:q}"
-        " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
+        " --skipped @skipped --targets @targets --study @trained"
         " --out {params.study:q}/export 2>&1 | tee {log:q}"

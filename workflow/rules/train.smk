@@ -1,7 +1,7 @@
 import signal
 from threading import Thread
 
-from stratbench.study import order, resume
+from stratbench.study import job_values, order, resume
 from stratbench.study.slurm import stuck_jobs
 from stratbench.train import forkserver
 
@@ -45,6 +45,7 @@ onstart:
     if not workflow.local_exec and workflow.executor_plugin.name == "slurm":
         live_jobs.cancel_all(workflow)
     order.start_by_priority(workflow)
+    job_values.write_values(workflow.dag.needrun_jobs())
     if workflow.local_exec and requests:
         forkserver.share_until_exit()
 
@@ -100,8 +101,8 @@ rule train_cell:
     # It empties its log once it holds the cell.
     shell:
         f"{FIND_PACKAGE}"
-        "exec python -m stratbench.train.launch --parent $PPID"
-        " --cell {params.cell:q} --settings {params.settings:q}"
+        f"exec python -m stratbench.train.launch --parent $PPID {VALUES}"
+        " --cell {params.cell:q} --settings @settings"
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
         " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
@@ -122,5 +123,5 @@ rule list_cells:
     message:
         "list the cells of {wildcards.study}"
     shell:
-        f"{PROGRAM}"
-        "-m stratbench.study.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"
+        f"{PROGRAM}{VALUES}"
+        f"-m stratbench.study.listing @matrices --out {{output:q}}{TO_LOG}"

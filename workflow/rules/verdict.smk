@@ -42,8 +42,8 @@ rule run_block:
         " workers: {wildcards.gpus}; log: {log}"
     shell:
         f"{FIND_PACKAGE}"
-        "exec python -m stratbench.train.block --parent $PPID"
-        " --block {params.block:q} --settings {params.settings:q} --data {params.data:q}"
+        f"exec python -m stratbench.train.block --parent $PPID {VALUES}"
+        " --block {params.block:q} --settings @settings --data {params.data:q}"
         " --out {params.out:q} --logs {params.logs:q} --time-limit-s {resources.time_limit_s}"
         " --nodes {resources.nodes} --cpus-per-node {resources.cpus_per_task}"
         " --server-cpus {resources.server_cpus}"
@@ -65,5 +65,5 @@ rule verdict:
     message:
         f"tell what is decided of the study {STUDY.name}. {{params.outlook}}"
     shell:
-        f"{PROGRAM}"
-        "-m stratbench.analysis.race tell --config {params.config:q} 2>&1 | tee {log:q}"
+        f"{PROGRAM}{VALUES}"
+        "-m stratbench.analysis.race tell --config @config 2>&1 | tee {log:q}"

@@ -1,6 +1,6 @@
 """Runs programs of the package for a rule, one after the other in one process.
 
-    python -m stratbench.study.program $PPID [--hold FOLDER] -m stratbench.MODULE ARGUMENTS [-m ...]
+    python -m stratbench.study.program $PPID [--values FILE] [--hold FOLDER] -m MODULE ARGUMENTS [-m ...]
 
 It ends with the Snakemake that has started it, and so do the processes that a program has started. The first
 program that fails is the last; a file that cannot be read or written ends it in one sentence.
@@ -22,13 +22,14 @@ from pathlib import Path
 from stratbench.cell.files import reason_of
 from stratbench.cell.locks import NoLocks, try_lock
 from stratbench.cell.parent import end_with
+from stratbench.study.job_values import insert_values
 
 LOCK = ".lock"
 
 
 def main() -> int:
     """Run the programs of the command line; returns the exit code of the last."""
-    own, *programs = split(sys.argv[1:])
+    own, *programs = split(insert_values(sys.argv[1:]))
     parser = argparse.ArgumentParser(prog="python -m stratbench.study.program", description=__doc__)
     parser.add_argument("parent", type=int, help="process that it ends with: Snakemake, as $PPID")
     parser.add_argument("--hold", type=Path, help="a folder that no other one writes meanwhile")

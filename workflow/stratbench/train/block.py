@@ -32,6 +32,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import make_strategy, strategy_class
 from stratbench.strategies.needs import check_installed
+from stratbench.study.job_values import insert_values
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
@@ -69,7 +70,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = launchers_parser(__doc__)
     parser.add_argument("--block", required=True, help="the block's plan, as JSON")
     parser.add_argument("--out", required=True, type=Path, help="folder of block.json and segments")
-    return parser.parse_args(argv)
+    return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))
 
 
 class BlockRun:

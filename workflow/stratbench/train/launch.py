@@ -37,6 +37,7 @@ from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import check_installed
+from stratbench.study.job_values import insert_values
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
@@ -202,7 +203,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="of an elastic cell: what each worker job asks SLURM for, as JSON; empty: this machine",
     )
     parser.add_argument("--repeats", type=int, help="repeats of the cell that the config asks for")
-    return parser.parse_args(argv)
+    return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))
 
 
 def launchers_parser(description: str) -> argparse.ArgumentParser:

@@ -98,12 +98,12 @@ def _prepared_for(
         return prepared.install(built, out_dir, request)
 
 
-def _spec(text: str) -> dict[str, Any]:
+def _spec(text: str) -> dict[str, Any] | None:
     try:
         spec = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(spec, dict):
+    if spec is not None and not isinstance(spec, dict):
         raise argparse.ArgumentTypeError(f'not an object like {{"source": "synthetic"}}: {text}')
     return spec
 
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", help=f"{', '.join(DATASETS)}, or any name with --spec")
     parser.add_argument("--out", required=True, help="the folder to make")
     parser.add_argument("--no-download", action="store_true", help="never use the network")
-    parser.add_argument("--spec", type=_spec, help="a data set's spec, as JSON")
+    parser.add_argument("--spec", type=_spec, help="a data set's spec, as JSON; null: none")
     options = parser.parse_args(arguments)
     try:
         download = not options.no_download

@@ -1,0 +1,48 @@
+"""Values that are too long for a job's command line: a file beside the job's log holds them.
+
+The command has `--values FILE`, and `@NAME` in place of each value. The file is written before the first job
+starts. So a job on SLURM trains what it was submitted with, even if config.yaml has changed since.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.files import replacing
+
+OPTION = "--values"
+#: The option in the command of a rule.
+OF_JOB = f"{OPTION} {{log:q}}.json"
+
+
+def write_values(jobs: Iterable[Any]) -> None:
+    """Write the file of each of Snakemake's `jobs` whose command names one."""
+    for job in jobs:
+        command = job.rule.shellcmd or ""
+        if OPTION in command:
+            names = re.findall(r" @(\w+)", command)
+            text = json.dumps({name: getattr(job.params, name) for name in names})
+            # Not synchronized to the disk: after a crash the jobs are planned again.
+            with replacing(f"{job.log[0]}.json") as temporary:
+                temporary.write_text(text, encoding="utf-8")
+
+
+def insert_values(arguments: list[str]) -> list[str]:
+    """Return a command line with the values of its file in place of their names."""
+    if OPTION not in arguments:
+        return arguments
+    at = arguments.index(OPTION)
+    path, others = Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
+    try:
+        values = {f"@{name}": value for name, value in json.loads(path.read_bytes()).items()}
+    except FileNotFoundError:
+        sys.exit(
+            f"{path}: is not there; start Snakemake without --no-hooks, and where this workflow is a module, "
+            "call its `onstart` (docs/module.md)"
+        )
+    return [values.get(argument, argument) for argument in others]
