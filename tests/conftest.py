@@ -158,7 +158,10 @@ def warm(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def start_cell(tmp_path: Path, tiny_data: Path) -> Iterator[Callable[..., LaunchedCell]]:
-    """A function that starts a cell's launcher; what still runs at the end of the test is killed."""
+    """A function that starts a cell's launcher; what still runs at the end of the test is killed.
+
+    Then the record of each cell keeps all invariants.
+    """
     started: list[LaunchedCell] = []
 
     def start(
@@ -196,3 +199,5 @@ def start_cell(tmp_path: Path, tiny_data: Path) -> Iterator[Callable[..., Launch
     for launched in started:
         launched.process.kill()
         launched.process.wait()
+    broken = [sentence for launched in started for sentence in launched.broken_invariants()]
+    assert not broken, "\n".join(broken)

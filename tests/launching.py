@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+import invariants
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
@@ -77,6 +78,10 @@ class LaunchedCell:
 
     def read_record(self) -> dict[str, Any]:
         return json.loads(self.record.read_text())
+
+    def broken_invariants(self) -> list[str]:
+        """The invariants that the record breaks, if there is one."""
+        return invariants.broken(self.read_record()) if self.record.exists() else []
 
 
 def settings(strategy: str = "ddp", **changes: Any) -> Settings:

@@ -167,13 +167,6 @@ def started_again(record: Record) -> None:
     record["provenance"]["finished"] = finished.isoformat(timespec="seconds")
 
 
-def on_unequal_nodes(record: Record) -> None:
-    """As an honest record would be of four workers on two nodes, of which the last has one."""
-    record["provenance"] |= {"nodes": 2, "workers_per_node": 3}
-    last = record["workers"][-1]["provenance"]
-    last["host"] = last["host"] | {"name": "another-node"}
-
-
 def both(*plants: Callable[[Record], None]) -> Callable[[Record], None]:
     """Several changes that make one fault."""
 

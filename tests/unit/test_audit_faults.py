@@ -1,18 +1,13 @@
-"""The audit against planted faults: each is found by a rule that names it, sound records by none.
-
-Faults in one figure of a relation are made from the relations (test_audit_relations.py).
-"""
+"""The audit against planted faults: each is found by a rule that names it, sound records by none."""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
 import fixture_records as fixture
-import pandas as pd
 import planted
 import pytest
 from planted import (
@@ -22,24 +17,16 @@ from planted import (
     by_command,
     change,
     faster,
-    on_unequal_nodes,
     put,
     sound,
     started_again,
-    swap,
     times,
 )
 from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.across_cells.mixed import MIXED
-from stratbench.analysis.audit.checks import Facts, numbers_by_path
-from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Rule
-from stratbench.analysis.audit.times import faults_of_workers
-from stratbench.analysis.records.columns import COLUMNS
+from stratbench.analysis.audit.rule import SEVERITIES
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.record import RecordError
-from stratbench.strategies import REGISTRY, strategy_class
 
 DDP, FSDP = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0)
 SINGLE, ASYNC, SYNC = (
@@ -74,18 +61,7 @@ def lost_to_the_server(record: dict[str, Any]) -> None:
 def stale(record: dict[str, Any]) -> None:
     for server in record["server"]["servers"]:
         total = sum(server["staleness"][0])
-        server["staleness"] = [[total - 9, 9]]
-        server["staleness_all_shards"] = [total - 9, 9]
-
-
-def losses_of(place: planted.Place) -> Callable[[dict[str, Any]], None]:
-    theirs = sound("cuda")[place]["score"]["per_epoch"]
-
-    def plant(record: dict[str, Any]) -> None:
-        for mine, other in zip(record["score"]["per_epoch"], theirs, strict=True):
-            mine |= {name: other[name] for name in ("train_loss", "test_loss")}
-
-    return plant
+        server |= {"staleness": [[total - 9, 9]], "staleness_all_shards": [total - 9, 9]}
 
 
 def ended(status: str) -> Callable[[dict[str, Any]], None]:
@@ -105,29 +81,34 @@ def beside(place: planted.Place) -> Callable[[dict[str, Any]], None]:
     return plant
 
 
-def aged(counts: Callable[[int], list[int]]) -> Callable[[dict[str, Any]], None]:
-    """All pushes with the staleness that `counts` makes of their number."""
-
-    def plant(record: dict[str, Any]) -> None:
-        for server in record["server"]["servers"]:
-            made = counts(sum(server["staleness"][0]))
-            server |= {"staleness": [made], "staleness_all_shards": made}
-
-    return plant
-
-
 def worker(path: str) -> str:
     return f"workers.*.provenance.{path}"
 
 
+#: Figures multiplied in a sound record, as by a bug in the program that writes them, and the cell.
+UNLIKE = {
+    "time.throughput_samples_per_s": (2, DDP),
+    "time.train_time_s": (3, FSDP),
+    "time.epoch_times_s.2": (2, DDP),
+    "time.step_ms.mean": (1.5, ASYNC),
+    "time.step_ms.count": (0.5, DDP),
+    "time.breakdown_ms.forward": (3, DDP),
+    "time.total_s": (0.3, DDP),
+    "workers.1.train_time_s": (0.1, DDP),
+    "batch.samples_seen": (0.5, ASYNC),
+    "batch.samples_applied": (1.1, SYNC),
+    "batch.updates_applied": (2, FSDP),
+    "batch.global_batch": (2, DDP),
+    "batch.steps_per_epoch": (0.5, DDP),
+    "score.final": (0.9, DDP),
+    "communication.sent_bytes_per_step": (0, ASYNC),
+    "energy.train_joules": (10, DDP),
+    "memory.peak_bytes": (0.1, DDP),
+    "memory.model_states.parameters_bytes": (0.5, DDP),
+    "workers.0.memory.peak_bytes": (1000, FSDP),
+}
+
 FAULTS = [
-    Fault(
-        "elastic without worker jobs",
-        DDP,
-        put("settings.elastic", True),
-        "contradictory-elastic",
-        "settings.elastic is True",
-    ),
     # Commands of the user's.
     Fault(
         "steps after a command's end",
@@ -171,88 +152,60 @@ FAULTS = [
         "contradictory-cpu-time",
         "cpu_time_s",
     ),
+    # What a record says of itself.
+    *(Fault(path, place, times(path, by), "unlike-itself") for path, (by, place) in UNLIKE.items()),
+    Fault(
+        "a hundredth of the energy", DDP, times("energy.train_joules", 0.01), "unlike-itself", "5%"
+    ),
+    Fault("more operations than there are", DDP, put("compute.mfu", 1.2), "unlike-itself", "mfu"),
+    Fault(
+        "energy without a GPU",
+        DDP,
+        put("energy", {"train_joules": 1e4, "joules_per_sample": 1e4 / 299520}),
+        "unlike-itself",
+        "limits, 0",
+        "cpu",
+    ),
+    Fault("ok with a reason", DDP, put("reason", "killed"), "unlike-itself", "'killed'"),
+    Fault("out of memory without a reason", OOM, put("reason", None), "unlike-itself", "as oom"),
+    *(
+        Fault(f"ok without {path}", FSDP, put(path, None), "unlike-itself", f"{path} is absent")
+        for path in ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
+    ),
+    Fault(
+        "ok with a loss that is not finite",
+        FSDP,
+        put("score.per_epoch.3.test_loss", None),
+        "unlike-itself",
+        "not finite",
+    ),
+    Fault(
+        "no number",
+        DDP,
+        put("time.breakdown_ms.forward", float("nan")),
+        "unlike-itself",
+        "breakdown_ms is nan",
+    ),
+    Fault("stale under a barrier", SYNC, stale, "unlike-itself", "pushes are stale"),
+    Fault(
+        "a step that lost skips",
+        DDP,
+        put("strategy.details.skipped_steps", 9),
+        "unlike-itself",
+        "updates_applied",
+    ),
+    Fault(
+        "an end before the start",
+        DDP,
+        put("provenance.finished", "1999-12-31T00:00:00+00:00"),
+        "unlike-itself",
+        "before it began",
+    ),
     # Attempts and checkpoints.
     Fault(
         "checkpoints beside the training", DDP, started_again, "keeps-checkpoints", "checkpoints"
     ),
-    Fault(
-        "checkpoints of which nothing is told",
-        DDP,
-        put("settings.checkpoint_every", 10),
-        "contradictory-restarts",
-        "restarts None",
-    ),
-    *(
-        Fault(name, DDP, both(started_again, spoil), "contradictory-restarts", part)
-        for name, spoil, part in (
-            ("a restart that went nowhere", put("restarts.count", 2), "restarts.count"),
-            ("one after a step without a checkpoint", put("restarts.from_steps.0", 11), "11 steps"),
-            ("one after more steps than there are", put("restarts.from_steps.0", 10**6), "of "),
-            ("one checkpoint too many", put("restarts.checkpoints.count", 10**4), "count"),
-            ("more work lost than time was spent", put("restarts.repeated_s", 1e6), "repeated_s"),
-            ("other checkpoints than asked for", put("restarts.checkpoints.every", 9), "every"),
-        )
-    ),
-    Fault(
-        "time between attempts that the dates do not have",
-        DDP,
-        both(started_again, put("restarts.between_s", 1000.0)),
-        "contradictory-time",
-        "total_s",
-    ),
-    Fault(
-        "more nodes than there were",
-        DDP,
-        put("provenance.nodes", 3),
-        "contradictory-counts",
-        "3 nodes",
-    ),
     # Times.
-    Fault("an epoch doubled", DDP, times("time.epoch_times_s.2", 2), "contradictory-time", "epoch"),
-    Fault("epochs exchanged", DDP, swap("time.epoch_times_s"), "contradictory-time", "epoch"),
-    Fault(
-        "an epoch ends before the one before",
-        FSDP,
-        swap("score.per_epoch", 1, 2),
-        "contradictory-time",
-        "ascending",
-    ),
-    Fault(
-        "training longer than the cell",
-        DDP,
-        times("time.total_s", 0.3),
-        "contradictory-time",
-        "total_s",
-    ),
-    Fault(
-        "set-up longer than the cell",
-        DDP,
-        times("time.setup_s", 1000),
-        "contradictory-time",
-        "setup_s",
-    ),
-    Fault("evaluation took no time", FSDP, put("time.eval_s", 0.0), "contradictory-time", "eval_s"),
-    Fault(
-        "median above the longest step",
-        DDP,
-        times("time.step_ms.p50", 3),
-        "contradictory-time",
-        "ascending",
-    ),
-    Fault(
-        "ranks with one clock",
-        DDP,
-        put("workers.*.train_time_s", sound("cuda")[DDP]["time"]["train_time_s"]),
-        "contradictory-time",
-        "the same train_time_s",
-    ),
-    Fault(
-        "steps that take equally long",
-        DDP,
-        put("time.step_ms.p10", sound("cuda")[DDP]["time"]["step_ms"]["p90"]),
-        "contradictory-time",
-        "to the last digit",
-    ),
     Fault(
         "more processes than cores, after training",
         DDP,
@@ -270,166 +223,6 @@ FAULTS = [
         ),
         "stranger-on-gpu",
         "65 GiB of the GPU of rank 1",
-    ),
-    # Counts.
-    Fault(
-        "synchronous updates by push",
-        SYNC,
-        both(times("batch.updates_applied", 2), times(f"{SERVER}.updates.0", 2)),
-        "contradictory-counts",
-        "updates_per_step",
-    ),
-    Fault("ranks exchanged", DDP, swap("workers"), "contradictory-counts", "ranks"),
-    Fault("a rank twice", DDP, put("workers.1.rank", 0), "contradictory-counts", "ranks"),
-    Fault(
-        "other precision computed",
-        DDP,
-        put("strategy.details.compute_dtype", "float16 (autocast)"),
-        "contradictory-counts",
-        "compute_dtype",
-    ),
-    Fault(
-        "nodes for fewer workers",
-        DDP,
-        put("provenance.workers_per_node", 1),
-        "contradictory-counts",
-        "nodes",
-    ),
-    Fault(
-        "a figure that is no number",
-        DDP,
-        put("time.breakdown_ms.forward", float("nan")),
-        "contradictory-counts",
-        "no number",
-    ),
-    Fault(
-        "less than nothing",
-        ASYNC,
-        put("strategy.details.skipped_steps", -1),
-        "contradictory-counts",
-        "less than nothing",
-    ),
-    Fault(
-        "less than nothing of a worker",
-        DDP,
-        put("workers.1.memory.reserved_peak_bytes", -1),
-        "contradictory-counts",
-        "workers[1].memory.reserved_peak_bytes is -1, less than nothing",
-    ),
-    Fault(
-        "a figure in a list that is no number",
-        DDP,
-        put("time.start_skew_ms.1", float("nan")),
-        "contradictory-counts",
-        "time.start_skew_ms[1] is nan, which is no number",
-    ),
-    Fault(
-        "a worker's own time above any step's",
-        DDP,
-        put("workers.1.own_ms", [1e6]),
-        "contradictory-time",
-        "rank 1: max(worker.own_ms) is 1e+06, more than time.step_ms.max",
-    ),
-    Fault(
-        "more of a worker's own times than steps",
-        DDP,
-        put("workers.1.own_ms", [1e-3] * 100_000),
-        "contradictory-time",
-        "rank 1: len(worker.own_ms) is 100000, more than worker.steps",
-    ),
-    Fault(
-        "a worker's own times above its training",
-        DDP,
-        lambda record: put(
-            "workers.1.own_ms", [record["time"]["step_ms"]["max"]] * record["workers"][1]["steps"]
-        )(record),
-        "contradictory-time",
-        "rank 1: sum(worker.own_ms) / 1e3 is",
-    ),
-    Fault(
-        "a step that took the host longer to issue than any step",
-        DDP,
-        put("workers.1.issue_ms", 1e6),
-        "contradictory-time",
-        "rank 1: worker.issue_ms is 1e+06, more than time.step_ms.max",
-    ),
-    Fault(
-        "steps of a CPU that were issued to a device",
-        DDP,
-        both(put("workers.1.provenance.device", "cpu"), put("workers.1.issue_ms", 1.0)),
-        "contradictory-time",
-        "rank 1: worker.issue_ms is 1, although on a CPU host and device are one",
-    ),
-    Fault(
-        "a CPU's record among GPUs",
-        DDP,
-        put("provenance.device", "cpu"),
-        "contradictory-counts",
-        "device",
-    ),
-    # Ends.
-    Fault(
-        "ok with a reason",
-        DDP,
-        put("reason", "rank 1 was killed"),
-        "contradictory-status",
-        "reason",
-    ),
-    Fault(
-        "ok without a time",
-        DDP,
-        put("time.train_time_s", None),
-        "contradictory-status",
-        "train_time_s",
-    ),
-    Fault(
-        "ok with a loss that is not finite",
-        FSDP,
-        put("score.per_epoch.3.test_loss", None),
-        "contradictory-status",
-        "finite",
-    ),
-    Fault(
-        "out of memory, with a time",
-        OOM,
-        put("time.train_time_s", 12.0),
-        "contradictory-status",
-        "train_time_s",
-    ),
-    Fault(
-        "out of memory without a reason",
-        OOM,
-        put("reason", None),
-        "contradictory-status",
-        "no reason",
-    ),
-    Fault(
-        "stopped, with a final accuracy",
-        TIMEOUT,
-        put("score.final", 0.5),
-        "contradictory-status",
-        "final",
-    ),
-    Fault(
-        "stopped without a limit",
-        TIMEOUT,
-        put("time.time_limit_s", None),
-        "contradictory-time",
-        "limit",
-    ),
-    Fault(
-        "diverged, and every loss is finite",
-        DIVERGED,
-        both(put("score.per_epoch.0.train_loss", 2.0), put("score.per_epoch.0.test_loss", 2.0)),
-        "contradictory-status",
-        "finite",
-    ),
-    Fault(
-        "diverged, with a final accuracy",
-        SERVED_DIVERGED,
-        put("score.final", 0.5),
-        "contradictory-status",
-        "final",
     ),
     # Workers.
     Fault("a worker left no result", DDP, without_worker, "lost-workers", "ranks 1"),
@@ -469,130 +262,7 @@ FAULTS = [
         "contradictory-devices",
         "rank 1",
     ),
-    # Servers.
-    Fault("stale with one worker", ALONE, stale, "contradictory-server", "stale"),
-    Fault("stale under a barrier", SYNC, stale, "contradictory-server", "stale"),
-    Fault(
-        "a server that failed",
-        SYNC,
-        put(f"{SERVER}.status", "lost"),
-        "contradictory-server",
-        "lost",
-    ),
-    # Traffic.
-    Fault(
-        "half the gradients sent",
-        DDP,
-        both(
-            times("communication.sent_bytes_per_step", 0.5),
-            times("communication.received_bytes_per_step", 0.5),
-            times("communication.implied_bytes_per_s", 0.5),
-        ),
-        "contradictory-traffic",
-        "copies",
-    ),
-    Fault(
-        "three times the shards gathered",
-        FSDP,
-        both(
-            times("communication.sent_bytes_per_step", 3),
-            times("communication.received_bytes_per_step", 3),
-            times("communication.implied_bytes_per_s", 3),
-        ),
-        "contradictory-traffic",
-        "copies",
-    ),
-    Fault(
-        "bytes that the server did not get",
-        ASYNC,
-        times(f"{SERVER}.workers.0.bytes_in", 0.5),
-        "contradictory-traffic",
-        "bytes_in",
-    ),
-    Fault(
-        "pushes of half a model",
-        ASYNC,
-        times("communication.sent_bytes_per_step", 0.4),
-        "contradictory-traffic",
-        "sent",
-    ),
-    # Memory.
-    Fault(
-        "peak below the model states",
-        DDP,
-        both(
-            times("memory.peak_bytes", 0.1),
-            times("workers.*.memory.peak_bytes", 0.1),
-            times("workers.*.memory.allocated_peak_bytes", 0.1),
-        ),
-        "contradictory-memory",
-        "model states",
-    ),
-    Fault(
-        "replica of half a model",
-        DDP,
-        times("memory.model_states.parameters_bytes", 0.5),
-        "contradictory-memory",
-        "parameters_bytes",
-    ),
-    Fault(
-        "shard of the whole model",
-        FSDP,
-        times("memory.model_states.gradients_bytes", 2),
-        "contradictory-memory",
-        "gradients_bytes",
-    ),
-    Fault(
-        "AdamW with the states of SGD",
-        DDP,
-        both(put("settings.optimizer", "adamw"), put("settings.momentum", 0.0)),
-        "contradictory-memory",
-        "less than what the whole model takes",
-    ),
-    Fault(
-        "momentum nobody asked for",
-        ASYNC,
-        put("memory.model_states.optimizer_bytes", 94_000_000),
-        "contradictory-memory",
-        "optimizer_bytes",
-    ),
-    Fault(
-        "a CPU's method on a GPU",
-        DDP,
-        put("memory.method", "vmhwm"),
-        "contradictory-memory",
-        "method",
-    ),
-    # Operations and energy.
     # Accuracy.
-    Fault(
-        "final accuracy of no epoch",
-        DDP,
-        put("score.final", 0.9612),
-        "contradictory-score",
-        "final",
-    ),
-    Fault(
-        "the best below an epoch",
-        FSDP,
-        times("score.best", 0.5),
-        "contradictory-score",
-        "best",
-    ),
-    Fault(
-        "half a sample right",
-        DDP,
-        change("score.per_epoch.1.score", lambda a: a + 5e-5),
-        "contradictory-score",
-        "whole",
-    ),
-    Fault(
-        "too small a loss",
-        DDP,
-        put("score.per_epoch.0.test_loss", 0.01),
-        "contradictory-score",
-        "test_loss",
-    ),
     Fault(
         "a loss that nothing can reach",
         DDP,
@@ -601,13 +271,6 @@ FAULTS = [
         "the least possible 9.0000",
     ),
     Fault("another task", DDP, put("task.name", "mine:Task"), "mixed-tasks", "task.name"),
-    Fault(
-        "epochs numbered twice",
-        DDP,
-        put("score.per_epoch.2.epoch", 2),
-        "contradictory-score",
-        "epochs",
-    ),
     Fault(
         "losses unlike equal strategies'",
         DDP,
@@ -672,13 +335,6 @@ FAULTS = [
     Fault("another batch", FSDP, times("batch.global_batch", 2), "mixed-batches", "global_batch"),
     Fault("another seed", DDP, put("settings.seed", 7), "mixed-seeds", "seed"),
     Fault(
-        "a repeat told twice",
-        ("main", "ddp", 2, 1),
-        put("model.initial_weights_sha256", sound("cuda")[DDP]["model"]["initial_weights_sha256"]),
-        "repeats-alike",
-        "0, 1",
-    ),
-    Fault(
         "other weights",
         FSDP,
         put("model.initial_weights_sha256", "0" * 64),
@@ -732,36 +388,7 @@ FAULTS = [
         "mixed-models",
         "forward_flops",
     ),
-    Fault(
-        "a repeat sharded otherwise",
-        FSDP,
-        change("strategy.wrap_groups", lambda old: old[:3]),
-        "repeats-differ",
-        "wrap_groups",
-    ),
-    # Copies, and what only some cells state.
-    Fault(
-        "epochs of another repeat, a hundredth slower",
-        ("main", "ddp", 2, 1),
-        put("time.epoch_times_s", [1.01 * s for s in sound("cuda")[DDP]["time"]["epoch_times_s"]]),
-        "same-value-twice",
-        "in one proportion",
-    ),
-    Fault(
-        "epochs all equal",
-        DDP,
-        put("time.epoch_times_s", [8.0] * 6),
-        "contradictory-time",
-        "equally long",
-    ),
-    Fault(
-        "losses of another repeat",
-        ("main", "ddp", 2, 1),
-        losses_of(DDP),
-        "same-losses-twice",
-        "repeat 0",
-    ),
-    Fault("losses of a barrier", ASYNC, losses_of(SYNC), "same-losses-twice", "ps-sync on 2"),
+    # What only some cells state.
     Fault(
         "a variable set in one cell",
         DDP,
@@ -822,63 +449,6 @@ FAULTS = [
     ),
     Fault("two cells on one GPU", FSDP, beside(DDP), "shared-devices", "together with ddp on 2"),
     Fault(
-        "nine stale pushes of thousands without waiting",
-        ASYNC,
-        aged(lambda n: [n - 9, 9]),
-        "contradictory-server",
-        "cannot avoid",
-    ),
-    Fault(
-        "an all-reduce in no time",
-        DDP,
-        both(
-            *(put(f"communication.{name}_ms", 0.0) for name in ("total", "overlapped", "exposed")),
-            put("time.breakdown_ms.exposed_communication", 0.0),
-        ),
-        "contradictory-traffic",
-        "fastest link",
-    ),
-    Fault(
-        "gathered in 32 bits, sent in 16",
-        FSDP,
-        both(
-            put("settings.precision", "bf16"),
-            times("communication.sent_bytes_per_step", 0.75),
-            times("communication.received_bytes_per_step", 0.75),
-            times("communication.implied_bytes_per_s", 0.75),
-        ),
-        "contradictory-traffic",
-        "less than 2 copies",
-    ),
-    Fault(
-        "a slowdown that never happened",
-        DDP,
-        put("settings.slowdown", {"workers": [0], "factor": 3}),
-        "contradictory-time",
-        "slowdown is None",
-    ),
-    Fault(
-        "never stale without waiting",
-        ASYNC,
-        aged(lambda n: [n]),
-        "contradictory-server",
-        "cannot avoid",
-    ),
-    Fault(
-        "staler than updates make it",
-        ASYNC,
-        aged(lambda n: [0] * 9 + [n]),
-        "contradictory-server",
-        "sum_of_staleness",
-    ),
-    Fault(
-        "a record of another strategy",
-        FSDP,
-        put("strategy.name", "ddp"),
-        "unlike-its-strategy",
-        "strategy.name is ddp",
-    ),
-    Fault(
         "a trait denied",
         ALONE,
         put("strategy.traits.synchronous_alone", False),
@@ -892,71 +462,13 @@ FAULTS = [
         "traits-unlike-strategy",
         "equals_ddp is True, but that of ddp is False",
     ),
-    Fault(
-        "no traffic told",
-        DDP,
-        put("communication", None),
-        "contradictory-traffic",
-        "communication is absent",
-    ),
-    Fault(
-        "a worker without memory",
-        DDP,
-        put("workers.1.memory", None),
-        "contradictory-memory",
-        "1 workers have no",
-    ),
     # CPU processes.
-    Fault(
-        "energy without a GPU",
-        DDP,
-        put("energy", {"train_joules": 1e4, "joules_per_sample": 1e4 / 299520}),
-        "contradictory-energy",
-        "no GPUs",
-        "cpu",
-    ),
-    Fault(
-        "faster than cores",
-        DDP,
-        both(
-            times("compute.forward_flops_per_sample", 300),
-            times("compute.training_flops_per_sample", 300),
-            times("compute.achieved_flops_per_s", 300),
-        ),
-        "contradictory-efficiency",
-        "cores",
-        "cpu",
-    ),
-    Fault(
-        "a process without its host's memory",
-        DDP,
-        put(worker("host.memory_bytes"), 2**20),
-        "contradictory-memory",
-        "host",
-        "cpu",
-    ),
     Fault(
         "a method of another system",
         FSDP,
         put("memory.method", "maxrss-since-process-start"),
         "mixed-methods",
         "maxrss",
-        "cpu",
-    ),
-    Fault(
-        "throughput of a CPU doubled",
-        FSDP,
-        times("time.throughput_samples_per_s", 2),
-        "contradictory-time",
-        "throughput",
-        "cpu",
-    ),
-    Fault(
-        "a CPU's epoch doubled",
-        ASYNC,
-        times("time.epoch_times_s.0", 2),
-        "contradictory-time",
-        "epoch",
         "cpu",
     ),
     Fault(
@@ -993,172 +505,15 @@ def test_strangers_on_gpus_of_other_cells_are_none():
     assert {rule.id for rule in RULES if any(rule.check(evidence))} == set()
 
 
-def test_sound_records_of_adamw_and_older_records_trip_no_rule():
-    """AdamW keeps two moments and a count for each tensor; older records do not name an optimizer."""
-    adamw, older = {}, dict(sound("cuda"))
-    for place, record in sound("cuda").items():
-        adamw[place] = with_adamw = copy.deepcopy(record)
-        with_adamw["settings"] |= {
-            "optimizer": "adamw", "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-8
-        }  # fmt: skip
-        states = with_adamw["memory"]["model_states"]
-        if states and states["optimizer_bytes"]:
-            states["optimizer_bytes"] = 2 * states["optimizer_bytes"] + 4 * 161
-    older[DDP] = copy.deepcopy(older[DDP])
-    older[DDP]["strategy"]["details"].pop("optimizer_dtype")
-    older[SINGLE] = copy.deepcopy(older[SINGLE])
-    older[SINGLE]["settings"] |= {"optimizer": "sgd", "betas": None, "eps": None}
-    for records in (adamw, older):
-        evidence = planted.study(records, "cuda")
-        found = [(r.id, f.figures) for r in RULES for f in r.check(evidence)]
-        assert [
-            x
-            for x in found
-            if x[0] in ("contradictory-memory", "mixed-optimizers", "mixed-settings")
-        ] == []
-
-
-def test_a_flat_optimizers_state_may_have_room_between_tensors_and_no_more():
-    """The state of `zero1` covers the padding of its buckets, also on one worker."""
-    place = ("main", "ddp", 1, 0)
-    found = []
-    for held, padded in ((1.0001, True), (1.0001, False), (0.99, True), (1.5, True)):
-        records = dict(sound("cuda"))
-        records[place] = record = copy.deepcopy(records[place])
-        record["strategy"]["traits"]["optimizer_padded"] = padded
-        record["memory"]["model_states"]["optimizer_bytes"] *= held
-        evidence = planted.study(records, "cuda")
-        rule = next(r for r in RULES if r.id == "contradictory-memory")
-        found.append(any("optimizer_bytes" in f.figures for f in rule.check(evidence)))
-    assert found == [False, True, True, True]
-
-
-@pytest.mark.parametrize("name", [n for n in REGISTRY if strategy_class(n).kind == "server"])
-def test_a_push_has_the_learning_rate_that_its_policy_gives_it(name):
-    record = fixture.make_record(Cell("constructed", "main", name, "resnet50", "cifar10", 2, 0))
-    options = strategy_class(name).Options(**record["strategy"]["options"])
-    for factor in (1, 2):
-        rate = factor * record["settings"]["lr"] * options.lr_factor(2)
-        record["strategy"]["details"]["push_lr"] = rate
-        evidence = planted.study({("main", name, 2, 0): record}, "cuda")
-        found = [f.figures for f in RULE["contradictory-counts"].check(evidence)]
-        assert any("push_lr" in figures for figures in found) == (factor == 2), found
-
-
-def test_late_pushes_that_are_dropped_leave_none_that_is_stale():
-    """`ps-backup` with one backup of two workers takes the first push of each step."""
-    record = copy.deepcopy(sound("cuda")[ASYNC])
-    aged(lambda n: [n // 2])(record)
-    for dropped in (0, 1):
-        for server in record["server"]["servers"]:
-            made = sum(server["staleness"][0])
-            server |= {"updates": [made], "dropped": [made * dropped]}
-        found = RULE["contradictory-server"].check(planted.study({ASYNC: record}, "cuda"))
-        assert any("cannot avoid" in f.figures for f in found) == (not dropped)
-
-
-@pytest.mark.parametrize(("lost_ms", "believed"), [(1.6, True), (40.0, False)])
-def test_a_short_training_may_lose_its_core_before_its_first_step(lost_ms, believed):
-    """Of four steps of 2.8 ms a worker, a few ms that no step holds are more than STEPS."""
+@pytest.mark.parametrize(("lost_ms", "believed"), [(40.0, True), (1e4, False)])
+def test_a_worker_may_wait_for_a_core_on_a_busy_machine(lost_ms, believed):
+    """Four steps of 2.8 ms a worker, and some time that no step holds."""
     record = copy.deepcopy(sound("cuda")[DDP])
-    count = len(record["workers"])
     for own in record["workers"]:
         own |= {"steps": 4, "train_time_s": (4 * 2.8 + lost_ms) / 1e3}
-    record["time"]["step_ms"] |= {"mean": 2.8, "count": 4 * count}
-    record["time"]["breakdown_ms"] = {"step": 2.8}
-    assert (not list(faults_of_workers(Facts(record)))) == believed
-
-
-@pytest.mark.parametrize(("times_s", "believed"), [((0.054, 0.117), True), ((4.0, 11.7), False)])
-def test_a_worker_may_wait_for_a_core_before_its_clock_ends(times_s, believed):
-    """As two workers of a cell have on a machine with twenty processes a core."""
-    record = copy.deepcopy(sound("cuda")[DDP])
-    for own, time_s in zip(record["workers"], times_s, strict=True):
-        own["train_time_s"] = time_s
-    found = any(
-        "rank 0: worker.train_time_s" in fault for fault in faults_of_workers(Facts(record))
-    )
-    assert found != believed
-
-
-@pytest.mark.parametrize(("waited", "believed"), [(1.25, True), (1.5, False)])
-def test_a_worker_may_wait_for_the_word_that_the_last_update_is_made(waited, believed):
-    """On a busy machine it comes late, and the worker's own time ends with it; the server's does not."""
-    record = copy.deepcopy(sound("cuda")[SYNC])
-    ends_s = record["server"]["servers"][0]["train_time_s"]
-    record["workers"][1]["train_time_s"] = 1.3 * ends_s
-    record["server"]["servers"][0]["workers"][1]["wait_s"] = waited * ends_s
-    found = RULE["contradictory-server"].check(planted.study({SYNC: record}, "cuda"))
-    assert any("worker 1 at server 0: link.wait_s" in f.figures for f in found) != believed
-
-
-GANG = ("main", "ddp", 4, 0)
-
-
-@pytest.mark.parametrize("spoil", [None, "sum", "hosts"])
-@pytest.mark.parametrize("change", [started_again, on_unequal_nodes])
-def test_honest_records_of_gangs_as_people_run_them(change, spoil):
-    record = fixture.make_record(Cell("s", *GANG[:2], "resnet50", "cifar10", *GANG[2:]))
-    if change is started_again and spoil:
-        pytest.skip("planted faults above")
-    change(record)
-    match spoil:
-        case "sum":
-            record["provenance"]["workers_per_node"] = 2
-            record["provenance"]["nodes"] = 3
-        case "hosts":
-            record["workers"][0]["provenance"]["host"] = {"name": "another-node"}
-    alone = planted.study({GANG: record}, "cuda")
-    found = {
-        name: list(RULE[name].check(alone))
-        for name in ("contradictory-restarts", "contradictory-counts", "contradictory-time")
-    }
-    assert {name for name, faults in found.items() if faults} == (
-        {"contradictory-counts"} if spoil else set()
-    ), found
-    assert bool(list(RULE["keeps-checkpoints"].check(alone))) == (change is started_again)
-
-
-def test_a_record_that_cannot_be_counted_keeps_no_other_from_being_judged():
-    """Two nodes, and a worker on neither: the finding is on that record, and not on the study."""
-    broken = on_two_nodes("central")
-    broken["server"]["servers"][0]["workers"][0]["worker"] = 7
-    other = copy.deepcopy(sound("cuda")[SYNC])
-    other["communication"]["busiest_link_bytes_per_batch"] = 1e6
-    found = RULE["contradictory-traffic"].check(planted.study({ASYNC: broken, SYNC: other}, "cuda"))
-    assert {f.where["strategy"] for f in found} == {"ps-async", "ps-sync"}
-
-
-def on_two_nodes(placement: str) -> dict[str, Any]:
-    """A sound record of two workers as it would be on two nodes, by the formulas of docs/strategies.md."""
-    record = copy.deepcopy(sound("cuda")[ASYNC])
-    record["strategy"]["options"]["placement"] = placement
-    record["provenance"] |= {"nodes": 2, "workers_per_node": 1}
-    moved = record["communication"]
-    # Central: the second worker's bytes cross. Colocated: half of everybody's do, and of each server's.
-    each = moved["sent_bytes_per_step"]
-    moved |= {"local_bytes_per_step": each, "busiest_link_bytes_per_batch": each}
-    if placement == "colocated":
-        moved["busiest_server_bytes_per_s"] /= 2
-        first = record["server"]["servers"][0]
-        for link in first["workers"]:
-            link |= {way: link[way] // 2 for way in ("bytes_in", "bytes_out")}
-        record["server"]["servers"].append(copy.deepcopy(first) | {"server": 1})
-    return record
-
-
-@pytest.mark.parametrize("placement", ["central", "colocated"])
-def test_bytes_over_links_are_held_against_what_the_servers_counted(placement):
-    rule = next(r for r in RULES if r.id == "contradictory-traffic")
-    for field in (None, "local_bytes_per_step", "busiest_link_bytes_per_batch"):
-        for factor in (0.5, 2) if field else (1,):
-            record = on_two_nodes(placement)
-            if field:
-                record["communication"][field] *= factor
-            evidence = planted.study({ASYNC: record}, "cuda")
-            figures = [found.figures for found in rule.check(evidence)]
-            assert len(figures) == bool(field), figures
-            assert all(field in found for found in figures)
+    record["time"]["step_ms"] |= {"mean": 2.8, "count": 4 * len(record["workers"])}
+    found = [f.figures for f in RULE["unlike-itself"].check(planted.study({DDP: record}, "cuda"))]
+    assert ("the sum of all steps" not in "".join(found)) == believed
 
 
 def test_a_network_that_is_moved_by_zeros_is_believed_to_equal_no_ddp():
@@ -1194,7 +549,7 @@ def test_a_strategy_that_does_not_say_how_it_communicates_is_not_held_to_it():
 
 
 def test_planted_faults_are_found_by_rules_that_name_them():
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 80
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     missed = [fault.name for fault in FAULTS if not named(fault)]
     print(f"{len(FAULTS) - len(missed)} of {len(FAULTS)} planted faults found")
     assert missed == []
@@ -1216,71 +571,3 @@ def named(fault: Fault) -> bool:
     """Whether the rule of the fault finds it, and its figures say what it is."""
     study = planted.study(fault.planted(), fault.device)
     return any(fault.says in found.figures for found in RULE[fault.rule].check(study))
-
-
-#: Figures that nothing else in a record or beside it tells, up to a factor of two: start of the path.
-UNGUARDED = {
-    "time.start_skew_ms": "the fixture has no workers' starts to compare it with",
-    "time.step_ms.std": "any spread within the range of the steps may be",
-    "time.step_ms.min": "no other figure knows the shortest step",
-    "time.step_ms.max": "no other figure knows the longest step",
-    "time.breakdown_ms.data": "a hundredth of the step, within what two clocks may differ by",
-    "time.breakdown_ms.push": "less than the clocks may differ by",
-    "time.setup_s": "only their sum is bounded, by the whole",
-    "time.data_s": "only their sum is bounded, by the whole",
-    "time.warmup_s": "only their sum is bounded, by the whole",
-    "time.eval_s": "only their sum is bounded, by the whole",
-    "time.time_limit_s": "it is no part of the settings",
-    "communication.timed_steps": "DDP times only some steps",
-    "score.per_epoch": "of epochs but the last nothing else is told, and whole samples stay whole",
-    "workers[0].memory.reserved_peak_bytes": "the allocator may keep anything",
-    "workers[0].memory.requested_peak_bytes": "how much of its blocks was asked for, none else knows",
-    "workers[0].memory.nvml_used_bytes": "others may be on the device",
-    "workers[0].provenance.load_1m": "it is of the moment",
-    "server.servers[0].workers": "how long a server let a worker wait, it alone knows",
-    "server.servers[0].apply_s": "how long a server worked, it alone knows",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", [DDP, ASYNC], ids=["ddp", "ps-async"])
-def test_every_number_of_a_record_is_guarded_or_it_is_said_why_not(place):
-    base = sound("cuda")[place]
-    rules = [r for r in RULES if r.id.startswith(("contradictory", "lost", "mixed", "repeats-d"))]
-    passed, tried = set(), 0
-    for path, value in numbers_by_path(base):
-        if path.startswith("workers[1]") or ".affinity" in path:
-            continue
-        for factor in (0.5, 2):
-            if type(value)(value * factor) == value:
-                continue
-            tried += 1
-            record = copy.deepcopy(base)
-            times(re.sub(r"\[(\d+)\]", r".\1", path), factor)(record)
-            if not refused(record) and not found_in(record, place, rules):
-                passed.add(path)
-    print(f"{tried - len(passed)} of {tried} changes by a factor of two found")
-    assert tried > 150
-    assert {path for path in passed if not path.startswith(tuple(UNGUARDED))} == set()
-
-
-def refused(record: dict[str, Any]) -> bool:
-    """Whether the merge takes it for no record."""
-    try:
-        planted.row(record)
-    except RecordError:
-        return True
-    return False
-
-
-def found_in(record: dict[str, Any], place: planted.Place, rules: list[Rule]) -> bool:
-    """Whether any of the rules finds something with this record in the place of the sound one."""
-    alone = Evidence(NO_CELLS, [record])
-    if any(any(rule.check(alone)) for rule in rules if rule not in MIXED):
-        return True
-    # The others look at one record by itself, and find nothing in the sound ones.
-    beside = Evidence(NO_CELLS, list((sound("cuda") | {place: record}).values()))
-    return any(any(rule.check(beside)) for rule in rules if rule in MIXED)
-
-
-NO_CELLS = pd.DataFrame(columns=list(COLUMNS))

@@ -1,4 +1,4 @@
-"""The audit against whole lies: timelines, energy, tenants, load, scores, memory and spreads."""
+"""The audit against whole lies: timelines, energy, tenants, load, scores and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stratbench.analysis.records.samples import timeline_of
 def test_whole_lies_are_found_by_rules_of_their_class(kind):
     found = {name: whole_lies.found_by(lie) & RULES_OF[kind] for name, lie in LIES[kind].items()}
     assert [name for name, rules in found.items() if not rules] == []
-    assert len(set().union(*found.values())) >= min(3, len(RULES_OF[kind]))
+    assert set().union(*found.values()) == RULES_OF[kind]
 
 
 @pytest.mark.slow
@@ -62,11 +62,10 @@ def test_a_gpu_that_did_nothing_is_named_with_what_others_did():
 def test_nobody_is_judged_by_few_samples_of_training(samples):
     found = study(sound(), period_s=1.0)
     whole_lies.idle_gpu(0)(found)
-    whole_lies.told_energy(0.5)(found)
     trained = [row for row in found.samples[DDP] if row["phase"] == "train"]
     times = sorted({row["t_s"] for row in trained})[samples:]
     found.samples[DDP] = [row for row in found.samples[DDP] if row["t_s"] not in times]
-    assert not {"idle-worker", "contradictory-energy"} & figures(found).keys()
+    assert "idle-worker" not in figures(found)
 
 
 def test_two_of_equal_arithmetic_that_differ_are_both_named():
@@ -100,18 +99,3 @@ def test_what_is_no_row_of_a_timeline_is_left_out(lines, expected):
 def test_a_timeline_that_holds_no_numbers_is_none(value):
     with pytest.raises(ValueError, match=value):
         timeline_of([HEADER, host_row(value)])
-
-
-def test_samples_of_another_host_name_it_and_what_is_lacking():
-    found = study(sound(), period_s=1.0)
-    for row in found.samples[DDP]:
-        row["node"] = "n7"
-        row["id"] = "n7" if row["kind"] == "host" else row["id"]
-    said = [
-        f["figures"] for f in whole_lies.findings(found) if f["rule"] == "timeline-unlike-record"
-    ]
-    assert "samples of n7, which no worker of the record used" in said
-    assert (
-        "no samples of gpu 0 of constructed-host, gpu 1 of constructed-host, gpu 2 of "
-        in "".join(said)
-    )

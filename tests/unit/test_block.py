@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+import invariants
 from launching import LIMIT_S, LIMITS_S, WORKFLOW, assert_gone, settings, until
 from stratbench.analysis.records import collect
 from stratbench.cell import blocks, record
@@ -149,7 +150,10 @@ class LaunchedBlock:
         return json.loads((self.out / blocks.BLOCK_FILE).read_text())
 
     def records(self) -> list[dict[str, Any]]:
-        return [record.read(self.out / s["record"]) for s in self.result["segments"]]
+        """The records of all segments, which keep all invariants."""
+        found = [record.read(self.out / s["record"]) for s in self.result["segments"]]
+        assert [sentence for each in found for sentence in invariants.broken(each)] == []
+        return found
 
 
 @pytest.fixture(scope="module")

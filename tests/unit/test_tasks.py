@@ -17,7 +17,6 @@ from test_own_models import experiment, study_of
 
 from launching import settings
 from stratbench.analysis import audit
-from stratbench.analysis.audit import RULES
 from stratbench.analysis.figures.figure_data import figure_data_of
 from stratbench.analysis.figures.plots import draw_figure, figures_of
 from stratbench.analysis.records import collect
@@ -35,7 +34,7 @@ from stratbench.workload import tasks, users_code
 from stratbench.workload.users_code import ModelError
 
 LEAST = 1.5
-RULE = {rule.id: rule for rule in RULES}
+RULE = {rule.id: rule for rule in audit.RULES}
 NO_CELLS = pd.DataFrame(columns=list(COLUMNS))
 
 
@@ -344,7 +343,7 @@ def test_steps_start_the_data_over_and_leave_no_score(strategy, workers, start_c
     assert unusable(found) == []
     odd = copy.deepcopy(found)
     odd["batch"]["samples_seen"] -= 16
-    assert any(RULE["contradictory-counts"].check(audit.Evidence(NO_CELLS, [odd])))
+    assert unusable(odd)
 
 
 # --- the analysis ---------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from typing import IO
 import yaml
 from snakemake_forks import StartedSnakemake, run_snakemake
 
+import invariants
+
 ROOT = Path(__file__).parents[2]
 #: The longest that a run of Snakemake may take: minutes, but many on a very busy machine.
 TIMEOUT_S = 1800
@@ -107,9 +109,13 @@ class Workflow:
         return kept | {"XDG_CACHE_HOME": str(self.folder / "cache")} | self.variables
 
     def run(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """Run Snakemake to its end; output and errors together in `stdout`."""
+        """Run Snakemake to its end; output and errors together in `stdout`.
+
+        The records that there are then keep all invariants.
+        """
         _, _, _, *given = command = self.command(*args)
         done = run_snakemake(given, self.folder, self.environment(), TIMEOUT_S)
+        assert invariants.broken_below(self.folder / "results") == []
         return subprocess.CompletedProcess(command, *done)
 
     def start(self, *args: str, stdout: IO[str] | None = None) -> StartedSnakemake:

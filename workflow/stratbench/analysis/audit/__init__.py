@@ -16,16 +16,13 @@ import pandas as pd
 
 from stratbench.analysis.audit import (
     commands,
-    counts,
-    efficiency,
-    elastic,
+    itself,
     memory,
     scores,
-    servers,
     speed,
     timelines,
-    times,
     traffic,
+    workers,
 )
 from stratbench.analysis.audit.across_cells import (
     comparability,
@@ -49,8 +46,8 @@ DESCRIPTION = (
     "Writes audit.csv: one row for each cell or comparison that trips a rule, with its figures."
 )
 KINDS = (
-    counts, times, scores, servers, elastic, traffic, memory, efficiency, mixed, comparability, speed,
-    confounding, full_runs, machines, timelines, commands,
+    itself, workers, scores, traffic, memory, mixed, comparability, speed, confounding, full_runs, machines,
+    timelines, commands,
 )  # fmt: skip
 
 

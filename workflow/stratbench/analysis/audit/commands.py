@@ -4,46 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratbench.analysis.audit.checks import ROUNDING, Facts
-from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
+from stratbench.analysis.records.facts import Facts, unless_at_most, unless_equal
 
 #: The error of a clock that is read in two processes of one node, in s: it is the kernel's, and the same.
 READ_S = 0.001
-#: The least CPU time for an hour of steps, in s: the busiest machine gives a process so much, and one that
+#: The least CPU time per second of steps, in s: the busiest machine gives a process that much, and one that
 #: trains takes all that it gets.
 WORKED = 0.005
-
-# What follows from what; the rules below say which holds when.
-REPORT = relations(
-    ("program.said.first_s >= program.outside.begun_s", ROUNDING, READ_S),
-    ("program.said.last_s <= program.outside.ended_s", ROUNDING, READ_S),
-    ("time.train_time_s <= program.outside.ended_s - program.outside.begun_s", ROUNDING, READ_S),
-    ("time.train_time_s <= program.said.last_s - program.said.first_s", ROUNDING, READ_S),
-    ("program.outside.ended_s <= time.total_s", ROUNDING, READ_S),
-    "time.step_ms.count == program.said.steps",
-    "batch.updates_applied == program.said.steps",
-    "batch.samples_seen == program.said.samples",
-    "batch.samples_applied == program.said.samples",
-    "program.said.samples <= program.said.steps * program.said.batch",
-    "model.parameters == program.said.parameters",
-    "memory.peak_bytes == program.outside.largest_process_bytes",
-    "program.said.samples == program.said.steps * program.said.batch "
-    "if program.said.batches_differ is False",
+#: Figures that the command states and that the record has taken from it, or that were measured beside it.
+EQUAL = (
+    ("time.step_ms.count", "program.said.steps"),
+    ("batch.updates_applied", "program.said.steps"),
+    ("batch.samples_seen", "program.said.samples"),
+    ("batch.samples_applied", "program.said.samples"),
+    ("model.parameters", "program.said.parameters"),
+    ("memory.peak_bytes", "program.outside.largest_process_bytes"),
 )
-OPTIONS = relations(
-    "settings.options == strategy.options",
-    "settings.gpus == cell.gpus",
-    "settings.strategy == strategy.name",
-    "strategy.details.engine == strategy.name",
+#: Moments and spans in s, each of which is no later or longer than the other.
+WITHIN = (
+    ("program.outside.begun_s", "program.said.first_s"),
+    ("program.said.last_s", "program.outside.ended_s"),
+    ("program.outside.ended_s", "time.total_s"),
 )
-CELL = relations(
-    "program.said.workers == cell.gpus",
-    "program.said.samples == batch.steps_per_epoch * batch.global_batch * settings.epochs "
-    "if not settings.steps",
-    "program.said.samples == batch.global_batch * settings.steps if settings.steps",
-)
-CPU_TIME = relations(f"program.outside.cpu_time_s >= {WORKED} * time.train_time_s")
 
 
 @record_rule("contradictory-report", "unusable", "all", of="commands")
@@ -51,9 +34,23 @@ def contradictory_report(facts: Facts) -> Iterator[str]:
     """What a command says of its training cannot be, by what was measured of its processes from outside, or
     by its own other figures: its steps lie outside of its life, or its counts do not add up.
     """
-    yield from unless_hold(facts, OPTIONS)
-    if facts.finished:
-        yield from unless_hold(facts, REPORT)
+    said, outside = facts("program.said"), facts("program.outside")
+    if not facts.finished or not said:
+        return
+    for path, other in EQUAL:
+        yield from unless_equal(path, facts(path), other, facts(other))
+    for path, other in WITHIN:
+        yield from unless_at_most(path, facts(path), other, facts(other), absolute=READ_S)
+    spans = {"the span of program.said": said["last_s"] - said["first_s"]}
+    if None not in (outside["begun_s"], outside["ended_s"]):
+        spans["the span of program.outside"] = outside["ended_s"] - outside["begun_s"]
+    train_s = facts("time.train_time_s")
+    for of, span_s in spans.items():
+        yield from unless_at_most("time.train_time_s", train_s, of, span_s, absolute=READ_S)
+    batches, formula = said["steps"] * said["batch"], "program.said.steps x program.said.batch"
+    yield from unless_at_most("program.said.samples", said["samples"], formula, batches)
+    if not said["batches_differ"]:
+        yield from unless_equal("program.said.samples", said["samples"], formula, batches)
 
 
 @record_rule("unlike-its-cell", "doubtful", "all", of="commands")
@@ -61,12 +58,23 @@ def unlike_its_cell(facts: Facts) -> Iterator[str]:
     """A command says that it trained with other processes or on other samples than its cell asks for. It is
     not ranked beside those that did.
     """
-    if facts.status == "ok":
-        yield from unless_hold(facts, CELL)
+    if facts.status != "ok":
+        return
+    workers, samples = (facts(f"program.said.{name}") for name in ("workers", "samples"))
+    yield from unless_equal("program.said.workers", workers, "cell.gpus", facts.gpus)
+    steps = facts("settings.steps")
+    if not steps:
+        steps = facts.product("batch.steps_per_epoch", "settings.epochs")
+    if steps is not None:
+        asked = steps * facts("batch.global_batch")
+        yield from unless_equal("program.said.samples", samples, "those of the cell", asked)
 
 
 @record_rule("contradictory-cpu-time", "unusable", "time", of="commands")
 def contradictory_cpu_time(facts: Facts) -> Iterator[str]:
     """A command's processes used hardly any CPU time while it says that they trained."""
-    if facts.finished:
-        yield from unless_hold(facts, CPU_TIME)
+    train_s, used_s = facts("time.train_time_s"), facts("program.outside.cpu_time_s")
+    if facts.finished and train_s is not None:
+        least_s = WORKED * train_s
+        what = f"{WORKED:.1%} of time.train_time_s"
+        yield from unless_at_most(what, least_s, "program.outside.cpu_time_s", used_s)

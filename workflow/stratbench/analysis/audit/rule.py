@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.records.columns import Row
+from stratbench.analysis.records.facts import Facts
 from stratbench.analysis.records.groups import GROUP, Group, Repeats
 from stratbench.analysis.records.samples import Timeline
 from stratbench.cell.blocks import Block

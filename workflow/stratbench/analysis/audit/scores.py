@@ -1,4 +1,4 @@
-"""Rules on scores: values that contradict each other, and training that did not work."""
+"""Rules on scores: training that did not work, and losses that equal arithmetic does not give."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.checks import Facts, unless, unless_absent
-from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import (
     Case,
     Evidence,
     coordinates_of_strategy,
-    named,
     record_rule,
     rule,
 )
-from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.records.facts import Facts
 from stratbench.analysis.records.measures import ALONE
 from stratbench.analysis.records.score import Score, score_of
 
@@ -34,19 +31,6 @@ LOSS, LOSS_SHARE = 0.05, 0.25
 SCORE = 0.03
 #: The figures of an epoch that equal arithmetic makes equal.
 SERIES = ("train_loss", "test_loss", "score")
-#: The number of pairs with equal scores that chance may be expected to make in a study.
-RARE = 1e-3
-#: A train loss that rises by this factor and these nats while the test loss falls is of no one training.
-RISEN, RISEN_NATS = 1.5, 0.1
-
-# What follows from what; the rule below says which holds when.
-SCORES = relations(
-    "score.per_epoch.epoch == counted_epochs",
-    "score.final == last_epoch.score",
-    "score.best == best_of_epochs",
-)
-# A wrong answer gives the right class a probability of at most one half.
-ERRORS = relations(("epoch.test_loss >= log(2) * (1 - epoch.score)", 1e-3))
 
 
 @rule("score-below-floor", "doubtful", "score")
@@ -220,112 +204,6 @@ def answers_of(facts: Facts) -> float | None:
     return facts.product("data.test_samples", "task.counts_per_sample") or facts(
         "data.test_samples"
     )
-
-
-@rule("same-losses-twice", "unusable", "score")
-def same_losses_twice(evidence: Evidence) -> Iterator[Case]:
-    """Cells that start from other weights, or of which one follows the order in which pushes arrive, never
-    have the same losses to the last digit in all epochs, nor the same scores in so many: one is a copy.
-    """
-    done = [facts for facts in map(Facts, evidence.records) if facts.status == "ok"]
-    repeats: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
-    for facts in sorted(done, key=lambda facts: facts("cell.repeat")):
-        repeats[tuple(facts(f"cell.{name}") for name in GROUP)].append(facts)
-    # Scores of a small test set agree by chance in one cell, but not in all its repeats.
-    trainings = [[facts] for facts in done] + [
-        members for members in repeats.values() if len(members) > 1
-    ]
-    pairs = len(trainings) ** 2 / 2
-    found: set[int] = set()
-    for name in SERIES:
-        alike: dict[tuple[float, ...], list[list[Facts]]] = defaultdict(list)
-        for members in trainings:
-            values = tuple(e[name] for facts in members for e in facts("score.per_epoch"))
-            if values and None not in values and chance_of(members, name) * pairs < RARE:
-                alike[values].append(members)
-        for listed in alike.values():
-            cells = [facts for members in listed for facts in members]
-            if len(listed) < 2 or not cannot_agree(listed):
-                continue
-            new = [facts for facts in cells if id(facts) not in found]
-            which = "scores" if name == "score" else "losses"
-            text = f"the {which} of {named(facts.record['cell'] for facts in cells)}"
-            for facts in new:
-                found.add(id(facts))
-                yield facts.record["cell"], text
-
-
-def cannot_agree(listed: list[list[Facts]]) -> bool:
-    """Whether cells, or all repeats of cells, can have equal losses in no way but by a copy."""
-    starts = {
-        tuple((f("settings.seed"), f("model.initial_weights_sha256")) for f in members)
-        for members in listed
-    }
-    by_arrival = any(
-        f.servers and f.gpus > 1 and not f.averaged_all for members in listed for f in members
-    )
-    return len(starts) > 1 or by_arrival
-
-
-def chance_of(members: list[Facts], name: str) -> float:
-    """The chance that two trainings tell the same series of losses, or of scores.
-
-    A score is a number of right answers. Two models of one score p differ in about half of the answers that
-    either gets wrong, so that numbers of n answers scatter by half of sqrt(n p (1 - p)) at least, and two
-    of them agree in 1 of 2 sqrt(pi) times that. One that does not change is no evidence.
-    """
-    if name != "score":
-        return 0.0
-    chance = 1.0
-    for facts in members:
-        n = answers_of(facts) if facts("task.unit") == "share" else None
-        for score in {entry["score"] for entry in facts("score.per_epoch")} - {None}:
-            spread = math.sqrt(max(0.0, n * score * (1 - score))) / 2 if n else 0.0
-            chance *= min(1.0, 1 / (2 * math.sqrt(math.pi) * spread)) if spread else 1.0
-    return chance
-
-
-@record_rule("contradictory-score", "unusable", "score")
-def contradictory_score(facts: Facts) -> Iterator[str]:
-    """Scores and losses of the record do not agree: the last epoch and the final score, the best of all,
-    whole samples of the test set, a loss too small for its errors, a score that is no such loss, a train loss
-    that rises while the test loss falls.
-    """
-    entries = facts("score.per_epoch")
-    best_of = max if facts("task.better") == "higher" else min
-    first, last = (entries[0], entries[-1]) if entries else ({}, {})
-    yield from unless_hold(
-        facts,
-        SCORES,
-        counted_epochs=list(range(1, len(entries) + 1)),
-        last_epoch=last,
-        best_of_epochs=best_of(
-            (e["score"] for e in entries if e["score"] is not None), default=None
-        ),
-    )
-    for name in ("final", "best") if not entries else ():
-        yield from unless_absent(f"score.{name}", facts(f"score.{name}"), "without any epoch")
-    losses = [entry.get(name) for name in ("train_loss", "test_loss") for entry in (first, last)]
-    if None not in losses:
-        trained, now, tested, then = losses
-        if now > RISEN * trained + RISEN_NATS and then < tested:
-            yield (
-                f"the train loss rises from {trained:.4g} to {now:.4g}, and the test loss falls from "
-                f"{tested:.4g} to {then:.4g}"
-            )
-    task, unit = facts("task.name"), facts("task.unit")
-    n = facts.product("data.test_samples", "task.counts_per_sample")
-    for entry in entries:
-        name, right = f"epoch {entry['epoch']}", entry["score"]
-        if task == "next-token":
-            yield from unless(f"score of {name}", right, "==", "its test_loss", entry["test_loss"])
-        if unit == "share" and right is not None and not 0 <= right <= 1:
-            yield f"the {facts('task.score')} of {name} is {right:.6g}"
-        if task != "classification" or right is None:
-            continue
-        if n and abs(right * n - round(right * n)) > 1e-3:
-            yield f"the accuracy of {name}, {right:.6g}, is of {n} answers no whole number"
-        yield from unless_hold(facts, ERRORS, name, epoch=entry)
 
 
 @record_rule("loss-below-least", "unusable", "score")

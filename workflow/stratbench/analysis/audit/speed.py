@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import numpy as np
 
 from stratbench.analysis.audit.across_cells.machines import OTHERS
-from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.audit.rule import (
     Case,
     Evidence,
@@ -18,8 +17,7 @@ from stratbench.analysis.audit.rule import (
     record_rule,
     rule,
 )
-from stratbench.analysis.audit.times import ORDER
-from stratbench.analysis.records.columns import Row
+from stratbench.analysis.records.facts import Facts
 from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
 from stratbench.analysis.records.measures import ALONE
 
@@ -29,16 +27,8 @@ SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
 FASTER_ALONE = 1.15
 #: The time in ms that sharding may cost the host in a step.
 HOST_MS = 5.0
-#: Measured columns, and the number of digits that do not agree by chance.
-DIGITS = {
-    "train_time_s": 4,
-    **dict.fromkeys(
-        ("total_s", "step_mean_ms", "setup_s", "warmup_s", "eval_s", "train_joules"), 9
-    ),
-}
-#: The number of steps, and their median in ms, from which no two cells have the same percentiles: a GPU's
-#: events have a resolution of 0.5 us.
-MANY_STEPS, LONG_MS = 100, 1.0
+#: The number of a training time's digits that do not agree by chance.
+DIGITS = 4
 #: Limits as shares of a training time, and of a step.
 INPUT, SKEW = 0.10, 0.02
 #: Repeats are even at this relative standard deviation; the limit is what even ones exceed in one group of
@@ -127,55 +117,12 @@ def superlinear_at_least(
 
 @rule("same-value-twice", "unusable", "time")
 def same_value_twice(evidence: Evidence) -> Iterator[Case]:
-    """Two measured times never agree to the last digit, nor do the proportions of their epochs, or all
-    percentiles or phases of their steps: one is a copy.
-    """
-    for column, digits in DIGITS.items():
-        times = evidence.ok[column]
-        twice = times.notna() & times.duplicated(keep=False)
-        if not twice.any():  # as mostly
-            continue
-        for value, rows in evidence.ok[twice].groupby(column, sort=False):
-            if len(f"{value!r}".replace(".", "").strip("0")) >= digits:
-                cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
-                for row in rows.itertuples():
-                    yield row, f"{column} {value!r} in {' and in '.join(cells)}"
-    for what, read_off in SERIES.items():
-        alike: dict[tuple[float, ...], list[Row]] = defaultdict(list)
-        for record in evidence.records:
-            if len(series := read_off(record["time"])) > 2:
-                alike[series].append(record["cell"])
-        for places in alike.values():
-            cells = [f"{p['strategy']} {p['model']} on {p['gpus']}" for p in places]
-            for place in places if len(places) > 1 else ():
-                yield place, f"{what} in {' and in '.join(cells)}"
-
-
-def epochs_in_proportion(time: Row) -> tuple[float, ...]:
-    """The epochs as shares of their sum."""
-    spans = time["epoch_times_s"]
-    return tuple(round(span / sum(spans), 9) for span in spans if sum(spans) > 0)
-
-
-def percentiles_of_steps(time: Row) -> tuple[float, ...]:
-    """The percentiles of the steps, with their ends; empty where so few or so short ones agree by chance."""
-    steps = time["step_ms"] or {}
-    listed = tuple(steps[name] for name in ORDER if steps.get(name))
-    many = (steps.get("count") or 0) >= MANY_STEPS and steps["p50"] >= LONG_MS
-    return listed if many and len(listed) == len(ORDER) else ()
-
-
-def phases_of_steps(time: Row) -> tuple[float, ...]:
-    """The phases of a mean step that took any time."""
-    return tuple(ms for ms in (time["breakdown_ms"] or {}).values() if ms)
-
-
-#: What never is the same in two cells to the last digit: the words for it, and how it is read off a record.
-SERIES: dict[str, Callable[[Row], tuple[float, ...]]] = {
-    "epochs in one proportion": epochs_in_proportion,
-    "the percentiles of the steps": percentiles_of_steps,
-    "the phases of a mean step": phases_of_steps,
-}
+    """Two measured training times never agree to the last digit: one is a copy, such as of a folder."""
+    for value, rows in evidence.ok.groupby("train_time_s", sort=False):
+        if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= DIGITS:
+            cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
+            for row in rows.itertuples():
+                yield row, f"train_time_s {value!r} in {' and in '.join(cells)}"
 
 
 @rule("steps-uneven", "note", "time")

@@ -1,4 +1,4 @@
-"""Rules on timelines: what was sampled beside a cell, against its record and against other cells."""
+"""Rules on timelines: GPUs that did nothing or were slow, and other users of the machine."""
 
 from __future__ import annotations
 
@@ -8,20 +8,14 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from stratbench.analysis.audit.checks import Facts, host_of, name_of_gpu, unless
-from stratbench.analysis.audit.rule import Case, Evidence, Key, key_of, named, record_rule, rule
+from stratbench.analysis.audit.rule import Case, Evidence, Key, key_of, record_rule, rule
 from stratbench.analysis.records.derived import value_at
-from stratbench.analysis.records.samples import BUSY, Series, Timeline
+from stratbench.analysis.records.facts import Facts, host_of
+from stratbench.analysis.records.samples import BUSY, Series
 from stratbench.cell.record import Record
-from stratbench.cell.text.words import names_text
 
 #: The fewest samples of training by which a cell is judged: 5 s at the sampler's period of 0.5 s.
 SAMPLES = 10
-#: The time without a sample that is believed: a share of the cell, and seconds. The sampler runs at the
-#: lowest priority, and on crowded machines was seen to get no core for 4 s.
-MISSING, MISSING_S = 0.1, 10.0
-#: The time by which samples may go on after a cell's end; of measured ones the last is 0.1 s before it.
-AFTER_S = 2.0
 #: The load, in multiples of the cores, from which the sampler and the workers may get no core for seconds.
 CROWDED = 4.0
 #: The utilisation of one that trained, as a share of its computing time; idle GPUs show 0 to 2 %.
@@ -34,13 +28,6 @@ SLOW_CLOCK = 0.1
 CAPPED_SAMPLES, CAPPED_POWER = 0.05, 0.9
 #: A GPU that draws less than this share of its limit is not at it, whatever the driver says.
 UNCAPPED_POWER = 0.5
-#: Columns of a GPU's samples, what cannot be exceeded, and by which factor for moments.
-BOUNDS = (
-    ("gpu_util_pct", 100.0, 1.0),
-    ("mem_used_bytes", "gpu.memory_bytes", 1.0),
-    ("sm_clock_mhz", "gpu.max_sm_clock_mhz", 1.0),
-    ("power_w", "gpu.power_limit_w", 1.5),
-)
 #: The time in which the kernel's `load_1m` forgets, in s.
 LOAD_S = 60.0
 #: The share of an older load in `load_1m` up to which a later one is known well enough.
@@ -59,104 +46,6 @@ def is_crowded(facts: Facts) -> bool:
         hosts = facts.timeline.of_kind("host").values()
         loads += [one.overall["load_1m"].most for one in hosts if "load_1m" in one.overall]
     return bool(any(cores)) and max(loads, default=0.0) > CROWDED * max(cores)
-
-
-@record_rule("timeline-unlike-record", "doubtful", "time")
-def timeline_unlike_record(facts: Facts) -> Iterator[str]:
-    """The timeline is of another cell, or not of the whole cell: other hosts, GPUs or workers, a time without
-    samples, more or less training than the record has.
-    """
-    timeline = facts.timeline
-    if timeline is None or not facts.whole:
-        return
-    yield from faults_of_places(facts, timeline)
-    if not is_crowded(facts):
-        yield from faults_of_span(facts, timeline)
-
-
-def faults_of_places(facts: Facts, timeline: Timeline) -> Iterator[str]:
-    """Checks that the hosts, GPUs and workers of the samples are the record's."""
-    used: dict[str, set[Any]] = defaultdict(set)
-    for worker in facts.workers:
-        host = host_of(worker)
-        used["host"].add((host, host))
-        used["process"].add((host, f"rank{worker['rank']}"))
-        if facts("provenance.device") == "cuda":
-            used["gpu"].add((host, name_of_gpu(worker)))
-    trained = max((count_in_training(one) for one in timeline.of_kind("host").values()), default=0)
-    for kind, its in used.items():
-        if any(None in place for place in its):
-            continue
-        seen = {
-            (node, name)
-            for node, name in timeline.of_kind(kind)
-            if kind != "process" or name.startswith("rank")
-        }
-        if others := seen - its:
-            yield f"samples of {described(kind, others)}, which no worker of the record used"
-        lacking = its - seen
-        if kind == "gpu":  # without a number, NVML does not know it, or not as an instance
-            lacking = {place for place in lacking if place[1].isdecimal()}
-        # A worker that ended at once may never have been sampled.
-        if lacking and (kind != "process" or trained >= SAMPLES):
-            yield f"no samples of {described(kind, lacking)}"
-
-
-def described(kind: str, places: set[Any]) -> str:
-    """Up to three hosts, GPUs or processes in words."""
-    names = [
-        name if kind == "host" else f"{kind} {name}" + (f" of {node}" if node else "")
-        for node, name in sorted(places)
-    ]
-    return names_text(names, 3)
-
-
-def count_in_training(one: Series) -> int:
-    """The number of samples in training, by the column that has most."""
-    return max((values.count for values in one.training.values()), default=0)
-
-
-def faults_of_span(facts: Facts, timeline: Timeline) -> Iterator[str]:
-    """Checks that hosts and GPUs were sampled from start to end, and how long training was."""
-    total_s = facts("time.total_s")
-    slack_s = max(MISSING_S, MISSING * total_s)
-    for (node, kind, name), one in timeline.series.items():
-        if kind == "process":
-            continue
-        what = described(kind, {(node, name)})
-        without_s = max(one.first_s, one.longest_gap_s, total_s - one.last_s)
-        if without_s > slack_s:
-            yield f"{without_s:.3g} of {total_s:.4g} s without a sample of {what}"
-        # Each node's clock starts when its part of the cell does.
-        if one.last_s > total_s + (AFTER_S if len(timeline.of_kind("host")) == 1 else slack_s):
-            yield f"samples of {what} until {one.last_s:.4g} s, of a cell of {total_s:.4g} s"
-    first = facts.workers[0]
-    host = host_of(first)
-    one, trained_s = facts.samples_on(first, "host", host), first["train_time_s"]
-    if one is None or not trained_s or facts.status != "ok":
-        return
-    # Each stretch of training begins and ends between two samples.
-    slack_s = MISSING * trained_s + 2 * one.longest_gap_s * (1 + len(facts("time.epoch_times_s")))
-    if abs(one.train_s - trained_s) > slack_s:
-        yield (
-            f"{one.train_s:.4g} s of training in the samples of {host}; rank {first['rank']} "
-            f"trained {trained_s:.4g} s"
-        )
-
-
-@rule("same-timeline-twice", "doubtful", "time")
-def same_timeline_twice(evidence: Evidence) -> Iterator[Case]:
-    """Two cells have the same samples to the last digit: one is a copy."""
-    alike: dict[str, list[Record]] = defaultdict(list)
-    for record in evidence.records:
-        timeline = evidence.timelines.get(key_of(record["cell"]))
-        counts = [one.count for one in timeline.series.values() if one.overall] if timeline else ()
-        if sum(counts) >= SAMPLES:
-            alike[timeline.digest].append(record)
-    for records in alike.values():
-        cells = [record["cell"] for record in records]
-        for cell in cells if len(cells) > 1 else ():
-            yield cell, f"the samples of {named(cells)}"
 
 
 @record_rule("idle-worker", "unusable", "time")
@@ -185,23 +74,6 @@ def idle_worker(facts: Facts) -> Iterator[str]:
         if mean < max(100 * IDLE * share, UNLIKE_OTHERS * its):
             others = f", others for as many steps in {its:.3g} %" if its else ""
             yield f"the {kind} of rank {rank} was busy in {mean:.3g} % of training{others}"
-
-
-@record_rule("contradictory-timeline", "unusable", "time")
-def contradictory_timeline(facts: Facts) -> Iterator[str]:
-    """Samples of a GPU say more than it can do: memory, clock, power or utilisation."""
-    for worker in facts.workers:
-        one = facts.gpu_series(worker)
-        for column, most, factor in BOUNDS if one else ():
-            limit = value_at(worker["provenance"], most) if isinstance(most, str) else most
-            if limit and column in one.overall:
-                yield from unless(
-                    f"{column} of rank {worker['rank']} in the timeline",
-                    one.overall[column].most,
-                    "<=",
-                    "the GPU's most" + (f" x {factor:g}" if factor != 1 else ""),
-                    factor * limit,
-                )
 
 
 @rule("clock-low", "doubtful", "time")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +36,6 @@ class Values:
 
     count: int
     mean: float
-    #: Standard deviation of the samples.
-    std: float
-    least: float
     most: float
 
     @classmethod
@@ -49,9 +45,7 @@ class Values:
         if not values:
             return None
         mean = math.fsum(values) / len(values)
-        squares = math.fsum((value - mean) ** 2 for value in values)
-        std = math.sqrt(squares / max(1, len(values) - 1))
-        return cls(len(values), mean, std, min(values), max(values))
+        return cls(len(values), mean, max(values))
 
 
 class Sample(NamedTuple):
@@ -70,9 +64,6 @@ class Series:
     count: int
     first_s: float
     last_s: float
-    longest_gap_s: float
-    #: The time between samples that both were taken in training.
-    train_s: float
     #: By column: of all samples, and of those in training.
     overall: dict[str, Values]
     training: dict[str, Values]
@@ -90,10 +81,6 @@ class Series:
     def of(cls, kind: str, samples: Sequence[Sample]) -> Series:
         """The series of at least one sample, by time."""
         trained = [sample for sample in samples if sample.phase == "train"]
-        gaps = [
-            (after.t_s - before.t_s, before.phase == after.phase == "train")
-            for before, after in pairwise(samples)
-        ]
         place = {name: i for i, name in enumerate(COLUMNS[kind])}
         working = []
         if kind == "gpu":
@@ -104,8 +91,6 @@ class Series:
             count=len(samples),
             first_s=samples[0].t_s,
             last_s=samples[-1].t_s,
-            longest_gap_s=max((gap for gap, _ in gaps), default=0.0),
-            train_s=math.fsum(gap for gap, in_training in gaps if in_training),
             overall=_by_column(place, samples),
             training=_by_column(place, trained),
             first=_values_of(place, samples[0]),
@@ -133,8 +118,6 @@ class Timeline:
     """What the timeline of a cell says. `series`: by node, kind (host, process, gpu) and id."""
 
     series: dict[tuple[str, str, str], Series]
-    #: Equal where two timelines hold the same numbers, whatever their hosts are called and their times are.
-    digest: str
 
     def of_kind(self, kind: str) -> dict[tuple[str, str], Series]:
         """The series of hosts, processes or GPUs, by node and id."""
@@ -161,7 +144,6 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
     place, moment = ([names[name] for name in listed] for listed in (PLACE, MOMENT))
     wanted = {kind: [names[name] for name in listed] for kind, listed in COLUMNS.items()}
     samples_of: defaultdict[tuple[str, str, str], list[Sample]] = defaultdict(list)
-    digest = hashlib.sha256()
     for row in rows:
         if len(row) < len(names):  # cut short by a kill
             continue
@@ -171,10 +153,7 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
         t_s, phase, reasons = (row[at] for at in moment)
         values = [_number(row[at]) for at in wanted[kind]]
         samples_of[node, kind, name].append(Sample(float(t_s), phase, reasons, values))
-        digest.update(repr(values).encode())
-    return Timeline(
-        {key: Series.of(key[1], samples) for key, samples in samples_of.items()}, digest.hexdigest()
-    )
+    return Timeline({key: Series.of(key[1], samples) for key, samples in samples_of.items()})
 
 
 def _number(text: str) -> float | None:

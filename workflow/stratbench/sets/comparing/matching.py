@@ -39,12 +39,18 @@ PLACE = {
     "mixed-environments": "flags and environment",
     "mixed-revisions": "code of stratbench",
     "mixed-methods": "how memory was measured",
-    "repeats-differ": "what the strategies did",
+    "strategies": "what the strategies did",
     "mixed-hosts": "hosts",
     "mixed-seeds": "seeds",
 }
 #: Settings that say where and how a cell ran, not what it trained.
 OF_PLACE = ("settings.device", "settings.threads", "settings.profile", "settings.warmup_steps")
+#: Fields that say how a strategy trained, by the start of their path.
+OF_STRATEGIES = (
+    "memory.model_states", "strategy.wrap_groups", "strategy.traits", "strategy.kind", "score.evaluated_on",
+    "batch.samples_per_step", "communication.method", "strategy.details.bucket_bytes",
+    "strategy.details.engine",
+)  # fmt: skip
 #: Environment variables that follow from the number of threads.
 THREADS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
 #: Fields counted from the model, by rules that may change with a version of torch.
@@ -143,6 +149,8 @@ def kind_of(path: str) -> str | None:
         return WORK["mixed-settings"]
     if path.startswith("task.own"):
         return WORK["mixed-tasks"]
+    if path.startswith(OF_STRATEGIES):
+        return PLACE["strategies"]
     entry = None if path in COUNTED else row_comparing(path)
     if entry is None:
         return None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Any
 
 import pandas as pd
 
 from stratbench.analysis.audit.rule import Case, Evidence, rows_of, rule
-from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.groups import rows_by_group
 from stratbench.cell.coordinates import STATUSES
-from stratbench.cell.text.words import shortened
 
 #: Ratio of the most to the fewest samples seen.
 SAMPLES = 1.005
@@ -83,20 +79,3 @@ def mixed_limits(evidence: Evidence) -> Iterator[Case]:
         for row in rows_of(rows[rows["status"] == "timeout"]):
             if row.time_limit_s < longest_s:
                 yield row, f"stopped after {row.time_limit_s:g} s, others {longest_s:g} s"
-
-
-@rule("repeats-alike", "unusable", "all")
-def repeats_alike(evidence: Evidence) -> Iterator[Case]:
-    """Repeats that start from the same weights or seed are one repeat, told several times."""
-    seeds: dict[tuple[Any, ...], dict[Any, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for record in evidence.records:
-        cell = record["cell"]
-        for path in ("settings.seed", "model.initial_weights_sha256"):
-            if (value := value_at(record, path)) is not None:
-                seeds[cell["experiment"], cell["model"], path][value].add(cell["repeat"])
-    for (experiment, model, path), by_value in seeds.items():
-        for value, repeats in by_value.items():
-            if len(repeats) > 1:
-                where = {"experiment": experiment, "model": model}
-                named = ", ".join(map(str, sorted(repeats)))
-                yield where, f"{path} {shortened(str(value))} of repeats {named}"

@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 
-from stratbench.analysis.audit.checks import Facts, host_of
-from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import Case, Evidence, named, record_rule, rows_of, rule
 from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.facts import Facts, host_of
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
 from stratbench.cell.text.words import GIB
@@ -23,7 +22,6 @@ CONTEXT_BYTES = GIB * 3 // 4
 LIBRARIES_BYTES = 4 * GIB
 #: Start and end are recorded in whole seconds.
 TOGETHER_S = 2.5
-DEVICE = relations("kind_of_device == provenance.device")
 
 
 @rule("throttled", "doubtful", "time")
@@ -75,7 +73,8 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
             yield f"{name} does not say where it ran"
             continue
         device, host = place["device"], place["host"]["name"]
-        yield from unless_hold(facts, DEVICE, name, kind_of_device=device.partition(":")[0])
+        if device.partition(":")[0] != facts("provenance.device"):
+            yield f"{name} ran on {device}, and the cell on {facts('provenance.device')}"
         is_cuda = device.startswith("cuda")
         if is_cuda != ("gpu" in place):
             yield f"{name} ran on {device} and {'names a' if 'gpu' in place else 'names no'} GPU"

@@ -1,0 +1,67 @@
+"""Rules on a cell's workers: their strategy, those that were lost, and attempts that came before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from stratbench.analysis.audit.rule import record_rule
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.facts import Facts
+from stratbench.strategies import REGISTRY, mesh_of, traits_of
+
+
+@record_rule("traits-unlike-strategy", "doubtful", "all")
+def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
+    """The record says of its strategy what this version of the strategy does not say of itself, and the audit
+    and the decision go by what the record says. Train the cell again.
+    """
+    name = facts("strategy.name")
+    if name not in REGISTRY:
+        return
+    by_zeros = bool(facts("strategy.details.moved_by_zeros"))
+    given = (name, facts("strategy.options"), facts.gpus)
+    traits = asdict(traits_of(*given, by_zeros, facts.elastic))
+    for trait, said in (facts("strategy.traits") or {}).items():
+        if said != traits.get(trait):
+            yield f"strategy.traits.{trait} is {said}, but that of {name} is {traits.get(trait)}"
+    if (mesh := mesh_of(name, facts("strategy.options"), facts.gpus)) != facts.mesh:
+        yield f"strategy.mesh is {facts.mesh}, but that of {name} is {mesh}"
+
+
+@record_rule("lost-workers", "unusable", "all")
+def lost_workers(facts: Facts) -> Iterator[str]:
+    """Workers were lost, or did nothing, and the others finished without them: it is ranked as if it had been
+    trained by all of them.
+    """
+    if facts.status != "ok":
+        return
+    if facts.lost and not facts.elastic:
+        entries = (w for server in facts.servers for w in server.get("lost") or ())
+        said = {value_at(w, "own_reason") for w in entries} - {None}
+        why = f": {'; '.join(sorted(said))}" if said else ""
+        yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{why}"
+    missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
+    if facts.elastic:
+        return  # each that was lost has been replaced
+    if missing:
+        yield f"of {facts.gpus} workers, ranks {', '.join(map(str, missing))} left no result"
+    for worker in facts.workers:
+        if not worker["samples"] or not worker["steps"]:
+            yield f"rank {worker['rank']} trained no sample, or made no step"
+
+
+@record_rule("keeps-checkpoints", "note", "time")
+def keeps_checkpoints(facts: Facts) -> Iterator[str]:
+    """The cell kept checkpoints, and may have been started again. Its training time has neither the copying
+    of checkpoints nor what was lost, but they were written beside the training, and attempts may have run on
+    different nodes: cells that keep none are what measures a strategy's speed.
+    """
+    stated = facts("restarts")
+    if stated is not None and (stated["count"] or stated["checkpoints"]["count"]):
+        kept = stated["checkpoints"]
+        yield (
+            f"{kept['count']} checkpoints of {kept['bytes'] / 1e6:.3g} MB held the training up for "
+            f"{kept['held_up_s']:.3g} s; started again {stated['count']} times, "
+            f"{stated['repeated_s']:.3g} s of work done again"
+        )
