@@ -82,6 +82,7 @@ def look_at(
         rec["status"] == "ok" and device == stage.device,
         f"{rec['status']} on {device}",
     )
+    stage.check_invariants(name, rec)
     step_ms, phases_ms = t["step_ms"]["mean"], sum(t["breakdown_ms"].values())
     stage.check(
         f"{name}: phases sum to the step",

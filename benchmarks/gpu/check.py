@@ -29,6 +29,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 WORKFLOW = REPOSITORY / "workflow"
+#: Where the invariants of records are.
+TESTS = REPOSITORY / "tests"
 OUT = REPOSITORY / "results" / "gpu-check.json"
 #: Without a GPU there is no promise of ten minutes, and other work may be on the same cores.
 CPU_PATIENCE = 4
@@ -149,6 +151,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def prepare_environment() -> None:
     """What every stage and every launcher that it starts finds in its environment."""
     sys.path[:0] = [str(WORKFLOW)]
+    sys.path.append(str(TESTS))
     os.environ["PYTHONPATH"] = os.pathsep.join(
         p for p in (str(WORKFLOW), os.environ.get("PYTHONPATH", "")) if p
     )

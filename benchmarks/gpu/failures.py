@@ -102,6 +102,7 @@ def killed_and_late(stage: Stage, data_dir: Path) -> None:
         late.returncode == 0 and rec["status"] == "timeout",
         f"{rec['status']}: {rec['reason']}",
     )
+    stage.check_invariants("a time limit", rec)
     if stage.on_cuda:
         started = datetime.fromisoformat(rec["provenance"]["started"]).timestamp()
         stage.check(
@@ -118,6 +119,7 @@ def too_large(stage: Stage, data_dir: Path) -> None:
     rec = record.read(folder / "record.json")
     holds = process.returncode == 0 and rec["status"] == "oom"
     stage.check("a batch too large is a result", holds, f"{rec['status']}: {rec['reason']}")
+    stage.check_invariants("a batch too large", rec)
 
 
 def tight(stage: Stage, data_dir: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+import invariants
 from stratbench.cell.files import write_atomic
 
 
@@ -56,6 +57,11 @@ class Stage:
         self.found["checks"].append({"what": what, "holds": bool(holds), "said": said})
         print(f"{'ok  ' if holds else 'FAIL'} {what}: {said}", flush=True)
         self._save()
+
+    def check_invariants(self, what: str, record: dict[str, Any]) -> None:
+        """Note whether the figures of a record agree."""
+        broken = invariants.broken(record)
+        self.check(f"{what}: the record keeps all invariants", not broken, "; ".join(broken))
 
     def skip(self, what: str, why: str) -> None:
         """Note that `what` was not looked at."""
