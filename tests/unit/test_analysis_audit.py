@@ -311,6 +311,23 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     assert "†" not in table.loc["ddp", "4 GPUs"]
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_batches_that_fill_no_epoch_are_not_unequal_samples(tmp_path, lost):
+    """128 samples per worker, of 50,000 in 6 epochs; `lost`: whole epochs that one cell did not train."""
+
+    def weak(cell, record):
+        batch = record["batch"]
+        batch["global_batch"] = 512 * cell.gpus
+        batch["samples_seen"] = (6 - lost * (cell.gpus == 4)) * (
+            50_000 - 50_000 % batch["global_batch"]
+        )
+        return record
+
+    cells = fixture.expand(strategies=("ddp",), models=MODELS)
+    rules = {f["rule"] for f in findings(tmp_path, weak, cells=cells)}
+    assert ("unequal-samples" in rules) == bool(lost)
+
+
 def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none(tmp_path):
     cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16", "resnet50"))
     study_dir = fixture.write_study(tmp_path, cells)
