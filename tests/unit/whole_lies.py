@@ -17,7 +17,7 @@ from typing import Any
 
 import fixture_records as fixture
 import pandas as pd
-from planted import faster
+from planted import faster, started_again
 
 from stratbench.analysis import audit
 from stratbench.analysis.audit.rule import key_of
@@ -267,6 +267,21 @@ def mostly_waiting(record: Record) -> None:
         record["communication"]["server_wait_ms"] = 0.94 * step_ms
 
 
+def compiled(record: Record) -> None:
+    """Each cell keeps its compiled code in a folder of its own, as `train/worker.py` has it."""
+    folder = f"/tmp/job-{'-'.join(map(str, record['cell'].values()))}/compiled"
+    for worker in record["workers"]:
+        worker["provenance"]["environment"]["TORCHINDUCTOR_CACHE_DIR"] = folder
+
+
+def resumed(record: Record) -> None:
+    """A preempted cell, which trained its second half from a checkpoint: the timeline is the last attempt's."""
+    started_again(record)
+    if not record["cell"]["repeat"]:
+        shift_end(record, -record["restarts"]["between_s"])
+        record["restarts"] |= {"count": 0, "from_steps": [], "repeated_s": 0.0, "between_s": 0.0}
+
+
 def after_a_busy_minute(record: Record) -> None:
     """What ran before is over when the cell begins, and still in its load."""
     record["provenance"]["busy_at_start"] = {"0": {"other_cpu_cores": 0.02, "load_1m": 90.0}}
@@ -280,6 +295,13 @@ def some_neighbours(record: Record) -> None:
     """A shared node with a load that its many cores take."""
     for worker in record["workers"]:
         worker["provenance"]["load_1m"] = 40.0
+
+
+def monitored(record: Record) -> None:
+    """Exporters and file systems take a core of 128 while cells start."""
+    record["provenance"]["busy_at_start"] = {"0": {"other_cpu_cores": 1.0, "load_1m": 1.0}}
+    for worker in record["workers"]:
+        worker["provenance"]["host"]["cores_logical"] = 128
 
 
 def power_capped() -> Study:
@@ -306,6 +328,16 @@ def waiting() -> Study:
     for place, record in found.records.items():
         if not (record["server"] and place[1] > 1):
             found.sample(place, period_s=1.0)
+    return found
+
+
+def preempted() -> Study:
+    """Two of three repeats were resumed, and were sampled from then on."""
+    found = study_of(resumed, gpus=(1, 2))
+    for place in found.records:
+        if place[2]:
+            record, rows = found.open(place)
+            found.samples[place] = [r for r in rows if r["t_s"] > 0.6 * record["time"]["total_s"]]
     return found
 
 
@@ -347,6 +379,9 @@ HONEST: dict[str, Callable[[], Study]] = {
     "after a busy minute": lambda: study_of(after_a_busy_minute),
     "neighbours": lambda: study_of(some_neighbours),
     "no timelines": without_timelines,
+    "a node that is monitored": lambda: study_of(monitored, period_s=5.0),
+    "compiled": lambda: study_of(compiled, period_s=5.0),
+    "preempted and resumed": preempted,
     "a starved sampler": starved,
 } | {f"seed {n}": lambda n=n: study_of(study=f"seed{n}", period_s=1.0) for n in range(3)}
 

@@ -18,6 +18,7 @@ OWN = (
     *("device", "load_1m", "host.affinity", "gpu.uuid", "gpu.index", "gpu.pci_bus_id", "slurm"),
     *("topology", "environment.CUDA_VISIBLE_DEVICES", "environment.NVIDIA_VISIBLE_DEVICES"),
     *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
+    "environment.TORCHINDUCTOR_CACHE_DIR",  # a folder of the job, which the worker sets
 )
 #: Fields that all cells of a comparison state, or none: by the start of their path.
 STATED = ("settings.", "worker.", "provenance.git.")
