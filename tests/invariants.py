@@ -364,11 +364,8 @@ def places(told: Told) -> None:
     nodes, most = told("provenance.nodes"), told("provenance.workers_per_node")
     if None in (nodes, most):
         return
-    laid = told.workers_on_nodes
-    if (sum(laid), len(laid), max(laid)) != (told.gpus, nodes, most) or min(laid) < 1:
-        told.wrong(
-            f"{nodes} nodes with {laid} workers, {most} at most, make no {told.gpus} workers"
-        )
+    if not nodes * most >= told.gpus > (nodes - 1) * most:
+        told.wrong(f"{nodes} nodes with {most} workers at most make no {told.gpus} workers")
 
 
 def model(told: Told) -> None:
