@@ -146,10 +146,7 @@ class ClusterWorkflow(Workflow):
                 ours = "stratbench.train.launch" in command and process.cwd() == str(self.folder)
             except psutil.Error:
                 continue
-            if (
-                ours
-                and json.loads(command[command.index("--cell") + 1])["experiment"] == experiment
-            ):
+            if ours and f"/cells/{experiment}/" in command[command.index("--record") + 1]:
                 return process
         return None
 
@@ -158,10 +155,9 @@ class ClusterWorkflow(Workflow):
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
-                if "stratbench.train.block" in command and process.cwd() == str(self.folder):
-                    plan = json.loads(command[command.index("--block") + 1])
-                    if plan["experiment"] == experiment:
-                        return process
+                ours = "stratbench.train.block" in command and process.cwd() == str(self.folder)
+                if ours and f"/blocks/{experiment}/" in command[command.index("--out") + 1]:
+                    return process
         return None
 
     def training_worker(self, experiment: str) -> psutil.Process | None:

@@ -102,9 +102,9 @@ rule train_cell:
     shell:
         f"{FIND_PACKAGE}"
         f"exec python -m stratbench.train.launch --parent $PPID {VALUES}"
-        " --cell {params.cell:q} --settings @settings"
-        " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
-        " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {resources.nodes}"
+        "--cell @cell --settings @settings --data @data --logs @logs"
+        " --record {output.record:q} --timeline {output.timeline:q}"
+        " --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
         " --worker-job={params.worker_job:q}"
         " >> {log:q} 2>&1"

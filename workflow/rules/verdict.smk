@@ -43,8 +43,8 @@ rule run_block:
     shell:
         f"{FIND_PACKAGE}"
         f"exec python -m stratbench.train.block --parent $PPID {VALUES}"
-        " --block {params.block:q} --settings @settings --data {params.data:q}"
-        " --out {params.out:q} --logs {params.logs:q} --time-limit-s {resources.time_limit_s}"
+        "--block @block --settings @settings --data @data --logs @logs"
+        " --out {params.out:q} --time-limit-s {resources.time_limit_s}"
         " --nodes {resources.nodes} --cpus-per-node {resources.cpus_per_task}"
         " --server-cpus {resources.server_cpus}"
         " >> {log:q} 2>&1"
