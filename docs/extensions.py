@@ -66,8 +66,8 @@ EXTENSIONS = {
     ),
     "elastic": Extension(
         "workers that come and go",
-        ("train.elastic", "ps.elastic", "analysis.audit.elastic", "study.slurm.worker_job"),
-        needs=("audit", "checkpoints"),
+        ("train.elastic", "ps.elastic", "study.slurm.worker_job"),
+        needs=("checkpoints",),
     ),
     "checkpoints": Extension("cells that resume after a kill", ("train.restarts",)),
     "commands": Extension(
