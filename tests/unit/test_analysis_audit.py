@@ -111,7 +111,7 @@ PLANTED = {
     "mixed-drivers": (only(of_each_worker("driver", "driver_version", value="999.0")), None),
     "mixed-revisions": (only(put("provenance", "git", "dirty", value=True)), None),
     "busy-machine": (
-        only(put("provenance", "busy_at_start", value={"0": {"other_cpu_cores": 1.5}})),
+        only(put("provenance", "busy_at_start", value={"0": {"other_cpu_cores": 5.0}})),
         "ddp",
     ),
     "stranger-on-gpu": (

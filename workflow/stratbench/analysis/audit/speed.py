@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from stratbench.analysis.audit.across_cells.machines import OTHERS
+from stratbench.analysis.audit.across_cells.machines import are_busy
 from stratbench.analysis.audit.rule import (
     Case,
     Evidence,
@@ -53,11 +53,16 @@ def sharding_slow_alone(evidence: Evidence) -> Iterator[Case]:
         steps = evidence.median(group, "steps") or evidence.product(
             group, "steps_per_epoch", "epochs"
         )
-        busy = any((evidence.median(k, "other_cpu_cores") or 0.0) > OTHERS for k in (group, other))
+        busy = any(were_mostly_busy(evidence, k) for k in (group, other))
         if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
             continue
         times = f"{group.strategy} {its_s:.4g} s, {other.strategy} {other_s:.4g} s"
         yield coordinates_of_strategy(group), f"on one worker: {times}: {its_s / other_s:.2f} times"
+
+
+def were_mostly_busy(evidence: Evidence, group: Group) -> bool:
+    """Return whether others used the machine as most repeats of a group started."""
+    return bool(are_busy(evidence.groups[group]).median() > 0.5)
 
 
 @rule("superlinear", "doubtful", "time")
@@ -82,9 +87,7 @@ def superlinear(evidence: Evidence) -> Iterator[Case]:
             bases.append(alone)
         for base in bases:
             there, times = evidence.median(base, column), gpus / base.gpus
-            if times == 1 and any(
-                (evidence.median(k, "other_cpu_cores") or 0) > OTHERS for k in (group, base)
-            ):
+            if times == 1 and any(were_mostly_busy(evidence, k) for k in (group, base)):
                 continue  # a busy machine has a rule of its own
             limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
             if there and here / there > limit:

@@ -229,6 +229,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("planned_repeats", "number", "", "provenance.planned_repeats"),
     Column("other_cpu_cores", "number", "", derived.other_cpu_cores,
            "CPU cores that other processes used when the cell started, on the busiest node."),
+    Column("node_cores", "number", "", derived.node_cores,
+           "Logical CPU cores of the smallest node."),
     Column("start_skew_ms", "number", "ms", derived.start_skew_ms,
            "From the first worker's start of an epoch to the last one's, of the worst epoch."),
     Column("slowdown", "text", "", derived.slowdown,

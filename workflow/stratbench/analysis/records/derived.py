@@ -120,6 +120,12 @@ def other_cpu_cores(record: Record) -> float | None:
     return max(busy, default=None)
 
 
+def node_cores(record: Record) -> int | None:
+    """Return the number of cores of the smallest node, whoever may use them."""
+    counts = (value_at(worker["provenance"], "host.cores_logical") for worker in record["workers"])
+    return min((count for count in counts if count), default=None)
+
+
 def revision(record: Record) -> str | None:
     """The first 12 digits of the commit, with `+changes` if files differed from it."""
     git = value_at(record, "provenance.git") or {}

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 
+import pandas as pd
+
 from stratbench.analysis.audit.rule import Case, Evidence, named, record_rule, rows_of, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts, host_of
@@ -14,8 +16,10 @@ from stratbench.cell.record import Record
 from stratbench.cell.text.words import GIB
 from stratbench.telemetry.machine.tenants import OTHERS_BYTES
 
-#: Limits: a share of the samples, and a number of CPU cores.
-THROTTLED, OTHERS = 0.01, 0.25
+#: The share of the samples in which a GPU may be slowed.
+THROTTLED = 0.01
+#: Cores that others may use when a cell starts: some, and a share of the node's, for its services.
+OTHERS, OTHERS_SHARE = 0.25, 0.05
 #: What CUDA's context of a process takes of a GPU, rounded up: 300 to 600 MiB.
 CONTEXT_BYTES = GIB * 3 // 4
 #: The most that a context, NCCL and cuDNN take of a GPU outside the allocator; some hundred MiB to 3 GiB.
@@ -34,9 +38,14 @@ def throttled(evidence: Evidence) -> Iterator[Case]:
 @rule("busy-machine", "doubtful", "time")
 def busy_machine(evidence: Evidence) -> Iterator[Case]:
     """Other processes used the machine when the cell started: it measures them too."""
-    found = evidence.of_any_loop
-    for row in rows_of(found[found["other_cpu_cores"] > OTHERS]):
+    for row in rows_of(evidence.of_any_loop[are_busy(evidence.of_any_loop)]):
         yield row, f"others used {row.other_cpu_cores:.2g} CPU cores"
+
+
+def are_busy(cells: pd.DataFrame) -> pd.Series:
+    """Return for each cell whether others used more cores at its start than a node's services do."""
+    allowed = (OTHERS_SHARE * cells["node_cores"]).clip(lower=OTHERS).fillna(OTHERS)
+    return cells["other_cpu_cores"] > allowed
 
 
 @rule("workers-are-processes", "note", "time")
