@@ -138,7 +138,8 @@ ELSEWHERE = {
     "memory-held-by-others",  # tests/unit/test_audit_faults.py
     "shared-cores",  # tests/unit/test_audit_bounds.py
     "full-run-against-steps",  # tests/unit/test_verdict_files.py
-    "confounded-order",  # tests/unit/test_confounding.py, and the next two
+    "confounded-order",  # tests/unit/test_confounding.py, and the next three
+    "not-in-turns",
     "confounded-host",
     "times-follow-time",
     # tests/unit/test_audit_recorded.py

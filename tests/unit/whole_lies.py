@@ -275,7 +275,7 @@ def compiled(record: Record) -> None:
 
 
 def resumed(record: Record) -> None:
-    """A preempted cell that trained its second half from a checkpoint; the timeline is the last attempt's."""
+    """A preempted cell, which was resumed from a checkpoint: the timeline is the last attempt's."""
     started_again(record)
     if not record["cell"]["repeat"]:
         shift_end(record, -record["restarts"]["between_s"])

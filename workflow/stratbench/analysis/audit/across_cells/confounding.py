@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
@@ -86,22 +86,52 @@ def rivals_by_group(
 
 @rule("confounded-order", "doubtful", "time")
 def confounded_order(evidence: Evidence) -> Iterator[Case]:
-    """The strategy was trained at another time than most that are about as fast, and not in turns with them:
-    a machine that changed meanwhile makes such a difference. Train all of them anew, as one study.
+    """The strategy was trained at another time than most that are about as fast: all of it before or after
+    them, or in a study whose times follow the order. A machine that changed meanwhile makes such a
+    difference.
+    Train all of them anew, as one study.
     """
+    yield from ((group, told) for group, told, doubtful in out_of_turn(evidence) if doubtful)
+
+
+@rule("not-in-turns", "note", "time")
+def not_in_turns(evidence: Evidence) -> Iterator[Case]:
+    """The strategy took no turns with most that are about as fast, as in a queue that fills gaps with small
+    jobs; nothing tells that the machine changed meanwhile.
+    """
+    yield from ((group, told) for group, told, doubtful in out_of_turn(evidence) if not doubtful)
+
+
+@lru_cache(maxsize=1)
+def out_of_turn(evidence: Evidence) -> list[tuple[Group, str, bool]]:
+    """Return the groups that took no turns with most of their rivals, how, and whether that is doubtful."""
+    found, drifting = [], trends(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
         for group, runs in runs_of(evidence).items()
     }
     for group, rivals in rivals_by_group(evidence, on_equal_counts=False):
         named: defaultdict[str, list[str]] = defaultdict(list)
+        wholly = 0
         for other in rivals:
             if how := order_apart(timed[group], timed[other]):
                 named[how].append(f"{other.strategy} on {other.gpus}")
+                wholly += are_apart(timed[group].values(), timed[other].values())
         # One that was added later is apart from all others, and each of those from it alone.
         if 2 * sum(map(len, named.values())) > len(rivals):
             told = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
-            yield group, f"trained {told}, not in turns"
+            is_doubtful = 2 * wholly > len(rivals) or group.experiment in drifting
+            found.append((group, f"trained {told}, not in turns", is_doubtful))
+    return found
+
+
+def are_apart(own: Iterable[Run], others: Iterable[Run]) -> bool:
+    """Return whether all of some runs ended before the first of the others began, or the other way round."""
+    (begun, ended), (from_s, to_s) = (
+        (min(run.begun_s for run in runs), max(run.ended_s for run in runs))
+        for runs in map(list, (own, others))
+    )
+    return ended <= from_s or to_s <= begun
 
 
 def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
@@ -153,14 +183,19 @@ def times_follow_time(evidence: Evidence) -> Iterator[Case]:
     """How long a cell trained depends on when it ran: the machine got slower or faster during the study.
     Strategies that took turns are compared fairly; a single time, or one beside another study's, is not.
     """
+    for experiment, told in trends(evidence).items():
+        yield {"experiment": experiment}, told
+
+
+@lru_cache(maxsize=1)
+def trends(evidence: Evidence) -> dict[str, str]:
+    """Return how times follow the order of execution, by the experiments in which they do."""
     experiments: defaultdict[str, list[list[Run]]] = defaultdict(list)
     for group, runs in runs_of(evidence).items():
         timed = [run for run in runs if run.begun_s is not None]
         if len(timed) > 1:
             experiments[group.experiment].append(timed)
-    for experiment, groups in experiments.items():
-        if told := trend_in(groups):
-            yield {"experiment": experiment}, told
+    return {name: told for name, groups in experiments.items() if (told := trend_in(groups))}
 
 
 def trend_in(groups: Sequence[Sequence[Run]]) -> str:
