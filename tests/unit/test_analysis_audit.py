@@ -138,8 +138,9 @@ ELSEWHERE = {
     "memory-held-by-others",  # tests/unit/test_audit_faults.py
     "shared-cores",  # tests/unit/test_audit_bounds.py
     "full-run-against-steps",  # tests/unit/test_verdict_files.py
-    "confounded-order",  # tests/unit/test_confounding.py, and the next three
+    "confounded-order",  # tests/unit/test_confounding.py, and the next four
     "not-in-turns",
+    "slow-host",
     "confounded-host",
     "times-follow-time",
     # tests/unit/test_audit_recorded.py

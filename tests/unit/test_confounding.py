@@ -25,7 +25,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.study.order import priority
 
 Record = dict[str, Any]
-OURS = {"confounded-order", "not-in-turns", "confounded-host", "times-follow-time"}
+OURS = {"slow-host", "confounded-order", "not-in-turns", "confounded-host", "times-follow-time"}
 STRATEGIES = ("ddp", "fsdp", "ps-async", "ps-dana", "ps-sync")
 BEGIN = datetime(2000, 1, 1, tzinfo=UTC)
 
@@ -161,7 +161,37 @@ def test_halves_of_the_strategies_that_ran_one_after_the_other_are_doubted():
     assert findings(study(halves)) == {"confounded-order": set(STRATEGIES[:4])}
 
 
+@pytest.mark.parametrize("slow", [1.05, 1.1])
+def test_one_of_three_nodes_that_is_slower_is_named(slow):
+    order = in_turns(cells(3, gpus=(1, 2)))
+    evidence = study(
+        order,
+        lambda place, cell: slow if place % 3 == 1 else 1.0,
+        lambda place, cell: f"n{place % 3}",
+    )
+    assert findings(evidence)["slow-host"] == {""}
+    (found,) = next(rule for rule in RULES if rule.id == "slow-host").check(evidence)
+    assert found.figures.startswith("n1: +")
+
+
 # ---- honest
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.03])
+@pytest.mark.parametrize("seed", range(2))
+def test_three_equal_nodes_are_believed_and_so_is_a_slower_kind_of_gpu(noise, seed):
+    rng = random.Random(seed)
+    order = in_turns(cells(3, gpus=(1, 2)))
+    hosts = [f"n{rng.randrange(3)}" for _ in order]
+    equal = study(order, host=lambda place, cell: hosts[place], noise=noise)
+    assert "slow-host" not in findings(equal)
+    for record, host in zip(equal.records, hosts, strict=True):
+        faster(0.5 if host == "n1" else 1.0)(record)
+    assert "slow-host" in findings(Evidence(equal.cells, equal.records))
+    for record, host in zip(equal.records, hosts, strict=True):
+        for worker in record["workers"]:
+            worker["provenance"]["gpu"]["name"] = "Other" if host == "n1" else "One"
+    assert "slow-host" not in findings(Evidence(equal.cells, equal.records))
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.03])

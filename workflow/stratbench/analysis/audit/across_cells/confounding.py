@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stratbench.analysis.audit.rule import Case, Evidence, rule
-from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.derived import device_name, value_at
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
 
@@ -29,13 +29,17 @@ NEIGHBOURS = 3.3
 
 
 class Run(NamedTuple):
-    """One repeat: its start and end in s since 1970 (None: not recorded), its hosts, log of its time."""
+    """One repeat: its start and end in s since 1970 (None: not recorded), its hosts, log of its time.
+
+    `device`: the names of its GPUs or processors.
+    """
 
     repeat: int
     begun_s: float | None
     ended_s: float | None
     hosts: str
     log_s: float
+    device: str
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +51,8 @@ def runs_of(evidence: Evidence) -> dict[Group, list[Run]]:
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
             ends = (moment_of(record, name) for name in ("started", "finished"))
-            by_group[group].append(Run(cell["repeat"], *ends, hosts_of(record), math.log(time_s)))
+            place = hosts_of(record), math.log(time_s), device_name(record) or ""
+            by_group[group].append(Run(cell["repeat"], *ends, *place))
     return {group: runs for group, runs in by_group.items() if len(runs) > 1}
 
 
@@ -209,20 +214,54 @@ def trend_in(groups: Sequence[Sequence[Run]]) -> str:
     if dof < 3:
         return ""
     group = np.array([i for _, i, _ in runs])
-    place = np.arange(total) / (total - 1)
-    logs = np.array([run.log_s for *_, run in runs])
-    counts = np.bincount(group)
-    x, y = (v - (np.bincount(group, v) / counts)[group] for v in (place, logs))
-    squares, slope = float(y @ y), float(x @ y) / float(x @ x)
-    if abs(slope) > math.log1p(CHANGE):
-        from scipy.special import stdtr  # takes 0.2 s, and few studies need it
-
-        error = math.sqrt(max(0.0, squares - slope * slope * float(x @ x)) / dof / float(x @ x))
-        if not error or 2 * stdtr(dof, -abs(slope) / error) < CHANCE:
-            return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
-    alike = sum(a * b for a, b in pairwise(y))
+    x = less_means(np.arange(total) / (total - 1), group)
+    y = less_means(np.array([run.log_s for *_, run in runs]), group)
+    if slope := slope_beyond_chance(x, y, dof, CHANCE):
+        return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
+    squares, alike = float(y @ y), sum(a * b for a, b in pairwise(y))
     if squares > 0 and alike / squares * math.sqrt(total) > NEIGHBOURS:
         common = math.sqrt(alike / dof)
         if common > math.log1p(CHANGE) / 2:
             return f"{total} runs: neighbours in time share a deviation of {common:.1%}"
     return ""
+
+
+def less_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return values less the mean of their group; `group` has the number of each value's."""
+    return values - (np.bincount(group, values) / np.bincount(group))[group]
+
+
+def slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -> float:
+    """Return the slope of `y` over `x`, or 0 where it is less than CHANGE or chance explains it."""
+    width = float(x @ x)
+    slope = float(x @ y) / width if width else 0.0
+    if abs(slope) <= math.log1p(CHANGE):
+        return 0.0
+    from scipy.special import stdtr  # takes 0.2 s, and few studies need it
+
+    error = math.sqrt(max(0.0, float(y @ y) - slope * slope * width) / dof / width)
+    return slope if not error or 2 * stdtr(dof, -abs(slope) / error) < chance else 0.0
+
+
+@rule("slow-host", "doubtful", "time")
+def slow_host(evidence: Evidence) -> Iterator[Case]:
+    """Cells trained longer on one host than their repeats did on others with the same devices: it has another
+    load, cooling or set-up. Repeats that ran there say less of a strategy; leave the host out, or mend it.
+    """
+    experiments: defaultdict[tuple[str, str], list[tuple[int, Run]]] = defaultdict(list)
+    for i, (group, runs) in enumerate(runs_of(evidence).items()):
+        for run in runs:
+            experiments[group.experiment, run.device].append((i, run))
+    for (experiment, _), entries in experiments.items():
+        hosts = sorted({host for _, run in entries for host in run.hosts.split(", ") if host})
+        _, group = np.unique([i for i, _ in entries], return_inverse=True)
+        dof = len(entries) - len(set(group)) - 1
+        if len(hosts) < 2 or dof < 3:
+            continue
+        y = less_means(np.array([run.log_s for _, run in entries]), group)
+        for host in hosts:
+            there = np.array([float(host in run.hosts.split(", ")) for _, run in entries])
+            slope = slope_beyond_chance(less_means(there, group), y, dof, CHANCE / len(hosts))
+            if slope > 0:
+                figures = f"{math.expm1(slope):+.1%} in {there.sum():.0f} of {len(entries)} runs"
+                yield {"experiment": experiment}, f"{host}: {figures}"
