@@ -370,6 +370,7 @@ HONEST: dict[str, Callable[[], Study]] = {
     "quick CPU processes": lambda: study_of(quick, model="tiny", device="cpu", gpus=(1, 2)),
     "MIG instances": instances,
     "GPUs at their limit": power_capped,
+    "at the application clock": lambda: at_the_application_clock(),
     "in a container": lambda: study_of(in_a_container),
     "known to NVML": lambda: study_of(known_to_nvml),
     "a small test set": lambda: study_of(small_test_set, repeats=5, period_s=2.0),
@@ -460,6 +461,26 @@ def slow_clock(
                 row |= {"sm_clock_mhz": round(1980 * share), "temperature_c": 93} | also
 
     return plant
+
+
+def at_clock(mhz: int) -> Callable[[Study], None]:
+    """All GPUs of a study at a clock, of 1,410 MHz that applications are allowed and 1,980 MHz at most."""
+
+    def plant(study: Study) -> None:
+        for place in study.records:
+            record, rows = study.open(place)
+            for worker in record["workers"]:
+                worker["provenance"]["gpu"]["application_sm_clock_mhz"] = 1410
+            for row in of_kind(rows, "gpu"):
+                row["sm_clock_mhz"] = mhz
+
+    return plant
+
+
+def at_the_application_clock() -> Study:
+    found = study_of(period_s=1.0)
+    at_clock(1410)(found)
+    return found
 
 
 def capped_at_low_power(study: Study) -> None:
@@ -605,6 +626,7 @@ LIES: dict[str, dict[str, Lie]] = {
         "half of the clock, hot, without a reason": (slow_clock(0.5, 1.9), "plain"),
         "a clock that is a fifth lower": (slow_clock(0.8, 1.2), "plain"),
         "one GPU at half of its clock": (slow_clock(0.5, 1.9, gpu=3), "plain"),
+        "a whole study at 1,005 of 1,410 MHz": (at_clock(1005), "plain"),
         "half of the clock by a cap that is none": (capped_at_low_power, "plain"),
         "a process that never runs": (
             changed_rows(

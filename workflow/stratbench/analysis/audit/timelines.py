@@ -78,8 +78,8 @@ def idle_worker(facts: Facts) -> Iterator[str]:
 
 @rule("clock-low", "doubtful", "time")
 def clock_low(evidence: Evidence) -> Iterator[Case]:
-    """A GPU worked at a lower clock than others of its kind in this study, and was not at its power limit:
-    the times compare clocks, not strategies.
+    """A GPU worked at a lower clock than others of its kind in this study, or than its application clock, and
+    was not at its power limit: the times are of a slowed GPU, or compare clocks, not strategies.
     """
     by_gpu: dict[str, list[tuple[Key, Record, dict[str, Any], Series]]] = defaultdict(list)
     for record in evidence.records:
@@ -96,11 +96,13 @@ def clock_low(evidence: Evidence) -> Iterator[Case]:
         best = max(median(clocks) for clocks in usual.values())
         for _, record, worker, one in members:
             clock = one.working_clock.mean
-            if clock < (1 - SLOW_CLOCK) * best and not is_at_its_limit(worker, one):
-                yield (
-                    record["cell"],
-                    f"rank {worker['rank']} worked at {clock:.0f} MHz, others at {best:.0f} MHz",
+            allowed = value_at(worker["provenance"], "gpu.application_sm_clock_mhz") or 0
+            usual, whose = max((best, "others at"), (allowed, "its application clock is"))
+            if clock < (1 - SLOW_CLOCK) * usual and not is_at_its_limit(worker, one):
+                figures = (
+                    f"rank {worker['rank']} worked at {clock:.0f} MHz, {whose} {usual:.0f} MHz"
                 )
+                yield record["cell"], figures
 
 
 def is_at_its_limit(worker: dict[str, Any], one: Series) -> bool:
