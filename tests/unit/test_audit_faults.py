@@ -332,6 +332,9 @@ FAULTS = [
     ),
     Fault("fewer cores", DDP, put(worker("host.affinity"), [0]), "mixed-cores", "cores"),
     Fault(
+        "all on core 0", FSDP, put(worker("host.affinity"), [0]), "ranks-share-cores", "1 core: [0]"
+    ),
+    Fault(
         "another environment",
         DDP,
         put(worker("environment.KMP_AFFINITY"), "compact"),
@@ -484,6 +487,14 @@ def test_a_network_that_is_moved_by_zeros_is_believed_to_equal_no_ddp():
     record["strategy"]["details"]["moved_by_zeros"] = ["spare.weight"]
     record["strategy"]["traits"] |= {"equals_ddp": False, "synchronous_alone": False}
     assert not any(RULE["traits-unlike-strategy"].check(planted.study(records, "cpu")))
+
+
+def test_workers_with_a_core_of_their_own_or_all_cores_share_none():
+    for cores in ([[0], [1]], [[0, 1], [0, 1]], [[0, 1], [1]]):
+        records = {DDP: copy.deepcopy(sound("cuda")[DDP])}
+        for one, own in zip(records[DDP]["workers"], cores, strict=True):
+            one["provenance"]["host"]["affinity"] = own
+        assert not any(RULE["ranks-share-cores"].check(planted.study(records, "cuda")))
 
 
 def test_workers_may_have_other_threads_where_there_are_more_of_them():

@@ -13,7 +13,7 @@ from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts, host_of
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
-from stratbench.cell.text.words import GIB
+from stratbench.cell.text.words import GIB, counted
 from stratbench.telemetry.machine.tenants import OTHERS_BYTES
 
 #: The share of the samples in which a GPU may be slowed.
@@ -70,6 +70,24 @@ def processes_share_cores(evidence: Evidence) -> Iterator[Case]:
             cores = crowded["cpu_cores"].max()
             where = {"experiment": experiment, "gpus": gpus}
             yield where, f"{gpus} processes on {cores:g} cores"
+
+
+@record_rule("ranks-share-cores", "doubtful", "time")
+def ranks_share_cores(facts: Facts) -> Iterator[str]:
+    """The workers of a host with GPUs may use fewer cores than there are workers, as where SLURM binds all
+    tasks to the first core: they take turns in issuing work to their GPUs. Ask for cores per task, or bind
+    none.
+    """
+    by_host: dict[str | None, list[set[int]]] = defaultdict(list)
+    for worker in (
+        facts.workers if facts("provenance.device") == "cuda" and not facts.elastic else ()
+    ):
+        cores = value_at(worker["provenance"], "host.affinity")
+        by_host[host_of(worker)].append(set(cores or ()))
+    for host, bound in by_host.items():
+        cores = set().union(*bound)
+        if all(bound) and len(cores) < len(bound):
+            yield f"{len(bound)} workers of {host} on {counted(len(cores), 'core')}: {sorted(cores)}"
 
 
 @record_rule("contradictory-devices", "unusable", "all")
