@@ -55,6 +55,18 @@ def stale(record: dict[str, Any]) -> None:
         server |= {"staleness": [[total - 9, 9]], "staleness_all_shards": [total - 9, 9]}
 
 
+def over_links(ms: float, links: int = 12) -> Callable[[dict[str, Any]], None]:
+    """An all-reduce on GPUs with NVLink 3 that takes so many ms of a longer step, half of it in backward."""
+
+    def plant(record: dict[str, Any]) -> None:
+        faster(1 / (1 + ms / 2 / record["time"]["step_ms"]["mean"]))(record)
+        record["communication"] |= {"total_ms": ms, "overlapped_ms": ms / 2, "exposed_ms": ms / 2}
+        for own in record["workers"]:
+            own["provenance"]["gpu"] |= {"name": "NVIDIA A100-SXM4-80GB", "nvlinks_active": links}
+
+    return plant
+
+
 def ended(status: str) -> Callable[[dict[str, Any]], None]:
     def plant(record: dict[str, Any]) -> None:
         record |= fixture.make_record(Cell(**record["cell"]), status)
@@ -332,6 +344,9 @@ FAULTS = [
     ),
     Fault("fewer cores", DDP, put(worker("host.affinity"), [0]), "mixed-cores", "cores"),
     Fault(
+        "NCCL on sockets", DDP, over_links(30.0), "nvlink-unused", "3.13 GB/s sent over 12 active"
+    ),
+    Fault(
         "all on core 0", FSDP, put(worker("host.affinity"), [0]), "ranks-share-cores", "1 core: [0]"
     ),
     Fault(
@@ -487,6 +502,23 @@ def test_a_network_that_is_moved_by_zeros_is_believed_to_equal_no_ddp():
     record["strategy"]["details"]["moved_by_zeros"] = ["spare.weight"]
     record["strategy"]["traits"] |= {"equals_ddp": False, "synchronous_alone": False}
     assert not any(RULE["traits-unlike-strategy"].check(planted.study(records, "cpu")))
+
+
+@pytest.mark.parametrize(
+    ("ms", "links", "change"),
+    [
+        (0.5, 12, put("reason", None)),  # over NVLink
+        (3.0, 12, put("reason", None)),  # it spans a part of backward
+        (30.0, 0, put("reason", None)),  # there are no NVLinks
+        (30.0, 12, put("provenance.nodes", 2)),
+        (30.0, 12, put("settings.slowdown", {"workers": [0], "factor": 2.0})),
+        (30.0, 12, put("communication.sent_bytes_per_step", 1e6)),  # a small network: latency
+    ],
+)
+def test_links_that_carried_what_they_can_are_believed(ms, links, change):
+    record = copy.deepcopy(sound("cuda")[DDP])
+    both(over_links(ms, links), change)(record)
+    assert not any(RULE["nvlink-unused"].check(planted.study({DDP: record}, "cuda")))
 
 
 def test_workers_with_a_core_of_their_own_or_all_cores_share_none():

@@ -1,4 +1,4 @@
-"""The rule on communication: more bytes than hardware can move."""
+"""Rules on communication: more bytes than hardware moves, and links that were hardly used."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.rule import Case, Evidence, rule
+from stratbench.analysis.audit.rule import Case, Evidence, record_rule, rule
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.facts import Facts
+from stratbench.telemetry.machine.hardware import datasheet_of
 
 #: More bytes per second than hardware can move. Collectives: what one GPU sends over NVLink 5. Servers:
 #: all traffic of one server node; the node's memory moves a multiple of it.
 MOST_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
+#: NVLinks that carry less than this share of their datasheet's rate were not used: NCCL reaches 70 to 80 % of
+#: it, and over sockets or the host's memory 1 to 5 %.
+USED_LINK = 0.1
+#: From so many bytes on, the latency of a few all-reduces is less than their time over NVLinks.
+LONG_BYTES = 32 * 2**20
+#: The share of a step from which its wait for communication shows that this is no part of backward.
+EXPOSED = 0.1
 
 
 @rule("bandwidth-impossible", "unusable", "all")
@@ -58,3 +68,27 @@ def least_bytes_per_s(row: Any) -> float | None:
         return float(2 * row.gpus * one_copy / servers / row.train_time_s)
     copies = 0 if pd.isna(row.ring_copies) else row.ring_copies
     return float(copies * (row.gpus - 1) / row.gpus * one_copy / row.train_time_s)
+
+
+@record_rule("nvlink-unused", "doubtful", "time")
+def nvlink_unused(facts: Facts) -> Iterator[str]:
+    """GPUs with active NVLinks exchanged gradients far slower than these carry, and each step waited for it:
+    NCCL used sockets or the host's memory. See NCCL_DEBUG=INFO, NCCL_P2P_DISABLE and the size of /dev/shm.
+    """
+    sent, total_ms, exposed_ms = (
+        facts(f"communication.{name}") for name in ("sent_bytes_per_step", "total_ms", "exposed_ms")
+    )
+    step_ms = facts("time.step_ms.mean")
+    gpus = [value_at(worker["provenance"], "gpu") or {} for worker in facts.workers]
+    if not total_ms or not step_ms or facts("provenance.nodes") != 1 or facts("settings.slowdown"):
+        return
+    sheets = [datasheet_of(gpu.get("name") or "") for gpu in gpus]
+    links = min((gpu.get("nvlinks_active") or 0 for gpu in gpus), default=0)
+    if not links or any(sheet is None or not sheet.link.startswith("NVLink") for sheet in sheets):
+        return
+    most, gb_per_s = min(sheet.link_gb_per_s for sheet in sheets), sent / total_ms / 1e6
+    if sent > LONG_BYTES and exposed_ms > EXPOSED * step_ms and gb_per_s < USED_LINK * most:
+        yield (
+            f"{gb_per_s:.3g} GB/s sent over {links} active links, which carry {most:.3g} GB/s; "
+            f"{exposed_ms:.3g} ms of a step of {step_ms:.3g} ms waited for it"
+        )
