@@ -442,7 +442,7 @@ def steps(told: Told) -> None:
         told.clocks("all phases and a step", sum(phases.values()), mean, slack_ms)
         if told("time.bubble_share") is not None:
             share = phases["bubble"] / sum(phases.values())
-            told.same("time.bubble_share and it", told("time.bubble_share"), share)
+            told.same("time.bubble_share and that of its phase", told("time.bubble_share"), share)
     for w in told.workers:
         of, mine = f"rank {w['rank']}", w.get("own_ms") or [0.0]
         told.most(f"{of}: own_ms, at most steps", len(w.get("own_ms") or ()), w["steps"])
@@ -594,7 +594,7 @@ def states(told: Told) -> None:
         whole, peak = sum(held.values()), told("memory.peak_bytes")
         told.most("memory.model_states, at most memory.peak_bytes", whole, peak)
     if told("model.batchnorm") is False and told("settings.own_model") is None:
-        told.same("buffers and no BatchNorm's", held.get("buffers_bytes"), 0)
+        told.same("buffers of a network without BatchNorm", held.get("buffers_bytes"), 0)
     adamw = told("settings.optimizer") == "adamw"
     # SGD with momentum keeps one moment of each parameter, AdamW two, a served worker none.
     moments = 0 if told.served else 2 if adamw else bool(told("settings.momentum"))
@@ -665,7 +665,9 @@ def traffic(told: Told) -> None:
             told.same("bytes sent and nothing, by one worker", sent, 0)
     if known:
         per_s = max(sent, received) * sum(taken) / len(taken) / train_s
-        told.same("implied_bytes_per_s and it", moved.get("implied_bytes_per_s"), per_s)
+        told.same(
+            "implied_bytes_per_s and bytes per step / time", moved.get("implied_bytes_per_s"), per_s
+        )
     if known and told.servers:
         links = [[e["bytes_in"] + e["bytes_out"] for e in s["workers"]] for s in told.servers]
         per_s = max(map(sum, links)) / train_s
@@ -1036,10 +1038,12 @@ def generations_of(told: Told, jobs: list[Record], generations: list[Record]) ->
     block = told("elastic")
     pauses = [g["pause_s"] for g in generations if g["pause_s"] is not None]
     told.same("pauses.count and theirs", block["pauses"]["count"], len(pauses))
-    told.same("pauses.total_s and it", block["pauses"]["total_s"], sum(pauses), 1e-06, 1e-09)
+    told.same(
+        "pauses.total_s and the sum of all", block["pauses"]["total_s"], sum(pauses), 1e-06, 1e-09
+    )
     if None not in (block["idle_s"], block["allocated_s"]):
         idle_s = block["allocated_s"] - inside_s
-        told.same("elastic.idle_s and it", block["idle_s"], idle_s, 1e-06, 1.0)
+        told.same("elastic.idle_s and what no generation used", block["idle_s"], idle_s, 1e-06, 1.0)
     work = told.steps_run + block["steps_repeated"]
     told.same("steps of generations and steps run and repeated", taken, work)
     for worker in told.workers:
