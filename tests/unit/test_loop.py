@@ -7,6 +7,7 @@ import os
 import time
 from contextlib import contextmanager
 from itertools import accumulate
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,31 @@ def test_workers_share_out_the_test_set(data, monkeypatch, mesh, batch):
     accuracy = (logits.argmax(1) == y).double().mean()
     assert sum(s[0] for s in shares) == pytest.approx(float(loss), rel=1e-6)
     assert sum(s[1] for s in shares) == pytest.approx(float(accuracy), abs=1e-12)
+
+
+class LeavesOut(Classification):
+    """Has no loss of the first test sample alone: its class is left out, and the mean is 0 / 0."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def loss(self, outputs, targets):
+        return torch.nn.functional.cross_entropy(outputs, targets, ignore_index=self.first)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(3), Mesh(1, tensor=3), Mesh(1, stages=2)], ids=str)
+def test_what_does_not_count_is_not_asked_for_its_loss(data, monkeypatch, mesh):
+    """0 times a loss that is no number would be none, and so would be the loss of all workers."""
+    monkeypatch.setattr(loop, "eval_batch", lambda shape: 40)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
+    strategy, _ = single(network())
+    task = LeavesOut(int(data.test_batch(0, 1)[1]))
+    found = [loop.evaluate(strategy, data, task, r, mesh)[0] for r in range(mesh.workers)]
+    whole = loop.evaluate(strategy, data, task, 0, Mesh(1))[0]
+    assert isfinite(whole)
+    assert found == [whole] + [0.0] * (mesh.workers - 1) or found == [0.0] * (mesh.workers - 1) + [
+        whole
+    ]
 
 
 def test_warm_up_leaves_no_trace_with_dropout(data):

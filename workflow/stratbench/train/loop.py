@@ -488,8 +488,8 @@ def evaluate(
     """Mean loss, score, and the score's standard error, on the whole test set.
 
     The copies of the network divide the test set among them. Each worker calls the model equally often,
-    since a sharded forward is a collective; batches beyond the end do not count, and of the workers that
-    share a copy one counts.
+    since a sharded forward is a collective. The task sees what counts and nothing else: no batch beyond
+    the end, and of the workers that share a copy one worker's.
     """
     total, batch = data.test_samples, eval_batch(data.meta["shape"])
     rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
@@ -497,13 +497,11 @@ def evaluate(
     with strategy.evaluating() as model, torch.no_grad():
         for i in range(rounds):
             start = (i * mesh.replicas + share) * batch
-            if start < total:
-                x, y = data.test_batch(start, start + batch)
-                weight = 1.0 if mesh.speaks(rank) else 0.0
-            else:
-                x, y = data.test_batch(0, 1)
-                weight = 0.0
-            sums += weight * sums_of_batch(task, model(x), y)
+            counts = start < total and mesh.speaks(rank)
+            x, y = data.test_batch(start, start + batch) if start < total else data.test_batch(0, 1)
+            outputs = model(x)
+            if counts:
+                sums += sums_of_batch(task, outputs, y)
             if pulse is not None:
                 pulse.alive()
     if mesh.workers > 1:
