@@ -102,6 +102,7 @@ PLANTED = {
     ),
     "same-value-twice": (only(put("time", "train_time_s", value=123.45), "ddp"), "ddp"),
     "unequal-samples": (only(put("batch", "samples_seen", value=250_000), "ddp", 4), None),
+    "loss-in-parts": (only(put("task", "loss_adds_up", value=False)), None),
     "unequal-start": (only(put("model", "initial_weights_sha256", value="0" * 64), "fsdp"), None),
     "mixed-precision": (only(mixed_dtype, "fsdp"), None),
     "mixed-data": (only(put("data", "sha256", value="0" * 64), "fsdp"), None),

@@ -34,7 +34,7 @@ from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import users_code
 from stratbench.workload.network import sharding
-from stratbench.workload.tasks import Classification
+from stratbench.workload.tasks import NO_SUM, Classification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -359,6 +359,15 @@ class OneScore(Good):
 class Losses(Good):
     def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets, reduction="none")
+
+class Ignores(Good):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, ignore_index=6)
+
+class Weighs(Good):
+    def loss(self, outputs, targets):
+        total = F.cross_entropy(outputs, targets, ignore_index=6, reduction="sum")
+        return total, (targets != 6).sum()
 """
 #: A task that none can train by, and what the check and a cell say of it.
 BAD_TASKS = {
@@ -366,7 +375,7 @@ BAD_TASKS = {
     "OneScore": "score of outputs [2, 10] in float32 and targets [2] returned a tensor []; return the score "
     "of each answer, [2] or [2, ...]",
     "Losses": "loss of outputs [2, 10] in float32 and targets [2] returned a tensor [2]; return the mean, a "
-    "scalar that has a gradient",
+    "scalar that has a gradient, or (sum, weight)",
 }
 
 
@@ -409,6 +418,16 @@ def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypa
     text = check_text(checked)
     assert text.count("ddp: works with 2 workers\n") == 2
     assert f"Plain on digits, task '{blocks['y']['task']}'\n   cannot be trained: task '" in text
+
+
+def test_a_loss_that_is_no_mean_over_its_parts_is_told_and_trains(tmp_path, monkeypatch):
+    each = {"strategies": ["ddp", "ps-sync"]}
+    blocks = {"x": each | {"task": "Ignores"}, "y": each | {"task": "Weighs"}}
+    checked = check_tasks(tmp_path, monkeypatch, **blocks)
+    assert not checked.refused
+    ignores, weighs = check_text(checked).split("'\n   ")[1:]
+    assert f"   {NO_SUM}\n" in ignores
+    assert NO_SUM not in weighs
 
 
 @pytest.mark.parametrize("bad", ["OneScore", "Losses"])

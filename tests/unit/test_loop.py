@@ -7,7 +7,6 @@ import os
 import time
 from contextlib import contextmanager
 from itertools import accumulate
-from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
 from stratbench.train.restarts import attempts
 from stratbench.workload.data.device_data import DeviceData
-from stratbench.workload.tasks import Classification
+from stratbench.workload.tasks import Classification, Evaluated, evaluated
 
 LATE_S = 0.5
 
@@ -82,25 +81,42 @@ def train(
 @pytest.mark.parametrize("batch", [6, 40, 64])
 def test_workers_share_out_the_test_set(data, monkeypatch, mesh, batch):
     """Their sums make the whole, each sample once, though all call the model equally often."""
-    monkeypatch.setattr(loop, "eval_batch", lambda shape: batch)
-    monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
     model = network()
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
     strategy, _ = single(model)
-    shares, rounds = [], []
-    for rank in range(mesh.workers):
-        calls.clear()
-        shares.append(loop.evaluate(strategy, data, Classification(), rank, mesh))
-        rounds.append(len(calls))
+    found, rounds = evaluated_by_all(
+        strategy, data, Classification(), mesh, monkeypatch, batch, calls
+    )
     assert len(set(rounds)) == 1
     with torch.no_grad():
         x, y = data.test_batch(0, 40)
         logits = model.eval()(x).double()
     loss = torch.nn.functional.cross_entropy(logits, y)
     accuracy = (logits.argmax(1) == y).double().mean()
-    assert sum(s[0] for s in shares) == pytest.approx(float(loss), rel=1e-6)
-    assert sum(s[1] for s in shares) == pytest.approx(float(accuracy), abs=1e-12)
+    assert found.loss == pytest.approx(float(loss), rel=1e-6)
+    assert found.score == pytest.approx(float(accuracy), abs=1e-12)
+
+
+def evaluated_by_all(
+    strategy: Single,
+    data: DeviceData,
+    task: Classification,
+    mesh: Mesh,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    calls: list[int],
+) -> tuple[Evaluated, list[int]]:
+    """What the sums of all workers give, in batches of `batch`; how often each called the model."""
+    monkeypatch.setattr(loop, "eval_batch", lambda shape: batch)
+    told, rounds = [], []
+    monkeypatch.setattr(loop, "evaluated", told.append)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
+    for rank in range(mesh.workers):
+        calls.clear()
+        loop.evaluate(strategy, data, task, rank, mesh)
+        rounds.append(len(calls))
+    return evaluated([sum(each) for each in zip(*told, strict=True)]), rounds
 
 
 class LeavesOut(Classification):
@@ -116,16 +132,13 @@ class LeavesOut(Classification):
 @pytest.mark.parametrize("mesh", [Mesh(3), Mesh(1, tensor=3), Mesh(1, stages=2)], ids=str)
 def test_what_does_not_count_is_not_asked_for_its_loss(data, monkeypatch, mesh):
     """0 times a loss that is no number would be none, and so would be the loss of all workers."""
-    monkeypatch.setattr(loop, "eval_batch", lambda shape: 40)
-    monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
     strategy, _ = single(network())
     task = LeavesOut(int(data.test_batch(0, 1)[1]))
-    found = [loop.evaluate(strategy, data, task, r, mesh)[0] for r in range(mesh.workers)]
-    whole = loop.evaluate(strategy, data, task, 0, Mesh(1))[0]
-    assert isfinite(whole)
-    assert found == [whole] + [0.0] * (mesh.workers - 1) or found == [0.0] * (mesh.workers - 1) + [
-        whole
-    ]
+    found, _ = evaluated_by_all(strategy, data, task, mesh, monkeypatch, 40, [])
+    with torch.no_grad():
+        x, y = data.test_batch(0, 40)
+        loss = task.loss(strategy.model.eval()(x).double(), y)
+    assert found.loss == pytest.approx(float(loss), rel=1e-12)
 
 
 def test_warm_up_leaves_no_trace_with_dropout(data):

@@ -58,7 +58,8 @@ def test_batches_add_up_to_the_score_of_the_whole_test_set(name, parts):
         tasks.sums_of_batch(task, x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
-    loss, score, error = tasks.loss_and_score(sums.tolist(), 24)
+    loss, score, error, left_out = tasks.evaluated(sums.tolist())
+    assert left_out == 0
     flat = outputs.double().flatten(0, -2), targets.flatten()
     expected = torch.nn.functional.cross_entropy(*flat)
     assert loss == pytest.approx(float(expected), rel=1e-12)
@@ -81,6 +82,7 @@ def test_who_guesses_has_the_score_that_the_task_says():
 # --- a user's own ---------------------------------------------------------------------------------
 
 OWN = """
+import torch
 import torch.nn.functional as F
 
 class Top3:
@@ -125,6 +127,40 @@ class OneNumber(Top3):
 class Python(Top3):
     def score(self, outputs, targets):
         return 0.5
+
+class Counts(Top3):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="sum"), len(targets)
+
+class Ignores(Top3):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, ignore_index=6)
+
+class IgnoresRightly(Top3):
+    def loss(self, outputs, targets):
+        total = F.cross_entropy(outputs, targets, ignore_index=6, reduction="sum")
+        return total, (targets != 6).sum()
+
+class ByClass(Top3):
+    def loss(self, outputs, targets):
+        weight = torch.linspace(0.1, 3, outputs.shape[-1]).to(outputs)
+        return F.cross_entropy(outputs, targets, weight=weight)
+
+class Pairs(Top3):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+class PairsWeighed(Pairs):
+    def loss(self, outputs, targets):
+        return len(targets) * super().loss(outputs, targets), len(targets)
+
+class Below(Top3):
+    def loss(self, outputs, targets):
+        return outputs.sum(), -1.0
+
+class Three(Top3):
+    def loss(self, outputs, targets):
+        return outputs.sum(), 1.0, 2.0
 
 class Half(Top3):
     def loss(self, outputs, targets):
@@ -181,7 +217,7 @@ def checked(call: str) -> tasks.Task:
 def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
     task = checked(f"{own_tasks}:Top3")
     sums = tasks.sums_of_batch(task, torch.eye(5), torch.arange(5))
-    assert tasks.loss_and_score(sums.tolist(), 5)[1:] == (1.0, 0.0)
+    assert tasks.evaluated(sums.tolist())[1:] == (1.0, 0.0, 0)
     facts = tasks.facts_of_task(task, "mine", 10, (1, 8, 8), 1.2)
     assert (facts["score"], facts["guess"], facts["least_loss"]) == ("top-3 accuracy", None, None)
 
@@ -202,6 +238,8 @@ def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
         ("Detached", "without a gradient; return the mean"),
         ("OneNumber", r"a tensor \[\]; return the score of each answer"),
         ("Python", "score returned a float; return a tensor"),
+        ("Below", r"the weight -1.0; return a number of at least 0"),
+        ("Three", r"loss returned a \(Tensor, float, float\); return a tensor, or \(sum, weight\)"),
         ("Half", r"loss of outputs \[2, 10\] in float32 and targets \[2\] raised RuntimeError"),
     ],
 )
@@ -212,17 +250,88 @@ def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Top3", (False, True)),
+        ("Counts", (True, True)),
+        ("Ignores", (False, False)),
+        ("IgnoresRightly", (True, True)),
+        ("ByClass", (False, False)),
+        ("Pairs", (False, False)),
+        ("PairsWeighed", (True, False)),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_its_parts_is_known(own_tasks, name, kind):
+    task = tasks.own_task(f"{own_tasks}:{name}")
+    for classes in (10, 7, 12):
+        assert tasks.check_task(task, tasks.OwnTask(name), classes, [2]) == kind
+    facts = tasks.facts_of_task(task, name, 10, (1, 8, 8), None, tasks.LossKind(*kind))
+    assert (facts["loss_weighs"], facts["loss_adds_up"]) == kind
+
+
+def test_the_kind_of_a_loss_of_texts_and_of_values_is_known(own_tasks):
+    class Padded(tasks.NextToken):
+        def loss(self, outputs, targets):
+            found = torch.nn.functional.cross_entropy(
+                outputs.flatten(0, -2), targets.flatten(), ignore_index=11
+            )
+            return found
+
+    for task, targets, kind in (
+        (tasks.NextToken(), [2, 5], (False, True)),
+        (Padded(), [2, 5], (False, False)),
+        (tasks.own_task(f"{own_tasks}:Regression"), [2, 3], (False, True)),
+    ):
+        assert tasks.check_task(task, tasks.OwnTask("x"), 12, targets) == kind
+
+
+@pytest.mark.parametrize("parts", [[6], [1, 2, 3], [2, 2, 2]])
+def test_what_does_not_count_is_in_no_loss_and_no_score(parts):
+    """Nor in the standard error: that of a ratio of sums over samples."""
+
+    class Some(tasks.NextToken):
+        def loss(self, outputs, targets):
+            found = super().score(outputs, targets)
+            return found[targets != 0].sum(), (targets != 0).sum()
+
+        def score(self, outputs, targets):
+            return super().score(outputs, targets).masked_fill(targets == 0, math.nan)
+
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(6, 4, 5), torch.randint(1, 5, (6, 4))
+    targets[1], targets[3, 1:], targets[5, :2] = 0, 0, 0
+    sums = sum(
+        tasks.sums_of_batch(Some(), x, y)
+        for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
+    )
+    found = tasks.evaluated(sums.tolist())
+    each = tasks.NextToken().score(outputs.double(), targets)
+    counts = targets != 0
+    assert found.loss == pytest.approx(float(each[counts].mean()), rel=1e-12)
+    assert found.score == pytest.approx(found.loss, rel=1e-12)
+    assert found.left_out == int((~counts).sum())
+    off = ((each - found.score) * counts).sum(1)
+    assert found.error == pytest.approx(float(off.square().sum().sqrt() / counts.sum()), rel=1e-9)
+
+
+def test_where_nothing_counts_the_loss_is_0_and_there_is_no_score():
+    found = tasks.evaluated([0.0] * 7 + [12.0])
+    assert found.loss == 0.0
+    assert math.isnan(found.score)
+    assert found.left_out == 12
+
+
 def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
     for name, shape in (("Regression", [2, 3]), ("Spread", [2, 3, 2])):
         call = f"{own_tasks}:{name}"
         task = tasks.own_task(call)
         assert tasks.outputs_of(task, [2, 3], 3) == shape
         tasks.check_task(task, tasks.OwnTask(call), 3, [2, 3])
-        loss, score, _ = tasks.loss_and_score(
-            tasks.sums_of_batch(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3)).tolist(), 2
-        )
-        assert score == 1.0
-        assert loss > 0
+        sums = tasks.sums_of_batch(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
+        found = tasks.evaluated(sums.tolist())
+        assert found.score == 1.0
+        assert found.loss > 0
     with pytest.raises(ModelError, match=r"outputs of targets \[2, 3\] are \[\]; return the shape"):
         tasks.outputs_of(tasks.own_task(f"{own_tasks}:Empty"), [2, 3], 3)
     with pytest.raises(ModelError, match=r":Raises': its outputs of \[2, 3\] raised IndexError"):

@@ -176,6 +176,27 @@ def test_traits_follow_options_and_the_number_of_workers(name, options, gpus, ex
     assert {key: said[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "gpus", "equals", "alone"),
+    [
+        ("single", {}, 1, True, True),
+        ("ddp", {}, 4, True, True),
+        ("ps-sync", {}, 4, True, True),
+        ("tensor", {"tensor_workers": 2}, 4, False, True),
+        ("pipeline", {"microbatches": 4}, 4, True, False),
+        ("pipeline", {"microbatches": 8}, 4, False, False),
+        ("pipeline", {"microbatches": 8}, 1, False, False),
+    ],
+)
+def test_a_loss_that_does_not_add_up_trains_alike_in_equal_parts_only(
+    name, options, gpus, equals, alone
+):
+    given = (name, option_defaults(name) | options, gpus)
+    said, usual = traits_of(*given, adds_up=False), traits_of(*given)
+    assert (said.equals_ddp, said.synchronous_alone) == (equals, alone)
+    assert usual.equals_ddp
+
+
 class Renamed(class_of_policy("ps-ssp")):
     """A policy's strategy under a name of its own."""
 

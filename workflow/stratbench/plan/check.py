@@ -252,9 +252,16 @@ def check_network(request: Request) -> CheckResult:
 
 
 def _found_of(request: Request) -> CheckResult:
+    _, kind = tasks.tried_task(
+        request.settings, request.input_shape, request.classes, request.values
+    )
+    found = _found_of_network(request)
+    return found if kind.adds_up else replace(found, remarks=[*found.remarks, tasks.NO_SUM])
+
+
+def _found_of_network(request: Request) -> CheckResult:
     from stratbench.workload.network.trial import NeedsData
 
-    tasks.tried_task(request.settings, request.input_shape, request.classes, request.values)
     try:
         return _tried(request, on_fakes=True)
     except NeedsData as error:

@@ -74,6 +74,7 @@ class Channel:
         self._done = False
         self._closing = threading.Event()
         self._staging: Staging | None = None
+        self._weight = 1.0  # of the push at hand
         self._lock = threading.Lock()
 
     @classmethod
@@ -178,7 +179,7 @@ class Channel:
         self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
         if self.flat.is_mirrored:
             pushes = self._push_buffers, self._push_shards, self._end_push
-            self._staging = Staging(self.flat, self._bounds, *pushes, self.scale)
+            self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._weigh)
             self._staging.fetch_initial()  # the warm-up delivers what is here
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
         self._weight_bytes = as_bytes(self.flat.host.weights)
@@ -243,6 +244,16 @@ class Channel:
         if self._staging is not None:
             self._expect()
             self._staging.arm()
+
+    def weigh(self, weight: torch.Tensor) -> None:
+        """Say what the next push weighs where a step's pushes are averaged, a scalar; before `arm`."""
+        if self._staging is not None:
+            self._staging.weight = weight
+        else:
+            self._weigh(weight)
+
+    def _weigh(self, weight: torch.Tensor) -> None:
+        self._weight = float(weight)
 
     def push_pull(self) -> Ticket | Evaluation | None:
         """Push `flat.grads` and the buffers for the ticket at hand; wait for weights and a ticket.
@@ -388,7 +399,9 @@ class Channel:
 
     def _push_to(self, link: Link, shards: range, ticket: int) -> None:
         if link.transport == "shm":
-            self._send(link, Frame(Kind.PUSH, shards.start, len(shards), ticket))
+            self._send(
+                link, Frame(Kind.PUSH, shards.start, len(shards), ticket, weight=self._weight)
+            )
             start, stop = self._bounds[shards.start][0], self._bounds[shards.stop - 1][1]
             link.bytes_out += (stop - start) * self._itemsize
             return
@@ -397,7 +410,7 @@ class Channel:
             if self._grads is not self.flat.host.grads:
                 self._grads[start:stop].copy_(self.flat.host.grads[start:stop])
             payload = as_bytes(self._grads[start:stop])
-            self._send(link, Frame(Kind.PUSH, shard, 1, ticket), payload)
+            self._send(link, Frame(Kind.PUSH, shard, 1, ticket, weight=self._weight), payload)
             link.bytes_out += len(payload)
 
     def _queue(self, link: Link, frame: Frame) -> None:

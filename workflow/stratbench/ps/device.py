@@ -72,11 +72,16 @@ class Staging:
         push_shards: Callable[[int, int], None],
         end_push: Callable[[bool], None],
         scale: LossScale | None,
+        weigh: Callable[[torch.Tensor], None] = lambda weight: None,
     ) -> None:
         """`push_buffers()` and `push_shards(first, stop)` send what has arrived on the host.
 
-        With a `scale`, `end_push(overflowed)` sends the verdict behind them.
+        With a `scale`, `end_push(overflowed)` sends the verdict behind them. `weigh` is given `weight`
+        before them, once it has arrived.
         """
+        #: On the device, what the next push weighs; None: what each push does.
+        self.weight: torch.Tensor | None = None
+        self._weigh, self._own_weight = weigh, host_scalar(flat.device, torch.float64)
         self.armed = self.overflowed = False
         self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
         self._end_push, self._scale = end_push, scale
@@ -125,6 +130,8 @@ class Staging:
                 self._unscaler.begin(self._scale)
         self._sender = threading.Thread(target=self._send_copied, daemon=True)
         self._sender.start()
+        if self.weight is not None:
+            self._copy(self.weight, self._own_weight, lambda: self._weigh(self._own_weight))
         # Running statistics are final after the forward.
         self._copy(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
 

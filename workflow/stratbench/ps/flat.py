@@ -145,9 +145,9 @@ def copied_into(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Ten
     return view
 
 
-def host_scalar(device: torch.device) -> torch.Tensor:
-    """A float32 of shape [1] on the host, to which `device` can copy without the host's waiting."""
-    scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.float32, count=1)
+def host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A number of shape [1] on the host, to which `device` can copy without the host's waiting."""
+    scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=dtype, count=1)
     if device.type == "cuda":
         _pin(scalar)
     return scalar

@@ -223,6 +223,7 @@ class Member:
         self.last_ticket = 0
         self.todo: set[int] = set()  # shards of that ticket still to come
         self.held: list[int] = []  # shards that have come, and BUFFERS: they may have overflowed
+        self.weight = 1.0  # of what has come
         #: What shall be sent: shard numbers, (frame, payload), None at the end.
         self._outbox: deque[Any] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # as often as something is put

@@ -55,7 +55,12 @@ class Shard:
         self._spare: Tensor | None = None  # one of these that nobody reads any more
 
     def push(
-        self, worker: int, ticket: int, grad: Tensor | None, alive: Callable[[], bool]
+        self,
+        worker: int,
+        ticket: int,
+        grad: Tensor | None,
+        alive: Callable[[], bool],
+        weight: float = 1.0,
     ) -> None:
         """Take `worker`'s gradient, shape [n], for `ticket`; None: the step was skipped.
 
@@ -72,6 +77,7 @@ class Shard:
                 grad = None
             if self._lr_share is not None:
                 self.policy.lr_share = self._lr_share(len(self._taken))
+            self.policy.push_weight = weight
             self._before_change()
             started = time.perf_counter()
             self._apply(worker, grad)

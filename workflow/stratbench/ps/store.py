@@ -121,6 +121,7 @@ class Store:
             if k != BUFFERS and k not in member.todo:
                 raise ProtocolError(f"malformed frame: shard {k} was pushed already")
             member.lane.receive(k)
+            member.weight = frame.weight
             member.bytes_in += member.lane.moved_bytes(k)
             if member.scaled:
                 member.held.append(k)
@@ -133,7 +134,7 @@ class Store:
         if k == BUFFERS:
             self.buffers.push(member.place, received, member.is_alive)
         else:
-            self.shards[k].push(member.place, ticket, received, member.is_alive)
+            self.shards[k].push(member.place, ticket, received, member.is_alive, member.weight)
 
     def apply(self, member: Member, ticket: int) -> None:
         """Take what was held of the member's ticket, which must be all of it."""

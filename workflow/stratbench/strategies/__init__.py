@@ -70,16 +70,26 @@ def traits_of(
     gpus: int,
     moves_by_zeros: bool = False,
     elastic: bool = False,
+    adds_up: bool = True,
 ) -> Traits:
     """What is true of the strategy registered as `name`, with these options, on `gpus` workers.
 
     `moves_by_zeros`: of a network of which it moves parameters in steps that have no gradient for them
     (`acceptance.moves_by_zeros`), which one process and DDP leave as they are. `elastic`: workers that end
-    are replaced.
+    are replaced. `adds_up`: whether the loss of a batch is the mean over its parts; where it is not, parts
+    of other sizes train something else.
     """
-    traits = make_strategy(name, options).traits(gpus)
+    strategy = make_strategy(name, options)
+    traits = strategy.traits(gpus)
     if elastic:
         traits = replace(traits, ends_with_a_worker=False)
+    if not adds_up:
+        parts = strategy.mesh(gpus).replicas * strategy.parts  # DDP has one for each worker
+        traits = replace(
+            traits,
+            synchronous_alone=traits.synchronous_alone and strategy.parts == 1,
+            equals_ddp=traits.equals_ddp and parts == gpus,
+        )
     if not moves_by_zeros:
         return traits
     return replace(traits, synchronous_alone=False, equals_ddp=False)

@@ -9,6 +9,7 @@ reads strategies' names and options on every parse.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from stratbench.cell.options import Options, disown
 from stratbench.cell.text.words import names_text
 from stratbench.strategies.mesh import Mesh
 from stratbench.workload.network.precision import autocast, effective_dtypes
-from stratbench.workload.tasks import Classification, Task
+from stratbench.workload.tasks import Classification, Task, loss_and_weight, ratio
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,6 +97,8 @@ class Worker:
     mark: Callable[[str], None] = lambda phase: None
     #: What is learnt.
     task: Task = field(default_factory=Classification)
+    #: Whether its loss is a sum and a weight (`tasks.LossKind`).
+    weighs: bool = False
     #: Steps of all epochs together, over which a schedule changes the learning rate.
     total_steps: int = 1
     #: What counts compilations, where the settings ask for torch.compile.
@@ -380,7 +383,10 @@ class Strategy:
         raise NotImplementedError
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One training step; returns the batch's mean loss on the device, unsynchronised."""
+        """One training step; returns the batch's mean loss on the device, unsynchronised.
+
+        The mean over the workers is the global batch's, also of a task that weighs.
+        """
         raise NotImplementedError
 
     @contextmanager
@@ -505,6 +511,8 @@ class Collective(Strategy):
 
     def reset(self) -> None:
         self.steps, self.scaler = 0, None
+        #: Of a task that weighs: what each part of the batch that is computed now weighs.
+        self.weights: list[Tensor] = []
         if self.worker.settings.precision == "fp16":
             from stratbench.strategies.scaler import SharedScaler
 
@@ -548,12 +556,65 @@ class Collective(Strategy):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with autocast(self.worker.settings.precision, self.worker.device):
-            return self.worker.task.loss(self.compiled(x), y)
+            return self.loss_of(self.compiled(x), y)
+
+    def loss_of(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a part of the batch, from which backward begins.
+
+        Of a task that weighs, as if each target weighed 1: what they do weigh is known when all parts of
+        all workers are through, and then `divide_by_weight` sets it right.
+        """
+        from stratbench.telemetry.shards import local_part
+
+        loss, weight = loss_and_weight(self.worker.task, outputs, y)
+        if weight is None:
+            return loss
+        self.weights.append(local_part(weight))
+        return loss * (self.worker.settings.accumulate * self.parts / self.full_weight(y))
+
+    def full_weight(self, y: Tensor) -> float:
+        """What the batch of a worker weighs where each target weighs 1; `y`: targets of some samples."""
+        return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
+
+    def divide_by_weight(self, loss: Tensor, full: float) -> Tensor:
+        """Make gradients and loss those of the sum over the global batch, divided by what that weighs."""
+        import torch
+
+        own = torch.zeros((), dtype=torch.float64, device=self.worker.device)
+        for weight in self.weights:
+            own += weight
+        self.weights.clear()
+        factor = ratio(full, self.mean_weight(own))
+        alike: dict[Any, list[Tensor]] = {}
+        for gradient in self.gradients():
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in alike.items():
+            torch._foreach_mul_(gradients, factor.to(device, dtype))
+        return loss * factor.to(loss.dtype)
+
+    def mean_weight(self, own: Tensor) -> Tensor:
+        """What the batches of the copies of the network weigh in the mean; `own`: this worker's."""
+        import torch.distributed as dist
+
+        w = self.worker
+        if w.world_size > 1:
+            if not w.mesh.speaks(w.rank):
+                own.zero_()
+            dist.all_reduce(own)
+        return own / w.mesh.replicas
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that the update goes by, as far as this worker holds them."""
+        from stratbench.telemetry.shards import local_part
+
+        return [local_part(t.grad) for t in self.local if t.grad is not None]
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         parts = self.worker.settings.accumulate
         loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
         self.link_gradients()
+        if self.worker.weighs:
+            loss = self.divide_by_weight(loss, self.full_weight(y))
         self.before_update()
         self.update()
         self.steps += 1

@@ -243,6 +243,9 @@ class DeepSpeed(Counted):
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)  # a part's loss is divided already
 
+    def gradients(self) -> list[Tensor]:
+        return [g for gradients in self.zero.averaged_gradients.values() for g in gradients]
+
     def clip(self, norm: float) -> None:
         """The engine does it."""
 

@@ -20,6 +20,7 @@ from stratbench.ps.server_config import ElasticConfig, ServerConfig
 from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
 from stratbench.workload.network.precision import autocast, effective_dtypes
+from stratbench.workload.tasks import loss_and_weight, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -325,9 +326,20 @@ class ParameterServer(base.Strategy):
         return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One training step, as in other strategies; of a task that weighs it returns sum and weight [2].
+
+        The weight of the global batch no worker knows.
+        """
+        import torch
+
         mark = self.worker.mark
         with autocast(self.worker.settings.precision, self.worker.device):
-            loss = self.worker.task.loss(self.compiled(x), y)
+            loss, weight = loss_and_weight(self.worker.task, self.compiled(x), y)
+        told = loss.detach()
+        if weight is not None:  # a push is a mean, too; a mean of several goes by their weights
+            told = torch.stack([told.double(), weight])
+            loss = loss * ratio(1.0, weight).to(loss.dtype)
+            self.channel.weigh(weight / y.numel())
         mark("forward")
         if self.worker.settings.slowdown:
             self.worker.delay()
@@ -340,7 +352,7 @@ class ParameterServer(base.Strategy):
         if self._exchange is not None:
             self._exchange()
             mark("server")
-        return loss.detach()
+        return told
 
     @property
     def is_evaluator(self) -> bool:

@@ -86,7 +86,7 @@ def measure_step_s(
     from stratbench.telemetry.clock import synchronise
     from stratbench.workload.data.device_data import example_batch
     from stratbench.workload.network.precision import autocast, batch_format
-    from stratbench.workload.tasks import takes_values, task_of
+    from stratbench.workload.tasks import loss_and_weight, takes_values, task_of
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
@@ -100,7 +100,7 @@ def measure_step_s(
         synchronise(device)
         begun = time.perf_counter()
         with autocast(s.precision, device):
-            loss = task.loss(model(x), y)
+            loss, _ = loss_and_weight(task, model(x), y)
         loss.backward()
         synchronise(device)
         times.append(time.perf_counter() - begun)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -104,7 +105,8 @@ def strategy_entry(s: Settings, worker: dict[str, Any]) -> dict[str, Any]:
     """The record's `strategy`; `worker`: what one says of it."""
     details = worker.get("strategy", {}).get("details", {})
     by_zeros = bool(details.get("moved_by_zeros"))
-    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros, s.elastic)
+    adds_up = worker.get("task", {}).get("loss_adds_up") is not False
+    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros, s.elastic, adds_up)
     return {
         "name": s.strategy,
         "kind": strategy_class(s.strategy).kind,
@@ -241,12 +243,8 @@ def served_run(
         ends = ends[: len(evaluated)] if evaluated else ends
     tickets = first["tickets_settled"] - after_the_end(first)
     for entry in per_epoch:
-        parts = [w["losses"].get(str(entry["epoch"] - 1), (0.0, 0)) for w in workers]
-        steps = sum(
-            n for _, n in parts
-        )  # none where those who took them were lost before they told
-        if steps and all(total is not None for total, _ in parts):
-            entry["train_loss"] = sum(t for t, _ in parts) / steps
+        told = [w["losses"].get(str(entry["epoch"] - 1), {}) for w in workers]
+        entry["train_loss"] = mean_loss(told)
     return {
         "train_time_s": max(server["train_time_s"] for server in timed),
         "samples_seen": tickets * samples_per_step,
@@ -255,6 +253,24 @@ def served_run(
         "epoch_times_s": [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)],
         "per_epoch": per_epoch,
     }
+
+
+def mean_loss(told: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
+    """The mean training loss of an epoch, of what each worker told of it (`loop.Result.losses`).
+
+    None where a loss was not finite, or those who took all steps were lost before they told.
+    """
+    steps: dict[str, list[tuple[float | None, float]]] = {}
+    for each in told:
+        for number, sums in each.items():
+            steps.setdefault(number, []).append(sums)
+    if not steps or any(total is None for parts in steps.values() for total, _ in parts):
+        return None
+    means = []
+    for parts in steps.values():
+        weight = sum(w for _, w in parts)
+        means.append(sum(t for t, _ in parts) / weight if weight else 0.0)
+    return statistics.fmean(means)
 
 
 def after_the_end(server: dict[str, Any]) -> int:

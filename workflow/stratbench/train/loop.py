@@ -33,7 +33,7 @@ from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.restarts.keeping import Keeper
 from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
-from stratbench.workload.tasks import Task, loss_and_score, sums_of_batch
+from stratbench.workload.tasks import Evaluated, Task, evaluated, sums_of_batch
 
 
 @dataclass
@@ -61,8 +61,9 @@ class Result:
     steps: int
     samples: int
     memory: dict[str, Any]
-    #: Parameter server: sum and number of this worker's batch losses in each epoch.
-    losses: dict[int, tuple[float, int]] = field(default_factory=dict)
+    #: Parameter server: of each epoch the sum and number of this worker's batch losses; of a task that
+    #: weighs, by the number of the step, sums and weights of its batches.
+    losses: dict[int, dict[int, tuple[float | None, float]]] = field(default_factory=dict)
     #: Of a worker that keeps checkpoints: how many, and what they cost.
     checkpoints: dict[str, Any] | None = None
 
@@ -112,14 +113,14 @@ def train(
             report_steps(steps, in_all, clock, worker)
         else:
             with phases("eval"):
-                evaluated = evaluate(
+                found = evaluate(
                     strategy, data, worker.task, worker.rank, worker.mesh, worker.pulse
                 )
-            entry = epoch_entry(epoch, clock.train_time_s, loss, evaluated)
+            entry = epoch_entry(epoch, clock.train_time_s, loss, found)
             strategy.check_alike()
             progress.add(entry)
             report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
-            mean_losses["test"] = evaluated[0]
+            mean_losses["test"] = found.loss
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
         if reason := why_diverged(mean_losses, where):
             break
@@ -168,8 +169,8 @@ def train_with_server(
     memory.start()
     clock = StepClock(worker.device, worker.pulse, strategy.own_phases)
     worker.mark = clock.mark
-    losses: dict[int, list[torch.Tensor]] = {}
-    samples = 0
+    losses: dict[int, dict[int, list[torch.Tensor]]] = {}
+    samples = taken = 0
     reports = ThreadPoolExecutor(1)  # a slow disk must not hold up a step
     tables(0)
     settle_garbage()
@@ -187,25 +188,40 @@ def train_with_server(
             order, augmentation = tables(likely[0])
             data.expect(order[likely[1]], augmentation)
         clock.mark("data")
-        losses.setdefault(epoch, []).append(strategy.step(x, y))
+        step = where.start // s.global_batch if worker.weighs else 0
+        losses.setdefault(epoch, {}).setdefault(step, []).append(strategy.step(x, y))
         clock.tick()
         samples += len(y)
+        taken += 1
     if clock.running:
         clock.end()
     reports.shutdown()
     if samples:
         log.write("train", "end")
     used = memory.read()
-    sums = {e: (float(torch.stack(v).double().sum()), len(v)) for e, v in losses.items()}
-    diverged = [f"training loss of epoch {e + 1}" for e, (x, _) in sums.items() if not isfinite(x)]
+    sums = {e: {n: summed(v) for n, v in steps.items()} for e, steps in losses.items()}
+    diverged = [
+        f"training loss of epoch {e + 1}"
+        for e, steps in sums.items()
+        if not isfinite(sum(x for x, _ in steps.values()))
+    ]
+    told = {e: {n: (finite(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()}
     if strategy.is_evaluator and not s.steps and not s.elastic:
         with phases("eval"):
             diverged += evaluate_epochs(strategy, data, worker, progress)
     reason = f"the {diverged[0]} is not a finite number" if diverged else None
     return Result(
-        "diverged" if reason else "ok", reason, clock, progress, sum(n for _, n in sums.values()),
-        samples, used, {e: (finite(x), n) for e, (x, n) in sums.items()},
+        "diverged" if reason else "ok", reason, clock, progress, taken, samples, used, told,
     )  # fmt: skip
+
+
+def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
+    """The sum of some batches' losses and their number; of sums with their weights [2], the sum of both."""
+    stacked = torch.stack(losses).double()
+    if stacked.dim() == 1:
+        return float(stacked.sum()), len(losses)
+    total, weight = stacked.sum(0).tolist()
+    return total, weight
 
 
 def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
@@ -249,8 +265,8 @@ def served_entry(
     strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
     """The entry of an epoch whose state of the servers the model has; the launcher has all losses."""
-    evaluated = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.pulse)
-    entry = epoch_entry(epoch, train_time_s, None, evaluated)
+    found = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.pulse)
+    entry = epoch_entry(epoch, train_time_s, None, found)
     print(
         f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
         f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",
@@ -260,17 +276,17 @@ def served_entry(
 
 
 def epoch_entry(
-    epoch: int, train_time_s: float, train_loss: float | None, evaluated: tuple[float, float, float]
+    epoch: int, train_time_s: float, train_loss: float | None, found: Evaluated
 ) -> dict[str, Any]:
-    """What a record holds of an epoch, counted from 0 here; `evaluated`: what `evaluate` gave."""
-    test_loss, score, error = evaluated
+    """What a record holds of an epoch, counted from 0 here; `found`: what `evaluate` gave."""
     return {
         "epoch": epoch + 1,
         "train_time_s": train_time_s,
         "train_loss": finite(train_loss),
-        "test_loss": finite(test_loss),
-        "score": finite(score),
-        "score_error": finite(error),
+        "test_loss": finite(found.loss),
+        "score": finite(found.score),
+        "score_error": finite(found.error),
+        **({"answers_left_out": found.left_out} if found.left_out else {}),
     }
 
 
@@ -484,8 +500,8 @@ def evaluate(
     rank: int,
     mesh: Mesh,
     pulse: Pulse | None = None,
-) -> tuple[float, float, float]:
-    """Mean loss, score, and the score's standard error, on the whole test set.
+) -> Evaluated:
+    """Mean loss and score on the whole test set.
 
     The copies of the network divide the test set among them. Each worker calls the model equally often,
     since a sharded forward is a collective. The task sees what counts and nothing else: no batch beyond
@@ -493,7 +509,7 @@ def evaluate(
     """
     total, batch = data.test_samples, eval_batch(data.meta["shape"])
     rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
-    sums = torch.zeros(3, dtype=torch.float64, device=data.device)
+    sums = torch.zeros(8, dtype=torch.float64, device=data.device)
     with strategy.evaluating() as model, torch.no_grad():
         for i in range(rounds):
             start = (i * mesh.replicas + share) * batch
@@ -506,7 +522,7 @@ def evaluate(
                 pulse.alive()
     if mesh.workers > 1:
         dist.all_reduce(sums)
-    return loss_and_score(sums.tolist(), total)
+    return evaluated(sums.tolist())
 
 
 def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:

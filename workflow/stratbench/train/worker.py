@@ -155,6 +155,7 @@ class Built(NamedTuple):
     #: Of a sample, as the network takes it.
     shape: tuple[int, ...]
     task: tasks.Task
+    loss_kind: tasks.LossKind
     #: The sharding groups in forward order: (label, modules).
     groups: list[tuple[str, list[nn.Module]]]
     #: A step of a user's network.
@@ -235,6 +236,7 @@ def set_up(
         wrap_groups=built.groups,
         delay=slowdown.wait,
         task=built.task,
+        weighs=built.loss_kind.weighs,
         total_steps=s.total_steps(data.train_samples),
         input_shape=built.shape,
         trial=built.trial,
@@ -252,10 +254,10 @@ def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: D
     """Add to what a worker measured what the record says of its network, its device and its delays."""
     built, s = ready.built, ready.worker.settings
     name, classes = tasks.name_of_task(s, built.shape), built.facts["classes"]
-    least = data.meta.get("least_loss")
+    least, kind = data.meta.get("least_loss"), built.loss_kind
     measured |= {
         "model": built.facts,
-        "task": tasks.facts_of_task(built.task, name, classes, built.shape, least),
+        "task": tasks.facts_of_task(built.task, name, classes, built.shape, least, kind),
         "wrap_groups": built.group_sizes if strategy.uses_wrap_groups else [],
         "provenance": worker_provenance(ready.worker.device),
     }
@@ -311,7 +313,7 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
         "batchnorm": models.has_batchnorm(model),
         "dropout": models.has_dropout(model),
     }
-    task = tasks.tried_task(s, shape, classes, data.meta.get("values", False))
+    task, kind = tasks.tried_task(s, shape, classes, data.meta.get("values", False))
     groups = models.wrap_groups(network, model)
     group_sizes = [
         {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}
@@ -323,7 +325,7 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
         samples = strategy.samples_per_step(s)
         acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
         trial = models.trial_of(network, model, classes, shape, groups, task)
-    return Built(network, model, shape, task, groups, trial, facts, group_sizes)
+    return Built(network, model, shape, task, kind, groups, trial, facts, group_sizes)
 
 
 def flops_of(s: Settings, built: Built) -> dict[str, int]:

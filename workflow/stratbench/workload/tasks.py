@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stratbench.workload.users_code import ModelError, callable_of, error_text, fault_of_call
 
@@ -44,12 +44,21 @@ class Task:
         """The shape of the outputs for targets of a shape; `classes`, or how many values a target has."""
         return targets if self.targets == "values" else (*targets, classes)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss, a scalar: what training makes small."""
+    def loss(
+        self, outputs: Tensor, targets: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor | int | float]:
+        """The mean loss, a scalar: what training makes small. Or a sum and its weight.
+
+        A sum, also a scalar, is divided by what the whole global batch weighs, such as the number of its
+        targets that count: whatever parts the batch is computed in, their loss is that of the whole.
+        """
         raise NotImplementedError
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The score of each answer: [batch], or [batch, ...] where a sample has several answers."""
+        """The score of each answer: [batch], or [batch, ...] where a sample has several answers.
+
+        NaN where an answer does not count.
+        """
         raise NotImplementedError
 
     def guess(self, classes: int) -> float | None:
@@ -100,6 +109,10 @@ class NextToken(_CrossEntropy):
 _WORD = re.compile(r"[A-Za-z0-9 %/._^()+-]{1,40}", re.ASCII)
 #: The tasks by the names that config.yaml has for them.
 TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken}
+
+
+#: Of how many numbers, about, the outputs are whose loss is compared with that of their halves.
+TRIED_NUMBERS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -183,18 +196,35 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
     return shape
 
 
-def tried_task(s: Settings, shape: Sequence[int], classes: int, values: bool) -> Task:
-    """A cell's task, a user's after `check_task` has tried it on two samples of this shape.
+class LossKind(NamedTuple):
+    """How the loss of a batch is made of those of its parts."""
+
+    #: Whether the task gives a sum and its weight, and no mean.
+    weighs: bool = False
+    #: Whether the loss of a batch is the mean over equal parts of it, or its sum and weight are their sums.
+    adds_up: bool = True
+
+
+#: Why strategies train different things where a loss does not add up, and the remedy.
+NO_SUM = (
+    "its loss over a batch is not the mean over the batch's parts: workers, parts (accumulate) and "
+    "micro-batches of other sizes train something else; return (sum, weight), or compare equal parts only"
+)
+
+
+def tried_task(
+    s: Settings, shape: Sequence[int], classes: int, values: bool
+) -> tuple[Task, LossKind]:
+    """A cell's task and the kind of its loss, a user's after `check_task` has tried it.
 
     What a cell does before it trains, and the check before any does. `values`: whether the targets are
     values, `classes` for each sample, and no class numbers. ModelError as of both.
     """
     task = task_of(s, shape, values)
-    if s.own_task:
-        each = shape if natural_task(shape) == "next-token" else (classes,) if values else ()
-        targets = (2, *each)
-        check_task(task, OwnTask(s.own_task["call"]), classes, targets)
-    return task
+    if not s.own_task:
+        return task, LossKind()
+    each = shape if natural_task(shape) == "next-token" else (classes,) if values else ()
+    return task, check_task(task, OwnTask(s.own_task["call"]), classes, (2, *each))
 
 
 def own_task(call: str) -> Task:
@@ -231,10 +261,11 @@ def own_task(call: str) -> Task:
     return task
 
 
-def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> None:
-    """ModelError where a task does not take outputs for such targets or gives no loss or score.
+def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
+    """Try a task on outputs for such targets; returns the kind of its loss.
 
-    In float32 as training computes, and in float64 as the evaluation does.
+    In float32 as training computes, and in float64 as the evaluation does. ModelError where it does not
+    take them or gives no loss or score.
     """
     import torch
 
@@ -245,32 +276,99 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
             shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
         ).requires_grad_()
         given = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
-        results = {}
-        for name in ("loss", "score"):
-            try:
-                results[name] = getattr(task, name)(x, y)
-            except Exception as e:
-                raise ModelError(f"{what}: {name} of {given} raised {error_text(e)}") from e
-            if not isinstance(results[name], torch.Tensor):
-                kind = type(results[name]).__name__
-                raise ModelError(f"{what}: {name} returned a {kind}; return a tensor")
-        if results["loss"].dim() or not results["loss"].requires_grad:
+        loss, _ = _tried_loss(task, what, x, y, given)
+        if loss.dim() or not loss.requires_grad:
             raise ModelError(
-                f"{what}: loss of {given} returned a tensor {list(results['loss'].shape)}"
-                f"{'' if results['loss'].requires_grad else ' without a gradient'}; return the mean, a "
-                "scalar that has a gradient"
+                f"{what}: loss of {given} returned a tensor {list(loss.shape)}"
+                f"{'' if loss.requires_grad else ' without a gradient'}; return the mean, a "
+                "scalar that has a gradient, or (sum, weight)"
             )
-        if list(results["score"].shape[:1]) != list(targets[:1]):
+        try:
+            score = task.score(x, y)
+        except Exception as e:
+            raise ModelError(f"{what}: score of {given} raised {error_text(e)}") from e
+        if not isinstance(score, torch.Tensor):
+            raise ModelError(f"{what}: score returned a {type(score).__name__}; return a tensor")
+        if list(score.shape[:1]) != list(targets[:1]):
             raise ModelError(
-                f"{what}: score of {given} returned a tensor {list(results['score'].shape)}; return the "
+                f"{what}: score of {given} returned a tensor {list(score.shape)}; return the "
                 f"score of each answer, [{targets[0]}] or [{targets[0]}, ...]"
             )
+    return _kind_of_loss(task, what, classes, targets)
+
+
+def _tried_loss(
+    task: Task, what: OwnTask, x: Tensor, y: Tensor, given: str
+) -> tuple[Tensor, Tensor | None]:
+    """The loss and its weight; ModelError in a sentence where it is no such thing. `given`: x and y."""
+    import torch
+
+    try:
+        found = task.loss(x, y)
+    except Exception as e:
+        raise ModelError(f"{what}: loss of {given} raised {error_text(e)}") from e
+    parts = found if isinstance(found, tuple) else (found,)
+    number = isinstance(parts[-1], torch.Tensor) or (
+        len(parts) == 2 and type(parts[-1]) in (int, float)
+    )
+    if not (len(parts) <= 2 and isinstance(parts[0], torch.Tensor) and number):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        kinds = f"({kinds})" if isinstance(found, tuple) else kinds
+        raise ModelError(f"{what}: loss returned a {kinds}; return a tensor, or (sum, weight)")
+    loss, weight = loss_and_weight(task, x, y)
+    if weight is not None and (weight.dim() or not 0 <= float(weight) < math.inf):
+        raise ModelError(
+            f"{what}: loss of {given} returned the weight {weight.tolist()}; return a number of at least 0"
+        )
+    return loss, weight
+
+
+def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
+    """The loss of a batch with targets of many kinds, beside those of its halves."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    if takes_values(task):
+        half = 3
+        y = torch.randn((2 * half, *targets[1:]), dtype=torch.float64, generator=draw)
+    else:
+        each = math.prod(targets[1:])
+        half = max(3, min(classes + 1, TRIED_NUMBERS // (2 * classes))) if each == 1 else 1
+        number = torch.arange(half * each)
+        # What stands for no class is one of the first or the last, which come first.
+        varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
+        # Whichever class does not count, the halves have other numbers of it.
+        y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *targets[1:])
+    x = torch.randn(outputs_of(task, y.shape, classes), dtype=torch.float64, generator=draw)
+    given = f"outputs {list(x.shape)} in float64 and targets {list(y.shape)}"
+    found = []
+    for a, b in ((x, y), (x[:half], y[:half]), (x[half:], y[half:])):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            loss, weight = _tried_loss(task, what, a.requires_grad_(), b, given)
+        found.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
+    weighs = weight is not None
+    (loss, weight), *halves = found
+    sums = [sum(each) / (1 if weighs else 2) for each in zip(*halves, strict=True)]
+    adds_up = all(
+        math.isclose(whole, of_parts, rel_tol=1e-9, abs_tol=1e-12)
+        for whole, of_parts in zip((loss, weight), sums, strict=True)
+    )
+    return LossKind(weighs, adds_up)
 
 
 def facts_of_task(
-    task: Task, name: str, classes: int, shape: Sequence[int], least_loss: float | None
+    task: Task,
+    name: str,
+    classes: int,
+    shape: Sequence[int],
+    least_loss: float | None,
+    kind: LossKind | None = None,
 ) -> Mapping[str, Any]:
-    """What a record says of its cell's task; all that tables, figures and decisions call it by."""
+    """What a record says of its cell's task; all that tables, figures and decisions call it by.
+
+    `kind`: of its loss; None: nobody has tried it.
+    """
     guess = getattr(task, "guess", lambda classes: None)(classes)
     return {
         "name": name,
@@ -284,30 +382,70 @@ def facts_of_task(
         "counts_per_sample": shape[0] if len(shape) == 1 else 1,
         # The entropy rate bounds the mean cross-entropy; of another loss nothing is known.
         "least_loss": least_loss if isinstance(task, NextToken) else None,
+        "loss_weighs": kind and kind.weighs,
+        "loss_adds_up": kind and kind.adds_up,
     }
 
 
-def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Of a test batch the loss, the score and its square, summed over the samples: float64 [3].
+def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The mean loss and None; of a task that weighs, the sum and its weight, a float64 scalar."""
+    found = task.loss(outputs, targets)
+    if not isinstance(found, tuple):
+        return found, None
+    total, weight = found
+    if isinstance(weight, (int, float)):  # filled in on the device: nothing is copied to it
+        return total, total.detach().new_full((), weight).double()
+    return total, weight.detach().to(total.device).double()
 
-    A sample's score is the mean over its answers. In float64, so that a sum over a large test set
-    loses nothing; batches and workers add theirs up.
+
+def ratio(value: float | Tensor, weight: Tensor) -> Tensor:
+    """The value divided by a weight; 0 where that is 0."""
+    import torch
+
+    some = weight > 0
+    return torch.where(some, value / torch.where(some, weight, 1.0), 0.0)
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation gives; `error`: the score's standard error, `left_out`: answers without a score."""
+
+    loss: float
+    score: float
+    error: float
+    left_out: int
+
+
+def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of a test batch what `evaluated` takes, summed over the samples: float64 [8].
+
+    The loss and its weight; with a, the sum of a sample's scores, and n, of how many answers: a, n, their
+    squares a², an and n², and the answers left out. In float64, so that a sum over a large test set loses
+    nothing; batches and workers add theirs up.
     """
     import torch
 
     outputs = outputs.double()
     targets = targets.double() if targets.is_floating_point() else targets
+    loss, weight = loss_and_weight(task, outputs, targets)
+    if weight is None:
+        weight = loss.new_full((), len(targets))
+        loss = loss * weight
     each = task.score(outputs, targets).double()
-    each = each.flatten(1).mean(1) if each.dim() > 1 else each
-    loss = task.loss(outputs, targets).double() * len(targets)
-    return torch.stack([loss, each.sum(), each.square().sum()])
+    each = each.flatten(1) if each.dim() > 1 else each[:, None]
+    counts = ~each.isnan()
+    a, n = torch.where(counts, each, 0.0).sum(1), counts.sum(1).double()
+    left_out = counts.logical_not().sum().double()
+    return torch.stack([loss.double(), weight, a.sum(), n.sum(), a @ a, a @ n, n @ n, left_out])
 
 
-def loss_and_score(sums: Sequence[float], samples: int) -> tuple[float, float, float]:
-    """Mean loss, score, and the score's standard error over `samples`, from their sums.
+def evaluated(sums: Sequence[float]) -> Evaluated:
+    """What the sums over all test batches give: the mean loss, and the mean score of all answers that count.
 
-    Samples are drawn independently, answers within one are not: the error is that of the mean over
-    samples, sqrt(variance / samples).
+    Samples are drawn independently, answers within one are not: the error is that of a ratio of two sums
+    over samples (Cochran, Sampling techniques, 1977, section 6.4), with equal numbers of answers that of a
+    mean over samples.
     """
-    loss, score, square = (total / samples for total in sums)
-    return loss, score, math.sqrt(max(0.0, square - score**2) / samples)
+    loss, weight, a, n, aa, an, nn, left_out = sums
+    score = a / n if n else math.nan
+    deviation = math.sqrt(max(0.0, aa - 2 * score * an + score**2 * nn)) / n if n else math.nan
+    return Evaluated(loss / weight if weight else 0.0, score, deviation, round(left_out))

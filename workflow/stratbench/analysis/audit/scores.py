@@ -181,9 +181,12 @@ def unlike_median(
 
 
 def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
-    """What cells have in common whose updates differ by rounding: without BatchNorm not the worker count."""
+    """What cells have in common whose updates differ by rounding.
+
+    The number of workers is no part of it without BatchNorm, and where losses add up.
+    """
     # Workers draw dropout for themselves, which changes a loss less than LOSS_SHARE.
-    shared = facts("model.batchnorm") is False
+    shared = facts("model.batchnorm") is False and facts("task.loss_adds_up") is not False
     cell = [facts(f"cell.{name}") for name in ("experiment", "model", "repeat")]
     return *cell, facts("batch.global_batch"), "any" if shared else facts.gpus
 

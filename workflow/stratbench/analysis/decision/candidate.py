@@ -52,7 +52,8 @@ class Candidate:
     test_samples: float | None = None
     on_cpu: bool = False
     served: bool = False  # by parameter servers
-    batchnorm: bool = True
+    #: Whether other numbers of workers train something else: BatchNorm, or a loss that does not add up.
+    counts_apart: bool = True
     global_batch: float | None = None
     hosts: frozenset[str] = frozenset()  # all hosts of a repeat are one text
     #: Upper bound (95 %) on how much worse its score may be, as shown; None: not known.

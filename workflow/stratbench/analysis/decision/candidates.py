@@ -88,13 +88,18 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
         card_bytes=None if on_cpu else min(cards, default=None),
         on_cpu=on_cpu,
         served=groups.are_served([group]),
-        batchnorm=not (ok["batchnorm"].dropna().astype(str) == "False").any(),
+        counts_apart=not says_no(ok["batchnorm"]) or says_no(ok["loss_adds_up"]),
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
         **time_of_elastic_workers(groups, group),
         repeats_fixed=has_planned_repeats(frame),
     )
+
+
+def says_no(flags: pd.Series) -> bool:
+    """Whether a record says that it is not so."""
+    return bool((flags.dropna().astype(str) == "False").any())
 
 
 def time_of_elastic_workers(groups: Repeats, group: Group) -> dict[str, float]:

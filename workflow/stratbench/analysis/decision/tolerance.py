@@ -29,9 +29,9 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
     """Exclude candidates that lose more than the score's tolerance; set `may_lose` of the others.
 
     The loss is against the best class of candidates. Candidates of equal arithmetic have the same score
-    except for chance, so those of one global batch form one class with one mean (with BatchNorm, one
-    for each number of workers); any other candidate is a class of its own. Cells that were not
-    evaluated are assumed equal; the confidence says so.
+    except for chance, so those of one global batch form one class with one mean (with BatchNorm, or a loss
+    that does not add up, one for each number of workers); any other candidate is a class of its own. Cells
+    that were not evaluated are assumed equal; the confidence says so.
     """
     unknown = [c for c in found if c.mean_score is None and not c.kind and not c.unscored]
     known = [c for c in found if c.mean_score is not None and not c.projected]
@@ -79,7 +79,7 @@ def shares_score(c: Candidate, other: Candidate) -> bool:
     """Whether two candidates have equal arithmetic, so that their scores differ only by chance."""
     if not (c.traits.equals_ddp and other.traits.equals_ddp):
         return False
-    return c.gpus == other.gpus if other.batchnorm else True
+    return c.gpus == other.gpus if other.counts_apart else True
 
 
 def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
@@ -91,7 +91,7 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
     classes: dict[tuple[object, ...], list[Candidate]] = {}
     for c in usable:
         alone = ("alone", c.strategy, c.gpus)
-        equal = ("equal", c.gpus if c.batchnorm else None, c.global_batch)
+        equal = ("equal", c.gpus if c.counts_apart else None, c.global_batch)
         classes.setdefault(equal if c.traits.equals_ddp else alone, []).append(c)
     result = []
     for members in classes.values():

@@ -174,8 +174,12 @@ def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
     for place, cells in found.items():
         settings = [study.settings(cell) for cell in cells]
         known = MODELS.get(place.model)
-        apart = known is None or known.batchnorm is not False
-        traits = tuple(traits_of(s.strategy, s.options, place.gpus) for s in settings)
+        # Whether the loss of a user's task adds up, nobody knows yet.
+        builtin = settings[0].own_task is None
+        apart = known is None or known.batchnorm is not False or not builtin
+        traits = tuple(
+            traits_of(s.strategy, s.options, place.gpus, adds_up=builtin) for s in settings
+        )
         yield Bout(
             place=place,
             dataset=cells[0].dataset,

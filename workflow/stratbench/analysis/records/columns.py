@@ -191,6 +191,9 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Those that are trained; the rest is frozen."),
     Column("classes", "number", "", "model.classes"),
     Column("batchnorm", "flag", "", "model.batchnorm"),
+    Column("loss_adds_up", "flag", "", "task.loss_adds_up",
+           "Whether the loss of a batch is the mean over its parts, so that it does not matter in how "
+           "many workers, parts and micro-batches compute it. Empty: not known."),
     Column("initial_weights_sha256", "text", "", "model.initial_weights_sha256"),
     Column("data_sha256", "text", "", "data.sha256"),
     Column("synthetic_data", "flag", "", "data.synthetic"),

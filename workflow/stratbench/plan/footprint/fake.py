@@ -41,7 +41,7 @@ from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
-from stratbench.workload.tasks import task_of
+from stratbench.workload.tasks import tried_task
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
@@ -127,6 +127,10 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         checkpointing=request.settings.activation_checkpointing,
     )
     strategy = strategy_on_fakes(request)
+    with unset_fake_temporarily():
+        task, kind = tried_task(
+            request.settings, request.input_shape, request.classes, request.values
+        )
     worker = base.Worker(
         settings=request.settings,
         rank=dist.get_rank(),
@@ -135,7 +139,8 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
         wrap_groups=models.wrap_groups(request.network, model),
-        task=task_of(request.settings, request.input_shape, request.values),
+        task=task,
+        weighs=kind.weighs,
         mesh=strategy.mesh(request.world_size),
         input_shape=request.input_shape,
     )
@@ -257,6 +262,8 @@ class NoChannel:
     """Of the channel to the servers, what a step calls before the first ticket; it moves nothing."""
 
     def arm(self) -> None: ...
+
+    def weigh(self, weight: Tensor) -> None: ...
 
     def rehearse(self) -> None: ...
 

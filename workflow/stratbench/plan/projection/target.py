@@ -25,6 +25,11 @@ def share_to_target(
             None,
             "its updates depend on the number of workers, and so may the epochs that it takes",
         )
+    if any(r["task"].get("loss_adds_up") is False for r in records):
+        return (
+            None,
+            "its loss depends on the number of workers, and so may the epochs that it takes",
+        )
     shares = [_share(r, target) for r in records]
     if None in shares:
         return None, f"not all of its trainings reached {target:g}"

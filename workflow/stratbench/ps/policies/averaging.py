@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class SyncPolicy(Policy):
     """Every live worker pushes, the average makes one step, all go on together.
 
-    W -= lr * velocity(mean of the gradients). Bulk-synchronous SGD as in Li et al., "Scaling
-    distributed machine learning with the parameter server", OSDI 2014 (sequential consistency),
-    and the synchronous server of the paper this project re-implements. The sum runs in order of the
-    worker numbers whatever the order of arrival, so that a run can be repeated bit for bit. A
+    W -= lr * velocity(mean of the gradients, each by its `push_weight`). Bulk-synchronous SGD as in
+    Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential
+    consistency), and the synchronous server of the paper this project re-implements. The sum runs in
+    order of the worker numbers whatever the order of arrival, so that a run can be repeated bit for bit. A
     worker that has finished is no longer waited for; one that was lost ends the run.
     """
 
@@ -56,7 +56,7 @@ class SyncPolicy(Policy):
         self._live = set(range(hyper.workers))
         self._arrived: set[int] = set()
         self._arrived_and_left = 0  # workers whose push is in this round, but who are gone
-        self._count = 0  # gradients in this round; skipped pushes arrive without one
+        self._weight = 0.0  # of the gradients in this round; skipped pushes arrive without one
         self._total: Tensor | None = None  # sum of the gradients already in order
         self._held: dict[int, Tensor] = {}  # gradients that some lower worker may still precede
         slots = self.options.optimizer_buffers(hyper.workers) - 1
@@ -73,7 +73,9 @@ class SyncPolicy(Policy):
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         self._arrived.add(worker)
         self._held[worker] = grad
-        self._count += 1
+        if self.push_weight != 1.0:
+            grad.mul_(self.push_weight)
+        self._weight += self.push_weight
         if self._advance(borrowed=grad):
             return Outcome.APPLIED
         if self._total is grad:
@@ -117,12 +119,12 @@ class SyncPolicy(Policy):
         if limit != math.inf:
             return False
         if self._total is not None:
-            if self._count > 1:
-                self._total.div_(self._count)
+            if self._weight not in (0.0, 1.0):  # without any weight the sum is one of zeros
+                self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1
             self._release(self._total, borrowed)
-        self._total, self._count, self._arrived_and_left = None, 0, 0
+        self._total, self._weight, self._arrived_and_left = None, 0.0, 0
         self._arrived.clear()
         return True
 

@@ -218,6 +218,8 @@ class Policy(ABC):
         self.version = 0  # updates applied to this shard
         #: What the schedule multiplies the learning rate by now; whoever calls the policy sets it.
         self.lr_share = 1.0
+        #: What the push at hand weighs in a mean over a step's pushes; whoever calls the policy sets it.
+        self.push_weight = 1.0
 
     @property
     def lr(self) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import struct
 from enum import IntEnum
 from typing import NamedTuple
 
 MAGIC = b"PS"
-PROTOCOL = 3
+PROTOCOL = 4
 #: Shard number of the model's float buffers (BatchNorm running statistics).
 BUFFERS = 0xFFFFFFFF
 #: Ticket number of the warm-up's exchanges, which change and count nothing.
@@ -21,7 +22,7 @@ NO_TICKET = -1
 #: Most bytes of a payload that is not weights or gradients (text, JSON, a ticket).
 SMALL_BYTES = 64 * 1024
 
-_FIELDS = struct.Struct("<2sBBIIqqQQ")
+_FIELDS = struct.Struct("<2sBBIIqqQdQ")
 MAC_BYTES = 8
 HEADER_BYTES = _FIELDS.size + MAC_BYTES
 _TICKET = struct.Struct("<QIII")
@@ -73,6 +74,7 @@ class Frame(NamedTuple):
     ticket: int = NO_TICKET
     version: int = 0  # smallest version among the shards
     length: int = 0
+    weight: float = 1.0  # of a PUSH: what it weighs among those that it is averaged with
 
 
 class Header:
@@ -95,10 +97,7 @@ class Header:
 
     def pack(self, frame: Frame) -> bytes:
         """The header's bytes; advances the sequence number."""
-        kind, shard, count, ticket, version, length = frame
-        fields = _FIELDS.pack(
-            MAGIC, PROTOCOL, kind, shard, count, ticket, version, length, self.seq
-        )
+        fields = _FIELDS.pack(MAGIC, PROTOCOL, *frame, self.seq)
         self.seq += 1
         return fields + self._tag(fields)
 
@@ -119,6 +118,8 @@ class Header:
             frame = Frame(Kind(fields[0]), *fields[1:])
         except ValueError:
             raise ProtocolError(f"malformed frame: unknown kind {fields[0]}") from None
+        if not 0 <= frame.weight < math.inf:
+            raise ProtocolError(f"malformed frame: weight {frame.weight}")
         if frame.length > limit_bytes:
             raise ProtocolError(f"oversized frame: {frame.length} bytes, at most {limit_bytes}")
         if seq > self.seq:

@@ -82,6 +82,10 @@ class Local(base.Collective):
         self.worker.mark("exposed_communication")
         return loss
 
+    def mean_weight(self, own: Tensor) -> Tensor:
+        """Its own: each worker trains by the mean over its own batch."""
+        return own
+
     def exchange(self) -> None:
         """Exchange weights with the other workers, if it is due after `self.steps` steps."""
         raise NotImplementedError

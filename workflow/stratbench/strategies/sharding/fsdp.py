@@ -221,7 +221,7 @@ class FSDP(Sharded):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if self.policy is None:
             return super().forward(x, y)
-        return self.worker.task.loss(self.compiled(x), y)
+        return self.loss_of(self.compiled(x), y)
 
     def communication(self) -> dict[str, Any]:
         from torch.nn.modules.batchnorm import _BatchNorm

@@ -355,7 +355,7 @@ class Pipeline(Split):
     def _loss(self, scores: Tensor, y: Tensor) -> Tensor:
         self._mark("bubble")
         with autocast(self.worker.settings.precision, self.worker.device):
-            loss = self.worker.task.loss(scores, y) / self._divisor
+            loss = self.loss_of(scores, y) / self._divisor
         self._losses.append(loss.detach())
         if self.scaler is not None:
             loss = self.scaler.scale(loss)

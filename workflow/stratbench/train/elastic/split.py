@@ -39,14 +39,19 @@ _OF_PEERS = ("gloo", "nccl", "connection", "timed out", "timeout", "process grou
 
 
 class Weighted(Task):
-    """A task whose loss is multiplied by `weight`: a member's share of the batch times their number."""
+    """A task whose mean loss is multiplied by `weight`: a member's share of the batch times their number.
+
+    A sum and its weight stay as they are: they say by themselves what they are a part of.
+    """
 
     def __init__(self, task: Task) -> None:
         self._task, self.weight = task, 1.0
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Any]:
         loss = self._task.loss(outputs, targets)
-        return loss if self.weight == 1.0 else loss * self.weight
+        if isinstance(loss, tuple) or self.weight == 1.0:
+            return loss
+        return loss * self.weight
 
 
 def share(batch: int, rank: int, world: int) -> slice:

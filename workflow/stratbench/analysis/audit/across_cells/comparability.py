@@ -73,6 +73,19 @@ def repeats_end_differently(evidence: Evidence) -> Iterator[Case]:
             yield key, ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
+@rule("loss-in-parts", "note", "score")
+def loss_in_parts(evidence: Evidence) -> Iterator[Case]:
+    """The loss of a batch is not the mean over the batch's parts (class weights, targets that are ignored,
+    pairs), so that other numbers of workers, parts or micro-batches train something else. A task that returns
+    (sum, weight) trains the same on all.
+    """
+    for (experiment, model), rows in comparable_cells(evidence, "loss_adds_up"):
+        apart = rows["loss_adds_up"].astype(str).eq("False").any()
+        if apart and (rows["gpus"].nunique() > 1 or rows["equals_ddp"].nunique() > 1):
+            counts = ", ".join(map(str, sorted(set(rows["gpus"]))))
+            yield {"experiment": experiment, "model": model}, f"trained on {counts} workers"
+
+
 @rule("mixed-limits", "note", "time")
 def mixed_limits(evidence: Evidence) -> Iterator[Case]:
     """A cell was stopped at a time limit that is shorter than others of its comparison had."""

@@ -69,5 +69,5 @@ class Work:
             parts = (self.data.test_batch(i, i + size) for i in range(0, total, size))
             each = [tasks.sums_of_batch(self.task, self.model(x), y) for x, y in parts]
         self.model.train()
-        loss, score, error = tasks.loss_and_score(torch.stack(each).sum(0).tolist(), total)
-        return score, loss, error
+        found = tasks.evaluated(torch.stack(each).sum(0).tolist())
+        return found.score, found.loss, found.error
