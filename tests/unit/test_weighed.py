@@ -77,7 +77,7 @@ class LastPart(DDP):
     """A mutant: the gradients of all parts are divided by the weight of the last."""
 
     def divide_by_weight(self, loss, full):
-        self.weights = self.weights[-1:]
+        self.part_weights = self.part_weights[-1:]
         return super().divide_by_weight(loss, full)
 
 

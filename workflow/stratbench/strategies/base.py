@@ -512,7 +512,7 @@ class Collective(Strategy):
     def reset(self) -> None:
         self.steps, self.scaler = 0, None
         #: Of a task that weighs: what each part of the batch that is computed now weighs.
-        self.weights: list[Tensor] = []
+        self.part_weights: list[Tensor] = []
         if self.worker.settings.precision == "fp16":
             from stratbench.strategies.scaler import SharedScaler
 
@@ -569,7 +569,7 @@ class Collective(Strategy):
         loss, weight = loss_and_weight(self.worker.task, outputs, y)
         if weight is None:
             return loss
-        self.weights.append(local_part(weight))
+        self.part_weights.append(local_part(weight))
         return loss * (self.worker.settings.accumulate * self.parts / self.full_weight(y))
 
     def full_weight(self, y: Tensor) -> float:
@@ -581,9 +581,9 @@ class Collective(Strategy):
         import torch
 
         own = torch.zeros((), dtype=torch.float64, device=self.worker.device)
-        for weight in self.weights:
+        for weight in self.part_weights:
             own += weight
-        self.weights.clear()
+        self.part_weights.clear()
         factor = ratio(full, self.mean_weight(own))
         alike: dict[Any, list[Tensor]] = {}
         for gradient in self.gradients():
