@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launching import LaunchedCell, settings
 from stratbench.cell import record
+from stratbench.strategies import compiled
+from stratbench.strategies.base import Worker
+from stratbench.strategies.single import Single
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.workload import users_code
+from stratbench.workload.users_code import Refused
 
 pytestmark = pytest.mark.slow
 NETWORK = """
+import torch
 from torch import nn
 
 class Block(nn.Module):
@@ -33,6 +40,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(self.block(self.first(x.flatten(1))))
+
+class Miscompiled(Net):
+    def forward(self, x):
+        h = self.block(self.first(x.flatten(1)))
+        return self.last(h.detach() if torch.compiler.is_compiling() else h)
 """
 
 
@@ -73,10 +85,84 @@ def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
         else:
             assert "compile_s" not in time
     eager = epochs.pop(("ddp", False))
-    for strategy, compiled in epochs.items():
-        for one, other in zip(eager, compiled, strict=True):
+    for strategy, trained in epochs.items():
+        for one, other in zip(eager, trained, strict=True):
             for key in ("train_loss", "test_loss"):
                 assert other[key] == pytest.approx(one[key], abs=1e-9, rel=0), strategy
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["fsdp", "ps-sync"])
+def test_code_that_computes_other_gradients_is_refused(
+    start_cell: Callable[..., LaunchedCell],
+    warm: dict[str, str],
+    code: dict[str, Any],
+    tmp_path: Path,
+    strategy: str,
+) -> None:
+    """Its loss is right in each step, and no gradient reaches the layers before the last."""
+    if reason := missing_compiler(cuda=False):
+        pytest.skip(reason)
+    wrong = code | {"call": "small_net.Miscompiled"}
+    s = settings(strategy, model="net", own_model=wrong, compile=True)
+    cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
+    exit_code, output = cell.finish(timeout_s=300)
+    assert exit_code == 0, output
+    rec = record.read(cell.record)
+    assert rec["status"] == "refused"
+    assert "compile = true: the code that PyTorch" in rec["reason"]
+    assert rec["reason"].endswith("set compile to false")
+
+
+@pytest.mark.timeout(900)
+def test_what_this_pytorch_compiles_trains_as_it_should_or_is_refused(
+    start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
+) -> None:
+    """PyTorch 2.13 gives the convolutions of VGG gradients of zero on CPUs, compiled as a whole."""
+    if reason := missing_compiler(cuda=False):
+        pytest.skip(reason)
+    ends = []
+    for compiles in (False, True):
+        s = settings("single", gpus=1, per_worker_batch=16, compile=compiles)
+        cell = start_cell(s, env=warm)
+        exit_code, output = cell.finish(timeout_s=800)
+        assert exit_code == 0, output
+        ends.append(record.read(cell.record))
+    if ends[1]["status"] == "refused":
+        assert "wrong gradients" in ends[1]["reason"]
+        return
+    for one, other in zip(*(rec["score"]["per_epoch"] for rec in ends), strict=True):
+        assert other["train_loss"] == pytest.approx(one["train_loss"], rel=1e-3)
+
+
+class Planted(torch.nn.Module):
+    """Stands for compiled code: no gradient reaches a network's first layers."""
+
+    def __init__(self, network: torch.nn.Sequential, right: bool) -> None:
+        super().__init__()
+        self.network, self.right = network, right
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.network[:-1](x)
+        return self.network[-1](h if self.right else 0.0 * h + h.detach())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("right", [True, False])
+def test_gradients_are_compared_by_size_where_they_are_drawn_at_random(right, dropout, precision):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(20, 40), torch.nn.Dropout(dropout), torch.nn.Linear(40, 3)
+    network = torch.nn.Sequential(*layers)
+    s = settings("single", gpus=1, per_worker_batch=16, precision=precision)
+    worker = Worker(s, 0, 1, 1, torch.device("cpu"), None, [])
+    strategy = Single(Single.Options())
+    strategy.setup(network, worker)
+    strategy.compiled = planted = Planted(network, right)
+    batch = torch.randn(16, 20), torch.randint(3, (16,))
+    with nullcontext() if right else pytest.raises(Refused, match="computes wrong gradients"):
+        compiled.check_gradients(strategy, worker, *batch)
+    assert strategy.compiled is planted
 
 
 def test_without_a_compiler_a_cell_ends_in_one_sentence(

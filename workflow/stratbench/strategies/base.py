@@ -389,6 +389,13 @@ class Strategy:
         """
         raise NotImplementedError
 
+    def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """The gradients of a step, as far as this worker holds them; nothing is updated.
+
+        Zeros for what got none.
+        """
+        raise NotImplementedError
+
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, with the weights and buffers that stand for the whole."""
@@ -609,12 +616,28 @@ class Collective(Strategy):
 
         return [local_part(t.grad) for t in self.local if t.grad is not None]
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        import torch
+
+        from stratbench.telemetry.shards import local_part
+
+        self.compute_gradients(x, y)
+        found = [
+            torch.zeros_like(local_part(t)) if t.grad is None else local_part(t.grad).clone()
+            for t in self.local
+        ]
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compute the gradients of the batch in `local_tensors`; returns its mean loss."""
         parts = self.worker.settings.accumulate
         loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
         self.link_gradients()
-        if self.worker.weighs:
-            loss = self.divide_by_weight(loss, self.full_weight(y))
+        return self.divide_by_weight(loss, self.full_weight(y)) if self.worker.weighs else loss
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.compute_gradients(x, y)
         self.before_update()
         self.update()
         self.steps += 1

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from stratbench.cell.files import finite
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
+from stratbench.strategies import compiled
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.ps import ParameterServer
@@ -309,6 +310,8 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     # The second step of a compiled model may compile again, for what the first has set up.
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
         strategy.step(*batch())
+    if s.compile:
+        compiled.check_gradients(strategy, worker, *batch())
     with strategy.evaluating() as model, torch.no_grad():
         model(data.test_batch(0, eval_batch(data.meta["shape"]))[0])
     if worker.watch is not None:

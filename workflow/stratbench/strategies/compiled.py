@@ -1,0 +1,107 @@
+"""Whether compiled code computes the gradients that the network's own code does: asked in the warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from stratbench.workload.network.precision import autocast_dtype
+from stratbench.workload.users_code import Refused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratbench.strategies.base import Strategy, Worker
+
+#: How far compiled gradients may be from eager ones, relative to these; in 16 bits, and TensorFloat-32, as
+#: far as the order of sums changes them.
+BOUND, ROUNDED_BOUND = 1e-2, 0.2
+#: By what factor norms may differ where forward draws random numbers: compiled code draws others.
+RANDOM_FACTOR = 10.0
+#: Of a device's memory what a compiled step may take, so that an eager one, which takes more, is tried.
+MOST_MEMORY = 0.5
+
+
+def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
+    """Refused where the compiled gradients of a batch are not the eager ones; all workers call it.
+
+    What it changes beside the random numbers, `Strategy.restore` brings back.
+    """
+    if not _fits_eager(worker):
+        print("compiled gradients were not compared with eager ones, which may not fit", flush=True)
+        return
+    before = _random_state(worker.device)
+    compiled, strategy.compiled = strategy.compiled, getattr(strategy, "module", strategy.model)
+    eager = strategy.gradients_of(x, y)
+    strategy.compiled = compiled
+    is_random = not torch.equal(before, _random_state(worker.device))
+    found = strategy.gradients_of(x, y)
+    if is_random:
+        error, bound = _factor_between(found, eager), RANDOM_FACTOR
+        apart = "whose norms are off by a factor of {:.3g}"
+    else:
+        s = worker.settings
+        is_rounded = autocast_dtype(s.precision) or s.precision == "tf32"
+        error, bound = _distance(found, eager), ROUNDED_BOUND if is_rounded else BOUND
+        apart = "off by {:.3g} of their norm"
+    if not (worst := _largest(error, worker)) <= bound:
+        raise Refused(
+            f"model {worker.settings.model!r}: compile = true: the code that PyTorch {torch.__version__} "
+            f"compiles computes wrong gradients, {apart.format(worst)}; set compile to false"
+        )
+
+
+def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """The norm of the difference, relative to the expected norm; 0 where there is no such norm."""
+    size = _norm(expected)
+    if not size.isfinite() or size == 0:
+        return torch.zeros_like(size)
+    return _norm([a - b for a, b in zip(found, expected, strict=True)]) / size
+
+
+def _factor_between(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """The largest factor between the norms of two gradients, of those that are more than rounding."""
+    norms = torch.stack(
+        [torch.stack([_norm([a]), _norm([b])]) for a, b in zip(found, expected, strict=True)]
+    )
+    size = _norm(expected)
+    norms = norms[norms[:, 1] > 1e-3 * size]
+    if not size.isfinite() or not len(norms):
+        return torch.ones_like(size)
+    ratio = norms[:, 0] / norms[:, 1]
+    return torch.maximum(ratio, 1 / ratio).max()
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of all of them together, in float64."""
+    each = [t.detach().to_dense() if t.is_sparse else t.detach() for t in tensors]
+    wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in each]
+    return torch.stack([torch.linalg.vector_norm(t) for t in wide]).norm()
+
+
+def _fits_eager(worker: Worker) -> bool:
+    """Whether all workers have so much memory left that an eager step will fit."""
+    share = torch.zeros((), dtype=torch.float64, device=worker.device)
+    if worker.device.type == "cuda":
+        most = torch.cuda.max_memory_allocated(worker.device)
+        share += most / torch.cuda.get_device_properties(worker.device).total_memory
+    return _largest(share, worker) <= MOST_MEMORY
+
+
+def _largest(value: Tensor, worker: Worker) -> float:
+    """The largest of the workers' values, where they form a group; NaN is larger than any."""
+    value = value.nan_to_num(nan=torch.inf)
+    if worker.world_size > 1 and dist.is_initialized():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """The state of the generators that forward may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
