@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -205,3 +207,50 @@ class Normalises(Plain):
 
     def body(self, x: Tensor) -> Tensor:
         return self.norm(super().body(x))
+
+
+class ViewBlock(Block):
+    """Stands in the place of `Block`, by whose name shard groups are chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).relu()).view(-1, 2, 4)
+
+
+ViewBlock.__name__ = "Block"
+
+
+class Views(Plain):
+    """Changes in place what a block gives, which is a view."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.blocks = nn.ModuleList([ViewBlock(), ViewBlock()])
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))
+        for block in self.blocks:
+            h = block(x)
+            h += x.view(-1, 2, 4)
+            x = h.flatten(1)
+        return x
+
+
+class Empty(Plain):
+    """Uses a parameter that holds no number."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.nothing = nn.Parameter(torch.zeros(0, 8))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) + self.nothing.sum()
+
+
+class Normed(Plain):
+    """A weight that a hook makes of two parameters before its layer is called."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch has a newer one
+            self.blocks[0].inner = nn.utils.weight_norm(self.blocks[0].inner)

@@ -29,11 +29,12 @@ from stratbench.plan.needs import subject_of
 from stratbench.plan.pages.check_text import check_text, lines_by_reason
 from stratbench.ps.flat import FlatSpace
 from stratbench.strategies import option_defaults, strategy_class
-from stratbench.strategies.base import Worker
+from stratbench.strategies.base import Strategy, Worker
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import users_code
 from stratbench.workload.network import sharding
+from stratbench.workload.network.trial import Trial
 from stratbench.workload.tasks import NO_SUM, Classification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -71,7 +72,12 @@ REFUSED: dict[str, dict[str, str]] = {
     "Scalar": dict.fromkeys(("fsdp", "by-size", "kept"), "along a dimension, which scale does"),
     "Transposed": dict.fromkeys(("fsdp", "by-size", "kept"), "and these are not: map; call"),
     "Complex": dict.fromkeys(("fsdp", "kept"), "several dtypes (complex64, float32)")
-    | {"zero1-torch": "cannot train it: its step raised ", "local": "turn is complex"},
+    | {"zero1-torch": "takes no complex parameters (turn)", "local": "turn is complex"},
+    "Views": dict.fromkeys(
+        ("fsdp", "by-size"), "gives a view, which forward then changes in place"
+    ),
+    "Empty": dict.fromkeys(("fsdp", "by-size", "kept"), "cannot divide nothing, which holds no"),
+    "Normed": {},
     "Sparse": dict.fromkeys(
         ("ddp", "fsdp", "by-size", "kept", "zero1", "zero1-torch"),
         "the gradient of table.weight is sparse",
@@ -562,3 +568,51 @@ def test_a_job_ends_with_the_checks_sentence(
         assert made["status"] == "refused"
         assert sentence in made["reason"]
         assert "Traceback" not in made["reason"]
+
+
+# --- FSDP2's own mixed precision ------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def by_policy(model: nn.Module, trial: Trial | None = None, **changes) -> tuple[Strategy, Worker]:
+    """FSDP with its own mixed precision and the shard groups of a user's network, before `setup`."""
+    options = option_defaults("fsdp") | {"mixed_precision": "policy"}
+    changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
+    s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)
+    strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**options))
+    groups = sharding.groups_by_size(model)
+    place = torch.device("cpu"), RunFolder(Path()), groups
+    return strategy, Worker(s, 0, 1, 1, *place, trial=trial)
+
+
+def test_norms_that_lie_in_a_shard_group_stay_in_float32(alone):
+    """In a group with what computes in 16 bits their statistics would be rounded."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+    model = nn.Sequential(*wide, nn.Linear(8 * 36, 1000), nn.ReLU(), nn.Linear(1000, CLASSES))
+    strategy, worker = by_policy(model)
+    assert any(nn.BatchNorm2d in map(type, modules) for _, modules in worker.wrap_groups)
+    seen = []
+    model[1].register_forward_pre_hook(lambda norm, _: seen.append(norm.weight.dtype))
+    strategy.setup(model, worker)
+    assert strategy.step(torch.randn(8, *SHAPE), torch.arange(8)).isfinite()
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_what_some_parts_skip_is_refused_with_the_policy(parts):
+    """FSDP2 would add a gradient in 16 bits to one in 32: an assertion of its own, at some step."""
+    trial = Trial(by_chance=("blocks.0",))
+    strategy, worker = by_policy(odd_networks.Plain(CLASSES), trial, accumulate=parts)
+    said = list(strategy.refusals_of_model(odd_networks.Plain(CLASSES), worker))
+    assert len(said) == (parts > 1)
+    assert all("set mixed_precision to autocast, or accumulate to 1" in why for why in said)

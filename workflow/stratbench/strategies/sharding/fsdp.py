@@ -107,6 +107,8 @@ class FSDP(Sharded):
                 f"FSDP divides parameters along a dimension, which {names_text(scalars)} does not have; make "
                 "it a tensor of one element, nn.Parameter(torch.ones(1))"
             )
+        if empty := [name for name, p in model.named_parameters() if not p.numel()]:
+            yield f"FSDP cannot divide {names_text(empty)}, which holds no number; remove it"
         scattered = [name for name, p in model.named_parameters() if not p.is_contiguous()]
         if scattered:
             yield (
@@ -130,6 +132,19 @@ class FSDP(Sharded):
                 f"forward reads {names_text(early)} outside of a call of the shard group it belongs to, and "
                 "FSDP gathers a group only then; call the module itself (neither its parts nor .forward), or "
                 "name in `shard` only classes whose instances are called"
+            )
+        if trial.written_views and self.options.reshard_after_forward == "always":
+            yield (
+                f"{names_text(trial.written_views)} gives a view, which forward then changes in place "
+                "(h += r), so that FSDP does not gather it for backward; return .clone() of it, add out of "
+                "place, or set reshard_after_forward to never"
+            )
+        s, at_times = worker.settings, trial.by_chance or (trial.reads_values and trial.unused)
+        if at_times and s.accumulate > 1 and self._make_policy(s.precision) is not None:
+            yield (
+                f"{names_text(at_times)} may get no gradient in some parts of a batch, and with "
+                f"mixed_precision: policy and accumulate = {s.accumulate} FSDP cannot add up gradients of "
+                "different dtypes; set mixed_precision to autocast, or accumulate to 1"
             )
         if worker.world_size > 1 and trial.by_chance:
             yield base.by_chance(trial.by_chance)
@@ -174,15 +189,17 @@ class FSDP(Sharded):
             on_cuda = worker.device.type == "cuda"
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=on_cuda)
         self.policy = policy = self._make_policy(worker.settings.precision)
+        apart: list[nn.Module] = []
         if policy is not None:
             # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
-            norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-            if norms:
-                fully_shard(norms, **arguments)
+            apart = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+            if apart:
+                fully_shard(apart, **arguments)
             arguments["mp_policy"] = policy
-        for _, modules in worker.wrap_groups:
+        for _, group in worker.wrap_groups:
             # As a list also where it is one: by itself, PyTorch 2.11 refuses DenseNet's block, a ModuleDict.
-            fully_shard(modules, **arguments)
+            if modules := [module for module in group if module not in apart]:
+                fully_shard(modules, **arguments)
         if policy is not None:
             # Only the whole model's output: between two groups may stand a layer in 16 bits.
             arguments["mp_policy"] = replace(policy, output_dtype=torch.float32)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.options import option
+from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
 from stratbench.strategies.ddp import DDP
 
@@ -267,6 +268,14 @@ class TorchZeRO1(DDP):
             yield (
                 ".precision = 'fp16': with torch's ZeroRedundancyOptimizer the loss scaler would wait "
                 "for the device in every step; use bf16, or zero1"
+            )
+
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().refusals_of_model(model, worker)
+        if names := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
+            yield (
+                f"torch's ZeroRedundancyOptimizer takes no complex parameters ({names_text(names)}); keep "
+                "the real and the imaginary part as two, or use zero1"
             )
 
     def traits(self, gpus: int) -> base.Traits:

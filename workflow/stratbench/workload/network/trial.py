@@ -66,6 +66,8 @@ class Trial:
     unopened: tuple[str, ...] = ()
     reads_values: bool = False
     in_backward: dict[int, bool] = field(default_factory=dict)
+    #: Labels of shard groups that give a view of a tensor, which forward then changes in place.
+    written_views: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -123,6 +125,7 @@ def take_trial(
         unopened=tuple(g[0] for i, g in enumerate(groups) if i not in gathering.in_backward),
         reads_values=gathering.reads_values,
         in_backward=gathering.in_backward,
+        written_views=tuple(groups[i][0] for i in gathering.written_views),
     )
 
 
@@ -252,12 +255,15 @@ class _Gathering(TorchFunctionMode):
         }
         self._groups = [modules for _, modules in groups]
         self._waiting: list[set[nn.Module]] = [set() for _ in groups]
+        self._views: list[tuple[int, Tensor, int]] = []
 
     def __enter__(self) -> _Gathering:
         self._hooks = []
         for i, modules in enumerate(self._groups):
             for m in modules:
-                self._hooks.append(m.register_forward_pre_hook(partial(self._open, i)))
+                # FSDP gathers before hooks of the user's, which may read or make a parameter.
+                opens = m.register_forward_pre_hook(partial(self._open, i), prepend=True)
+                self._hooks.append(opens)
                 self._hooks.append(m.register_forward_hook(partial(self._close, i)))
         super().__enter__()
         return self
@@ -273,8 +279,16 @@ class _Gathering(TorchFunctionMode):
 
     def _close(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
         self._waiting[i].discard(module)
-        needs_gradient = any(t.requires_grad for t in tree_leaves(output) if isinstance(t, Tensor))
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        self._views += [(i, t, t._version) for t in tensors if t._is_view()]
+        needs_gradient = any(t.requires_grad for t in tensors)
         self.in_backward[i] = self.in_backward.get(i, False) or needs_gradient
+
+    @property
+    def written_views(self) -> list[int]:
+        """The groups whose views were changed since."""
+        changed = (i for i, view, version in self._views if view._version != version)
+        return list(dict.fromkeys(changed))
 
     def __torch_function__(
         self,
