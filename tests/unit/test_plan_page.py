@@ -181,11 +181,26 @@ def test_a_network_alone_is_planned_without_a_study(tmp_path, monkeypatch, capsy
     config = ["--config", '{"cluster": {"gpu": "A10G"}}']
     assert plan_main([*config, "--model", "vgg-compact", "--dataset", "digits"]) == 0
     said = capsys.readouterr().out
-    assert "vgg-compact on A10G, bf16, global batch 256" in said
+    assert "vgg-compact on A10G, digits, sgd, bf16, global batch 256" in said
     assert "a worker that it needs, at 1, 2 workers (! does not fit)" in said
     assert (tmp_path / "results/model-vgg-compact/plan.html").is_file()
     assert plan_main([*config, "--model", "vgg-compct"]) == 1
     assert "vgg-compct: is not a model." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dataset", ["tiny-text", "digits"])
+def test_a_network_of_ones_own_alone_needs_neither_arguments_nor_an_experiment(dataset):
+    """A text is learnt by AdamW, as the built-in networks that read texts are."""
+    text = {"source": "markov-text", "train_samples": 1024, "test_samples": 8, "vocabulary": 9,
+            "sequence": 8}  # fmt: skip
+    config = {
+        "models": {"mine": {"call": "my_net.Net"}},
+        "datasets": {"tiny-text": text},
+        "code": [str(Path(__file__).parent)],
+    }
+    _, study, _ = one_network.study_of(config, "mine", dataset)
+    optimizers = {study.settings(cell).optimizer for cell in study.cells}
+    assert optimizers == {"adamw" if dataset == "tiny-text" else "sgd"}
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,18 @@ def test_a_cell_that_cannot_be_predicted_is_told_and_spoils_nothing(plan_of):
     assert "no such operator" in plan_text(plan)
 
 
+def test_what_is_not_known_is_counted_apart(plan_of):
+    """It does not fit, and it does not not: nothing says `all` beside it, nor that nothing is left."""
+    plan = plan_of("RuntimeError: it cannot", strategies=["ddp"], gpus=[2])
+    told = plan_text(plan)
+    assert "A10G: 0 cells fit, 0 do not, 1 not known (margin 15%)" in told
+    assert "no cell could be predicted" in told
+    assert "all cells fit" not in told
+    assert "nothing left to do" not in told
+    assert quantities.totals(plan, plan.device)["gpu_hours"] is None
+    assert "all cells fit" in plan_text(plan_of(strategies=["ddp"], gpus=[2]))
+
+
 def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     states = {f"{s}_bytes": GIB for s in ("parameters", "gradients", "optimizer", "buffers")}
     cluster = {"price_per_gpu_hour": 3, "compare_gpus": ["A100 40GB"]}

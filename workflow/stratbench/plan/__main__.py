@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1 if checked.refused else 0
         if checked.refused:
             told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"
-            print(f"{told}: see below, and `snakemake check`", flush=True)
+            more = "" if args.model else ", and `snakemake check`"
+            print(f"{told}: see below{more}", flush=True)
         records = records_by_cell(study, config["results"])
         timed = timed_records(records, cluster["gpu"])
         projected = by_records(config, study, timed)

@@ -61,7 +61,11 @@ def study_of(
         return None
 
     first = next(iter(given["numbers"].values()))["strategies"][:1]
-    loaded({"network": block | {"strategies": first, "gpus": [1]}})  # says what is wrong with all
+    _, alone = loaded(
+        {"network": block | {"strategies": first, "gpus": [1]}}
+    )  # tells what is wrong with all
+    if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
+        block |= {"optimizer": given["text"]["optimizer"]}
     experiments, left_out = {}, []
     for (kind, change), (group, matrix) in product(given["each"].items(), given["numbers"].items()):
         name, values = f"{kind}-{group}", block | matrix | change
@@ -88,6 +92,7 @@ def _trained_on(config: Mapping[str, Any], model: str, given: Mapping[str, Any])
             for block in study["experiments"].values():
                 if model in block["models"]:
                     return {key: block[key] for key in OF_AN_EXPERIMENT if key in block}
-    named = models.named_model(model, models.spec_of(model, own))
+    spec = models.spec_of(model, own)
+    named = models.named_model(model, spec and {"kwargs": {}, "shard": None} | spec)
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
     return {} if reads_text is None else given["text" if reads_text else "images"]

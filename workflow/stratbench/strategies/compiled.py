@@ -37,6 +37,8 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
     compiled, strategy.compiled = strategy.compiled, getattr(strategy, "module", strategy.model)
     eager = strategy.gradients_of(x, y)
     strategy.compiled = compiled
+    if not eager:
+        return
     is_random = not torch.equal(before, _random_state(worker.device))
     found = strategy.gradients_of(x, y)
     if is_random:

@@ -85,12 +85,14 @@ def network_text(plan: Plan) -> str:
     """What `stratbench plan --model NAME` prints: memory in the way to train with which the page begins."""
     first = plan.cells[0].subject.settings
     lines = [
-        f"{plan.cells[0].cell.model} on {plan.device}, {first.precision}, global batch {first.global_batch}"
+        f"{plan.cells[0].cell.model} on {plan.device}, {plan.cells[0].cell.dataset}, {first.optimizer}, "
+        f"{first.precision}, global batch {first.global_batch}"
     ]
     for cells in cells_by(plan.cells, "experiment").values():
         s = cells[0].subject.settings
         if (s.precision, s.activation_checkpointing) == (first.precision, False):
             lines.append(_lines(cells, "needed_mib", "it"))
+    lines += [f"   {state}: {line}" for state, told in _reasons(plan).items() for line in told]
     return folded(lines)
 
 
