@@ -20,7 +20,7 @@ from regression_watch import two_sets
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.groups import Group
 from stratbench.sets.__main__ import main
-from stratbench.sets.comparing import page, regression, tables
+from stratbench.sets.comparing import comparison, page, regression, tables
 from stratbench.sets.comparing.compare import folder_name
 from stratbench.sets.comparing.comparison import compare, headline_of
 from stratbench.sets.comparing.union import decisions_over
@@ -139,6 +139,13 @@ def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
     assert "Of hardware, versions and flags nothing" in headline_of(found)
     inside = [cell.time.low < 1 < cell.time.high for cell in found.with_ratio]
     assert sum(inside) >= 7
+    assert headline_of(found).startswith("Training in same takes ")
+    assert "times as long as in old by strategy, and the scatter of the repeats tells none" in (
+        headline_of(found)
+    )
+    single = [replace(c, first=replace(c.first, times=c.first.times[:1])) for c in found.with_ratio]
+    told = headline_of(replace(found, strategies=tuple(comparison.means_by_strategy(single))))
+    assert "by strategy, by single repeats, whose scatter is not known." in told
     for mean in found.strategies:
         assert mean.time.value == pytest.approx(1, abs=0.02)
         assert mean.models == 2
@@ -171,7 +178,7 @@ def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio
     ddp, fsdp = (m for m in found.strategies if m.gpus is None)
     assert ddp.time.value == pytest.approx(0.5, rel=0.02)
     assert fsdp.time.value == pytest.approx(0.3, rel=0.02)
-    assert ddp.time.low is None, "one model has no interval over models"
+    assert ddp.time.low < ddp.time.value < ddp.time.high < 1, "of one model, by its repeats"
     # fsdp took 1.05 times as long as ddp, and takes 0.63 times as long.
     change = found.rank_changes[0]
     assert (change.was_first, change.is_first) == ("ddp", "fsdp")

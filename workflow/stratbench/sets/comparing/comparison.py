@@ -30,7 +30,13 @@ from stratbench.sets.comparing.matching import (
 )
 from stratbench.sets.reading import ResultSet
 from stratbench.statistics.intervals import Estimate
-from stratbench.statistics.unpaired import difference_of_scores, mean_of_logs, ratio_of_times
+from stratbench.statistics.moderated import ALPHA
+from stratbench.statistics.unpaired import (
+    difference_of_scores,
+    mean_of_logs,
+    ratio_of_times,
+    slowdown_over_cells,
+)
 
 #: Fields that say how memory was measured.
 MEMORY_METHOD = ("memory.method", "provenance.device")
@@ -128,9 +134,12 @@ class StrategyMean:
     strategy: str
     #: None: over all worker counts.
     gpus: int | None
+    #: With the interval over models; of one model with that of the repeats.
     time: Estimate
     models: int
     cells: int
+    #: Whether the scatter of repeats leaves out that training takes as long in both sets; None: not known.
+    is_apart: bool | None
 
     @property
     def workers(self) -> str:
@@ -276,17 +285,24 @@ def named(path: str) -> str:
 
 def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
     """The mean of each strategy over all worker counts and, if there are several, at each of them."""
-    logs: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
+    by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
-        g = cell.group
-        logs[g.strategy].append((g.gpus, g.model, math.log(cell.time.value)))
-    for strategy, found in logs.items():
-        counts = sorted({gpus for gpus, _, _ in found})
+        by_strategy[cell.group.strategy].append(cell)
+    for strategy, found in by_strategy.items():
+        counts = sorted({cell.group.gpus for cell in found})
         for gpus in (None, *(counts if len(counts) > 1 else ())):
-            here = [(model, log) for n, model, log in found if gpus in (None, n)]
-            by_model = pd.DataFrame(here, columns=["model", "log"]).groupby("model")["log"].mean()
+            here = [cell for cell in found if gpus in (None, cell.group.gpus)]
+            rows = [(cell.group.model, math.log(cell.time.value)) for cell in here]
+            by_model = pd.DataFrame(rows, columns=["model", "log"]).groupby("model")["log"].mean()
             mean = mean_of_logs(by_model.tolist())
-            yield StrategyMean(strategy, gpus, mean, len(by_model), len(here))
+            pairs = [(cell.other.times, cell.first.times) for cell in here]
+            # All strategies together tell one apart by chance in ALPHA of all comparisons at most.
+            shared = slowdown_over_cells(pairs, ALPHA / 2 / len(by_strategy))
+            apart = None if shared.low is None else shared.excludes(0.0)
+            if len(by_model) == 1:
+                ends = slowdown_over_cells(pairs, ALPHA / 2)[1:]
+                mean = Estimate(mean.value, *(end if end is None else 1 + end for end in ends))
+            yield StrategyMean(strategy, gpus, mean, len(by_model), len(here), apart)
 
 
 def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
@@ -309,7 +325,7 @@ def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
 
 
 def answer_first(found: Comparison) -> Iterator[str]:
-    """What came of the comparison: copied times, and the least and the largest mean ratio."""
+    """What came of it: copied times, and the least and the largest mean ratio that is no noise."""
     a, b, n = found.first.name, found.other.name, len(found.with_ratio)
     same = sum(cell.first.times == cell.other.times for cell in found.with_ratio)
     if same:
@@ -318,11 +334,25 @@ def answer_first(found: Comparison) -> Iterator[str]:
     means = sorted((m for m in found.strategies if m.gpus is None), key=lambda m: m.time.value)
     if not means or same == n:
         return
-    least, most = means[0], means[-1]
+    apart = [mean for mean in means if mean.is_apart]
+    if not apart:
+        ends = dict.fromkeys(f"{mean.time.value:.2f}" for mean in (means[0], means[-1]))
+        known = any(mean.is_apart is not None for mean in means)
+        why = (
+            "and the scatter of the repeats tells none of it apart from 1"
+            if known
+            else "by single repeats, whose scatter is not known"
+        )
+        yield f"Training in {b} takes {' to '.join(ends)} times as long as in {a} by strategy, {why}."
+        return
+    alike = len(means) - len(apart)
+    means, least, most = apart, apart[0], apart[-1]
     text = f"Training in {b} takes {least.time.value:.2f} times as long as in {a} with {least.strategy}"
     if most is not least:
         text += f", {most.time.value:.2f} times with {most.strategy}"
         text += f", and {counted(len(means) - 2, 'other')} between them" if len(means) > 2 else ""
+    if alike:
+        text += f"; {counted(alike, 'other')} cannot be told apart from 1"
     yield f"{text}."
 
 

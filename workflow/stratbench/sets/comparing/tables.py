@@ -115,7 +115,7 @@ def write_all(found: Comparison, out_dir: Path) -> None:
     write_table(
         strategy_table(found.strategies),
         f"Training time in {b} divided by that in {a}: geometric mean over cells within a model, then over "
-        "models [95 % t interval over models; one model has none].",
+        "models [95 % t interval over models; of one model by its repeats].",
         folder / "strategies",
     )
     for experiment in dict.fromkeys(cell.group.experiment for cell in found.cells):
