@@ -477,3 +477,21 @@ def test_each_broken_model_and_task_of_the_cells_is_named_once(tmp_path, monkeyp
         "task (gone:Task): there is no gone.py and no package gone; name its folder in `code`, or install it",
         "model 'other' (nets.Other): nets.py has no 'Other'; it has Mine",
     ]
+
+
+def test_an_upgrade_of_what_a_users_file_imports_is_another_code(tmp_path, monkeypatch):
+    """A name that is no distribution's, one of PyTorch's and one that is not installed say nothing."""
+    (tmp_path / "my_net.py").write_text(
+        "import json, torch, yaml, my_parts\nfrom jsonschema import validate\nimport no_such_thing\n"
+    )
+    (tmp_path / "my_parts.py").write_text("def f():\n    from jinja2 import Template\n")
+    found = users_code.fingerprint("my_net.Net", [tmp_path])
+    names = {"jinja2": "jinja2", "jsonschema": "jsonschema", "yaml": "PyYAML"}
+    assert found["version"] == ", ".join(f"{n} {metadata.version(d)}" for n, d in names.items())
+    users_code._version_of.cache_clear()
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda d: "9" if d == "jinja2" else real(d))
+    upgraded = users_code.fingerprint("my_net.Net", [tmp_path])
+    users_code._version_of.cache_clear()
+    assert upgraded["version"] == found["version"].replace(real("jinja2"), "9")
+    assert upgraded["sha256"] == found["sha256"]

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from importlib import util
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,8 @@ from stratbench.cell.text.words import names_text
 
 #: The environment variable with the folders of the user's code, as PATH has its own.
 CODE_VARIABLE = "STRATBENCH_CODE"
+#: Packages whose versions each record has anyway, or that come with stratbench.
+RECORDED = frozenset({"torch", "torchvision", "numpy", "stratbench"})
 #: How a call is written.
 _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*", re.ASCII)
 
@@ -129,9 +132,18 @@ def _imports_of(path: Path) -> list[str]:
 
 
 def fingerprint(call: str, folders: Iterable[Path]) -> dict[str, str | None]:
-    """What a model's code is known by: `sha256` of its files in `folders`, else the package's `version`."""
+    """What a model's code is known by: `sha256` of its files in `folders`, and a `version`.
+
+    Of the package that it comes from, or of those that its files import, such as `peft 0.21.2,
+    transformers 5.24.0`.
+    """
     if files := sources(call, folders):
-        return {"sha256": digest_of(files), "version": None}
+        own = {Path(name).parts[0].removesuffix(".py") for name in files}
+        imported = {name for path in files.values() for name in _imports_of(path)}
+        others = sorted(imported - own - RECORDED - sys.stdlib_module_names)
+        versions = {name: _version_of(name) for name in others}
+        told = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        return {"sha256": digest_of(files), "version": told or None}
     return {"sha256": None, "version": _version_of(top_of(call))}
 
 
@@ -187,6 +199,7 @@ def _bound(tree: ast.Module) -> set[str]:
     return names
 
 
+@cache
 def _version_of(package: str) -> str | None:
     from importlib import metadata  # takes as long as all other imports of this file
 
