@@ -485,8 +485,7 @@ def installed(request, monkeypatch) -> str:
 def sentence(names: str, has: str) -> str:
     return (
         f"{names}: deepspeed==0.19.8 is needed, and this Python has {has}: "
-        "pip install -r envs/requirements-deepspeed.txt; with --sdm conda add it to envs/stratbench.yaml "
-        "instead"
+        "pip install deepspeed==0.19.8; with --sdm conda add it to envs/stratbench.yaml instead"
     )
 
 

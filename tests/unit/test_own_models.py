@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
@@ -495,3 +496,24 @@ def test_an_upgrade_of_what_a_users_file_imports_is_another_code(tmp_path, monke
     users_code._version_of.cache_clear()
     assert upgraded["version"] == found["version"].replace(real("jinja2"), "9")
     assert upgraded["sha256"] == found["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("attrs.Net", "attrs.py takes the place of the installed module"),
+        ("random.Net", "random.py takes the place of the installed module"),
+        ("my_net.Net", "jinja2 takes the place of the installed module"),
+        ("my_other.Net", None),
+    ],
+)
+def test_a_file_with_the_name_of_an_installed_module_is_told(tmp_path, call, told):
+    """Whoever imports that module in a job, such as jsonschema `attrs`, would have the file."""
+    for name in ("attrs.py", "random.py", "my_other.py", "jinja2/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("class Net: ...")
+    (tmp_path / "my_net.py").write_text("import jinja2\nclass Net: ...")
+    found = users_code.fault_of_code(call, [tmp_path])
+    assert found is None if told is None else found.startswith(told)
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=f"call = .*: {told}"):
+        study_of({"call": call}, tmp_path)

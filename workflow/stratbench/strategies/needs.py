@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from stratbench.cell.installation import ROOT
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -50,9 +49,7 @@ def _missing(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
         except metadata.PackageNotFoundError:
             installed = "none"
         if installed != version:
-            ours = f"envs/requirements-{distribution}.txt"
-            source = f"-r {ours}" if (ROOT / ours).is_file() else f"{distribution}=={version}"
             yield (
                 f"{', '.join(names)}: {distribution}=={version} is needed, and this Python has {installed}: "
-                f"pip install {source}; with --sdm conda add it to envs/stratbench.yaml instead"
+                f"pip install {distribution}=={version}; with --sdm conda add it to envs/stratbench.yaml instead"
             )

@@ -11,9 +11,11 @@ import importlib
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import util
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -165,6 +167,8 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
     # Jobs look in the working directory, too.
     folders = [*folders, Path.cwd()]
     file = next((f for f in (folder / f"{top}.py" for folder in folders) if f.is_file()), None)
+    if fault := fault_of_names(call, folders):
+        return fault
     if file is None or any((folder / top / "__init__.py").is_file() for folder in folders):
         if sources(call, folders) or util.find_spec(top) is not None:
             return None
@@ -184,6 +188,23 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
     return (
         f"{file.name} has no {name!r}; it has {names_text(defined) or 'no class and no function'}"
     )
+
+
+def fault_of_names(call: str, folders: Iterable[Path]) -> str | None:
+    """That a file of a call has the name of an installed module; nothing is imported."""
+    for name in dict.fromkeys(path.partition("/")[0] for path in sources(call, folders)):
+        if _is_installed(name.removesuffix(".py")):
+            return f"{name} takes the place of the installed module, for whoever imports that; rename it"
+    return None
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a module of this name comes with Python or is among its installed packages."""
+    if name in sys.stdlib_module_names:
+        return True
+    places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    found = PathFinder.find_spec(name, [*places])
+    return found is not None and found.origin is not None
 
 
 def _bound(tree: ast.Module) -> set[str]:

@@ -71,6 +71,10 @@ def check_models(config: Mapping[str, Any]) -> None:
                 f"config: code = {repr_of(folder)}: is no folder; name those with your Python files, "
                 "relative to the working directory"
             )
+    folders = [Path(folder).expanduser() for folder in config["code"]]
+    for name, spec in config["models"].items():
+        if fault := users_code.fault_of_names(spec["call"], folders):
+            raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
 
 
 def check_model(wanted: str | None, there: Iterable[str]) -> None:
