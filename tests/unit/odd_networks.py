@@ -209,6 +209,30 @@ class Normalises(Plain):
         return self.norm(super().body(x))
 
 
+class Halved(Plain):
+    """A body in 16 bits, to whose weights' format its input is cast."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.blocks.to(torch.bfloat16)
+
+    def format(self) -> torch.dtype:
+        return self.blocks[0].inner.weight.dtype
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1)).to(self.format())
+        for block in self.blocks:
+            h = block(h)
+        return h.to(x.dtype)
+
+
+class HalvedInput(Halved):
+    """The same, whose code names the format."""
+
+    def format(self) -> torch.dtype:
+        return torch.bfloat16
+
+
 class ViewBlock(Block):
     """Stands in the place of `Block`, by whose name shard groups are chosen."""
 

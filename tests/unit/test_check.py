@@ -228,6 +228,20 @@ def test_the_check_says_what_strategies_really_do(name, outcomes):
         assert (said["ps-sync"] is None) == (not refused_by_servers)
 
 
+def test_a_network_in_a_format_of_its_own_is_told_what_it_is_trained_in():
+    config, study = study_of({"Halved": None, "HalvedInput": None}, strategies=["ddp"])
+    requests = [subject_of(config, study, cell).request for cell in study.cells]
+    halved = check.check_network(requests[0])
+    told = "its code makes parameters in bfloat16, and all strategies train them in float32 (`precision`)"
+    assert halved.fault is None
+    assert told in halved.remarks
+    with pytest.raises(users_code.ModelError, match="BFloat16") as raised:
+        check._tried(requests[1], on_fakes=False)
+    assert str(raised.value).endswith(
+        f"; {told}: cast what a layer takes to the dtype of its weight"
+    )
+
+
 def _flat_fails(model: nn.Module) -> bool:
     """Whether a worker of a server can put the model's tensors in flat ones."""
     try:

@@ -103,6 +103,8 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
             f"tied: {' = '.join(names)} is one parameter, and stays one with every strategy; what shares it "
             "with a module outside its shard group stays with the root"
         )
+    if formats := models.changed_formats(model):
+        yield formats
     norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, _BatchNorm))
     if written := [name for name in trial.written if not name.startswith(norms)]:
         yield f"forward writes the buffers {names_text(written)}"

@@ -322,6 +322,8 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
     trial = None
     if s.own_model:
         facts["own"] = models.facts_of_own(network, classes, shape)
+        if formats := models.changed_formats(model):
+            facts["own"]["formats"] = formats
         samples = strategy.samples_per_step(s)
         acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
         trial = models.trial_of(network, model, classes, shape, groups, task)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from stratbench.workload import users_code
 from stratbench.workload.network import own
@@ -180,6 +181,7 @@ def for_training(
 
     torch.manual_seed(seed)
     model = build(name, classes, shape)
+    _made_in[model] = _formats_of(model)
     replace_tensors(
         model, lambda t: t.detach().to(device, dtype if t.is_floating_point() else t.dtype)
     )
@@ -190,6 +192,29 @@ def for_training(
         if not checkpoint_blocks(wrap_groups(name, model)):
             raise users_code.ModelError(f"{facts_of(name).own or name}: {NO_BLOCKS}")
     return model
+
+
+#: Of networks that were made for training the number formats of real parameters, as their code makes them.
+_made_in: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def _formats_of(model: nn.Module) -> tuple[str, ...]:
+    real = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return tuple(sorted(str(dtype).removeprefix("torch.") for dtype in real))
+
+
+def changed_formats(model: nn.Module) -> str | None:
+    """That a network's code makes parameters in other formats than it is trained in; None where it does not.
+
+    The usual float32 says nothing of what its user wants.
+    """
+    others = [f for f in _made_in.get(model, ()) if f not in ("float32", *_formats_of(model))]
+    if not others:
+        return None
+    return (
+        f"its code makes parameters in {', '.join(others)}, and all strategies train them in "
+        f"{', '.join(_formats_of(model))} (`precision`)"
+    )
 
 
 def trial_of(
@@ -216,7 +241,13 @@ def trial_of(
     values, layout = tasks.takes_values(task), torch.contiguous_format
     x, y = example_batch(trial.SAMPLES, shape, classes, like.device, dtype, layout, values)
     outputs = tasks.outputs_of(task, y.shape, classes)
-    return trial.take_trial(in_words(name), model, x, y, outputs, groups)
+    try:
+        return trial.take_trial(in_words(name), model, x, y, outputs, groups)
+    except users_code.ModelError as e:
+        if "dtype" not in str(e) or (formats := changed_formats(model)) is None:
+            raise
+        cast = "cast what a layer takes to the dtype of its weight"
+        raise type(e)(f"{e}; {formats}: {cast}") from e
 
 
 def in_words(name: str | Model) -> str:
