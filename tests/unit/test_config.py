@@ -19,7 +19,7 @@ import yaml
 from stratbench.cell import record
 from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import option_defaults
-from stratbench.study.config import config, schema, validation, yaml_traps
+from stratbench.study.config import config, messages, schema, validation, yaml_traps
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.removed_keys import REMOVED_KEYS
 from stratbench.workload.data.datasets import SPECS
@@ -655,6 +655,12 @@ def test_every_key_is_described():
     for name, rule in whole["$defs"].items():
         assert rule["description"]
         walk(rule, name)
+
+
+@pytest.mark.parametrize("key", messages.ELSEWHERE)
+def test_a_key_of_another_trainer_is_told_by_its_name_here(key):
+    with pytest.raises(ConfigError, match=f"Did you mean '{messages.ELSEWHERE[key]}'"):
+        validation.validate(raw(**{key: 8}))
 
 
 def test_defaults_of_the_schema_are_valid():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import yaml
 from process_groups import found_by_groups
 from test_plan_footprint import request_for as footprint_request
+from test_weighed import PADDING, Ignoring
 from torch import Tensor, nn
 
 import invariants
@@ -128,7 +129,7 @@ MUTANTS: dict[str, tuple[type[DeepSpeed], str]] = {
 def network(kind: str) -> nn.Module:
     """Two, neither of which any number of workers divides evenly; the text's head is its embedding."""
     torch.manual_seed(0)
-    if kind == "text":
+    if kind in ("text", "padded"):
         return GPT(VOCABULARY, POSITIONS, layers=2, heads=2, width=6)
     return nn.Sequential(
         nn.Conv2d(1, 5, 3, padding=1),
@@ -143,8 +144,10 @@ def network(kind: str) -> nn.Module:
 
 def samples(kind: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    if kind == "text":
+    if kind in ("text", "padded"):
         text = torch.randint(VOCABULARY, (2 * STEPS * BATCH, POSITIONS + 1), generator=generator)
+        if kind == "padded":
+            text[: len(text) // 3, 2:] = PADDING
         return text[:, :-1], text[:, 1:]
     y = torch.randint(CLASSES, (2 * STEPS * BATCH,), generator=generator)
     noise = torch.randn(len(y), 1, 6, 6, generator=generator)
@@ -160,14 +163,15 @@ def set_up(
         global_batch=BATCH, per_worker_batch=BATCH // world,
     )  # fmt: skip
     model = network(kind)
-    wrapped = (Block, nn.Linear, nn.Conv2d) if kind != "text" else (Block,)
+    wrapped = (Block, nn.Linear, nn.Conv2d) if not isinstance(model, GPT) else (Block,)
     groups = [(name, [m]) for name, m in model.named_modules() if isinstance(m, wrapped)]
-    task = tasks.NextToken() if kind == "text" else tasks.Classification()
+    of_kind = {"text": tasks.NextToken, "padded": Ignoring}
+    task = of_kind.get(kind, tasks.Classification)()
     strategy.setup(
         model,
         Worker(
             replace(s, **changed), rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
-            task=task, total_steps=2 * STEPS,
+            task=task, weighs=kind == "padded", total_steps=2 * STEPS,
         ),
     )  # fmt: skip
     return strategy
@@ -288,6 +292,13 @@ def work(world: int, rank: int) -> dict[str, Any]:
             found[f"{kind} {way} ddp"] = run(DDP)
             for stage in STAGES:
                 found[f"{kind} {way} {stage}"] = run(DeepSpeed, stage=stage)
+    if world < 4:
+        for parts in (1, 2):
+            changed = {"accumulate": parts, "clip_norm": 0.2}
+            for cls, options in ((DDP, {}), *((DeepSpeed, {"stage": n}) for n in STAGES)):
+                found[f"padded {parts} {options.get('stage', 'ddp')}"] = trajectory(
+                    cls, options, "padded", rank, world, **changed
+                )
     for stage in STAGES:
         found[f"untuned {stage}"] = trajectory(
             DeepSpeed, {"stage": stage, "tuned": False}, "text", rank, world
@@ -344,6 +355,19 @@ class TestAgreement:
             assert torch.equal(run["scores"], ddp["scores"])
         assert max(difference(run, ddp)) < NEAR
         assert run["report"]["updates_applied"] == 2 * STEPS
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+class TestWeights:
+    pytestmark = slow
+
+    def test_a_sum_and_its_weight_are_divided_as_ddp_does(self, found, stage, parts, world):
+        """Before the engine clips and updates; `test_weighed.py` holds DDP to a plain loop."""
+        run, ddp = (found[world][f"padded {parts} {name}"] for name in (stage, "ddp"))
+        assert ddp["losses"].std() > 1e-3
+        assert max(difference(run, ddp)) < NEAR
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -19,6 +19,7 @@ from stratbench.ps import device
 from stratbench.ps.client import Channel, ServerLost
 from stratbench.ps.device import Staging
 from stratbench.ps.flat import FlatSpace
+from stratbench.ps.policies.averaging import SyncPolicy
 from stratbench.ps.scale import LossScale, Unscaler
 from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.store import Store
@@ -73,10 +74,11 @@ def pretend_cuda(monkeypatch):
     torch.set_num_threads(before)
 
 
-def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: None):
+def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: None, weight=None):
     """One worker; returns how many buckets left before their backward was over.
 
-    `overflow(ticket)`: the number of the parameter whose gradient overflows in that step.
+    `overflow(ticket)`: the number of the parameter whose gradient overflows in that step. `weight(ticket)`:
+    what its push weighs.
     """
     model, early, hit = small_model(), 0, None
     flat = FlatSpace(model)
@@ -104,6 +106,8 @@ def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: 
         x, y = batch(ticket)
         flat.zero_grads()
         loss = F.cross_entropy(model(x), y) * (scale.value if scale else 1)
+        if weight:
+            channel.weigh(torch.tensor(weight(ticket), dtype=torch.float64))
         if armed:
             channel.arm()
         loss.backward()
@@ -121,6 +125,27 @@ def served(folder):
     model = small_model()
     FlatSpace(model).load(weights, buffers)
     return {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("armed", [False, True])
+@pytest.mark.parametrize("scale", [None, LossScale()], ids=["unscaled", "scaled"])
+def test_a_pushs_weight_is_at_each_shard_with_it(tmp_path, monkeypatch, transport, armed, scale):
+    """Also where shards leave while backward still runs: the weight goes ahead of them."""
+    weighed = []
+    push = SyncPolicy.on_push
+    monkeypatch.setattr(
+        SyncPolicy,
+        "on_push",
+        lambda self, *a: (weighed.append(self.push_weight), push(self, *a))[1],
+    )
+    plan = config(tmp_path, steps_per_epoch=3, policy="ps-sync", n_servers=2)
+    servers = [Served(replace(plan, server=s), SECRET) for s in range(2)]
+    train(plan, transport, armed, scale=scale, weight=lambda ticket: 1 / 3 + ticket.number)
+    for server in servers:
+        assert server.result()["status"] == "ok"
+    shards = len(weighed) // 3
+    assert sorted(weighed) == [w for step in range(3) for w in [1 / 3 + step] * shards]
 
 
 @pytest.mark.parametrize("n_servers", [1, 2])

@@ -25,12 +25,35 @@ def place_of(path: Iterable[str | int]) -> str:
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
 
 
+#: What other trainers call it, and the key here.
+ELSEWHERE = {
+    "batch_size": "global_batch",
+    "train_batch_size": "global_batch",
+    "per_device_train_batch_size": "per_worker_batch",
+    "micro_batch_size": "per_worker_batch",
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clipping": "clip_norm",
+    "max_grad_norm": "clip_norm",
+    "gradient_checkpointing": "activation_checkpointing",
+    "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule",
+    "torch_compile": "compile",
+    "nproc_per_node": "gpus",
+    "world_size": "gpus",
+}
+
+
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
     """The closest of `allowed`, as a question after a blank; empty if none is close.
 
-    One that begins with what was given, the shortest such, is closer than any other.
+    What another trainer calls so is closest, then what begins with what was given, the shortest such.
     """
     text, allowed = str(given), list(allowed)
+    if ELSEWHERE.get(text) in allowed:
+        return f" Did you mean {ELSEWHERE[text]!r}?"
     longer = sorted((name for name in allowed if len(text) > 2 and name.startswith(text)), key=len)
     close = longer or difflib.get_close_matches(text, allowed, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
