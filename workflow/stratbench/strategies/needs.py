@@ -51,5 +51,6 @@ def _missing(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
         if installed != version:
             yield (
                 f"{', '.join(names)}: {distribution}=={version} is needed, and this Python has {installed}: "
-                f"pip install {distribution}=={version}; with --sdm conda add it to envs/stratbench.yaml instead"
+                f"pip install {distribution}=={version}; "
+                "with --sdm conda add it to envs/stratbench.yaml instead"
             )

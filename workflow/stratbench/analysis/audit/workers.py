@@ -21,7 +21,8 @@ def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
         return
     by_zeros = bool(facts("strategy.details.moved_by_zeros"))
     given = (name, facts("strategy.options"), facts.gpus)
-    traits = asdict(traits_of(*given, by_zeros, facts.elastic))
+    adds_up = facts("task.loss_adds_up") is not False
+    traits = asdict(traits_of(*given, by_zeros, facts.elastic, adds_up))
     for trait, said in (facts("strategy.traits") or {}).items():
         if said != traits.get(trait):
             yield f"strategy.traits.{trait} is {said}, but that of {name} is {traits.get(trait)}"
