@@ -34,6 +34,7 @@ from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.restarts.keeping import Keeper
 from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
+from stratbench.workload.generators import Generators
 from stratbench.workload.tasks import Evaluated, Task, evaluated, sums_of_batch
 
 
@@ -300,12 +301,9 @@ def describe_score(task: Task, score: float | None) -> str:
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
-    """Take a few steps that leave no trace: weights, buffers, optimizer and RNG are restored."""
+    """Take a few steps that leave no trace: all that they change is put back."""
     s = worker.settings
-    saved = strategy.save()
-    rng = torch.get_rng_state()
-    on_cuda = worker.device.type == "cuda"
-    cuda_rng = torch.cuda.get_rng_state(worker.device) if on_cuda else None
+    saved, generators = strategy.save(), Generators.now(worker.device)
     batch = practice_batches(strategy, data, worker)
     # The second step of a compiled model may compile again, for what the first has set up.
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
@@ -317,9 +315,7 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     if worker.watch is not None:
         worker.watch.end_warm_up()
     strategy.restore(saved)
-    torch.set_rng_state(rng)
-    if cuda_rng is not None:
-        torch.cuda.set_rng_state(cuda_rng, worker.device)
+    generators.put_back(worker.device)
     if dist.is_initialized() and dist.get_backend() == "nccl":
         let_go_of_collectives(worker.device)
 

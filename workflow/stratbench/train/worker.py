@@ -47,9 +47,10 @@ from stratbench.train.out_of_memory import is_out_of_memory
 from stratbench.workload import tasks
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.sources import DataError
+from stratbench.workload.generators import seed_generators
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
-from stratbench.workload.users_code import Refused
+from stratbench.workload.users_code import ModelError, Refused
 
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
@@ -183,8 +184,6 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             folder=job.folder, watch=watch, pulse=pulse, mesh=strategy.mesh(job.world_size),
         )  # fmt: skip
         built, worker = ready.built, ready.worker
-        # From here on only what is random per copy (dropout) draws from the global generator.
-        torch.manual_seed(s.seed + 1 + worker.draws)
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
     progress = loop.Progress(job.folder if keeps else None)
     if strategy.kind == "server":
@@ -242,12 +241,30 @@ def set_up(
         trial=built.trial,
         **place,
     )
+    check_one_start(s.model, built.facts["initial_weights_sha256"], worker)
     if built.trial is not None:
         acceptance.check_model(strategy, built.network, built.model, worker)
     two = data.test_batch(0, 2)[0]
     with acceptance.same_scores(strategy, built.network, built.model, worker, two):
         strategy.setup(built.model, worker)
+    # From here on only what is random per copy (dropout) draws from the global generators.
+    seed_generators(s.seed + 1 + worker.draws)
     return Ready(built, slowdown, worker)
+
+
+def check_one_start(model: str, own_hash: str, worker: Worker) -> None:
+    """ModelError where the workers of a process group built other initial weights; all of them call it."""
+    if worker.world_size == 1 or not dist.is_initialized():
+        return
+    least = torch.tensor([*bytes.fromhex(own_hash)], dtype=torch.uint8, device=worker.device)
+    most = least.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if not torch.equal(least, most):
+        raise ModelError(
+            f"model {model!r}: its workers built it with different initial weights from one seed; draw them "
+            "from the generators of torch, numpy and Python's random alone"
+        )
 
 
 def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData) -> None:
@@ -347,7 +364,7 @@ def flops_of(s: Settings, built: Built) -> dict[str, int]:
 def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
     """Set threads, TensorFloat-32 and seeds, in the same way for every strategy."""
     torch.set_num_threads(threads)
-    torch.manual_seed(s.seed)
+    seed_generators(s.seed)
     tf32 = s.precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32

@@ -30,6 +30,7 @@ from stratbench.train.elastic.group import Group, broadcast
 from stratbench.train.elastic.member import Gone, Over, Seat
 from stratbench.train.restarts import checkpoints
 from stratbench.workload.data.device_data import DeviceData
+from stratbench.workload.generators import seed_generators
 from stratbench.workload.tasks import Task
 
 #: How often the state is kept on the disk, in seconds.
@@ -242,7 +243,7 @@ class Split:
         batch = worker.settings.global_batch
         self._share = share(batch, self._rank, self._world)
         self._weighted.weight = self._world * (self._share.stop - self._share.start) / batch
-        torch.manual_seed(worker.settings.seed + 1 + self._rank + 7919 * self._step)
+        seed_generators(worker.settings.seed + 1 + self._rank + 7919 * self._step)
 
     @contextmanager
     def _undone_if_it_fails(self, tensors: list[Tensor]) -> Iterator[None]:

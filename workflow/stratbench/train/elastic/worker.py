@@ -22,8 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stratbench.cell.run_folder import worker_name
 from stratbench.ps.elastic.channel import RunOver
 from stratbench.ps.wire.link import Left, ServerLost
@@ -138,7 +136,6 @@ def train_served(
             rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
             pulse=start.pulse, mesh=Mesh(1), leaving=leaving,
         )  # fmt: skip
-        torch.manual_seed(s.seed + 1 + number)  # what is random per copy (dropout)
     result = loop.train_with_server(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
     )

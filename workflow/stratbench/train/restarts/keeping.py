@@ -1,8 +1,8 @@
 """What a worker of a synchronous cell keeps of its training, and how it goes on from there.
 
 All that the next steps and the record depend on: weights, buffers, what the optimizer and the strategy
-keep, loss scale, counts, torch's random numbers, the losses of the epoch in progress, the results of
-epochs, and the clock's times. The order of the samples follows from the seed and the step.
+keep, loss scale, counts, the generators of random numbers, the losses of the epoch in progress, the
+results of epochs, and the clock's times. The order of the samples follows from the seed and the step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from stratbench.strategies.base import Collective, Worker
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.train.restarts import attempts, checkpoints
+from stratbench.workload.generators import Generators
 
 
 class Keeper:
@@ -59,18 +60,16 @@ class Keeper:
             return self._load(step)
 
     def _load(self, step: int) -> list[dict[str, Any]]:
-        random = self._random()
+        random = Generators.now(self._worker.device)
         with checkpoints.deleted_if_damaged(self._folder, step):
             facts = checkpoints.read_facts(self._folder, step)
             losses = torch.zeros(facts["losses"], dtype=getattr(torch, facts["loss_dtype"]))
             step_ms = torch.zeros(step, dtype=torch.float64)
-            tensors = [*self._strategy.state_tensors(), *random, step_ms, losses]
+            tensors = [*self._strategy.state_tensors(), *random.tensors(), step_ms, losses]
             checkpoints.read_into(self._folder, step, tensors)
         self._strategy.go_on(facts["counts"])
         self._clock.load_history(facts["clock"] | {"step_ms": step_ms.tolist()})
-        torch.set_rng_state(random[0])
-        if self._on_cuda:
-            torch.cuda.set_rng_state(random[1], self._worker.device)
+        random.put_back(self._worker.device)
         self._before, self._losses = facts["kept"], list(losses.to(self._worker.device))
         return facts["epochs"]
 
@@ -94,7 +93,7 @@ class Keeper:
                 "loss_dtype": str(kept.dtype).removeprefix("torch."),
                 "kept": own | {"count": own["count"] + 1},
             }
-            more = [*self._random(), step_ms, kept]
+            more = [*Generators.now(self._worker.device).tensors(), step_ms, kept]
             self._writer.take(step, self._strategy.state_tensors(), more=more, facts=facts)
         self.next_due = step + self._every
 
@@ -111,14 +110,6 @@ class Keeper:
         """Wait for the last one to be written; returns the facts, with the bytes of one."""
         self._writer.settle()
         return self.facts() | {"bytes": sum(t.nbytes for t in self._strategy.state_tensors())}
-
-    @property
-    def _on_cuda(self) -> bool:
-        return self._worker.device.type == "cuda"
-
-    def _random(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        return [*states, torch.cuda.get_rng_state(self._worker.device)] if self._on_cuda else states
 
     def _forget(self, folder: Path, step: int) -> None:
         attempts.forget_older(self._worker.folder, self._worker.rank, self._worker.world_size)
