@@ -50,9 +50,16 @@ class Countdown:
     def reset(self) -> None:
         """Start over: no gradient is final."""
         self._left = list(self._total)
+        self._final: set[int] = set()
 
     def final(self, parameter: int) -> list[int]:
         """Parameter number `parameter` has its gradient; returns the buckets this completes."""
+        if parameter in self._final:
+            raise RuntimeError(
+                "backward added to a gradient again after it had been sent; checkpoint with "
+                "use_reentrant=False"
+            )
+        self._final.add(parameter)
         complete = []
         for bucket in self._touching[parameter]:
             self._left[bucket] -= 1

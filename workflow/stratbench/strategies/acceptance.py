@@ -87,7 +87,7 @@ def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
 
     It updates them by a gradient of zeros, which without momentum, decay and moments is no update.
     """
-    at_times = trial.by_chance or (trial.reads_values and trial.unused)
+    at_times = trial.by_chance or trial.by_data or (trial.reads_values and trial.unused)
     goes_on = s.momentum or s.weight_decay or s.betas
     return bool(strategy.updates_by_zeros and at_times and goes_on)
 

@@ -340,6 +340,12 @@ class Strategy:
         """What this worker holds of the model, as tensors that can be written to."""
         raise NotImplementedError
 
+    def frozen_written(self) -> list[Tensor]:
+        """Frozen parameters that forward changes: they are kept and brought back as buffers are."""
+        written = set(self.worker.trial.overwritten if self.worker.trial else ())
+        named = self.model.named_parameters() if written else ()
+        return [p for name, p in named if name in written and not p.requires_grad]
+
     def extra_state(self) -> list[Tensor | Stateful]:
         """What it keeps beyond weights, buffers and the optimizer's state, and brings back after a warm-up.
 
@@ -367,8 +373,12 @@ class Strategy:
     def save(self) -> SavedState:
         """A copy of all that a warm-up would change; but for the model, it waits in host memory."""
         from stratbench.strategies.saved import SavedState
+        from stratbench.workload.network.changes import Attributes
 
-        return SavedState(self.weights_and_buffers(), self.optimizer, self.extra_state())
+        names = self.worker.trial.attributes if self.worker.trial else ()
+        attributes = Attributes(self.model, names) if names else None
+        tensors = self.weights_and_buffers()
+        return SavedState(tensors, self.optimizer, self.extra_state(), attributes)
 
     def restore(self, saved: SavedState) -> None:
         """Undo everything done since `save`, bit for bit, and `reset`."""
@@ -692,7 +702,7 @@ class Collective(Strategy):
         yield from mine[:, w.data_rank]
 
     def weights_and_buffers(self) -> list[Tensor]:
-        return [*self.local, *self.model.buffers()]
+        return [*self.local, *self.frozen_written(), *self.model.buffers()]
 
     def state_tensors(self) -> list[Tensor]:
         """What this worker holds of the training, always as many in one order, to be kept or written to."""
@@ -754,6 +764,65 @@ def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
 def sparse_gradient(names: Sequence[str], why: str) -> str:
     """Why a strategy refuses parameters with a sparse gradient, and the remedy."""
     return f"the gradient of {names_text(names)} is sparse, which {why}; make the layer with sparse=False"
+
+
+def hooks_lost(names: Sequence[str]) -> str:
+    """Why a strategy that makes parameters of its own refuses hooks of a user's, and the remedy."""
+    return (
+        f"{names_text(names)} has a hook of its gradient, which would stay with the whole parameter while "
+        "its parts are trained; change the gradient in forward (torch.where, detach, an autograd function)"
+    )
+
+
+def read_elsewhere(names: Sequence[str]) -> str:
+    """Why it refuses parameters that forward reads past their modules, and the remedy."""
+    return (
+        f"forward reads {names_text(names)} by a reference that is no attribute of its module (a list, a "
+        "dictionary), and only the attribute is given the parts that are trained; read the attribute, or use "
+        "nn.ParameterList or nn.ParameterDict"
+    )
+
+
+def remade(names: Sequence[str]) -> str:
+    """Why it refuses parameters that are more than an nn.Parameter, and the remedy."""
+    return (
+        f"forward depends on the class or an attribute of {names_text(names)}, which parts of a parameter do "
+        "not have; keep it in the module"
+    )
+
+
+def changes_lost(names: Sequence[str]) -> str:
+    """Why it refuses parameters that forward writes to, and the remedy."""
+    return (
+        f"forward changes {names_text(names)}, and what it writes is lost when the weights are gathered or "
+        "pulled anew; keep it in a buffer (register_buffer), or change the parameter's use in place of it"
+    )
+
+
+def parted(names: Sequence[str]) -> str:
+    """Why workers that hold copies refuse parameters to which forward writes by its data."""
+    return (
+        f"what forward writes to {names_text(names)} depends on its batch, so that the workers' copies would "
+        "part; keep it in a buffer (register_buffer), or change the parameter's use in place of it"
+    )
+
+
+def adds_again(names: Sequence[str]) -> str:
+    """Why a strategy refuses gradients to which one backward adds several times, and the remedy."""
+    return (
+        f"backward adds to the gradient of {names_text(names)} several times, and the first part would be "
+        "taken for the whole (a block that is called again under reentrant checkpointing); checkpoint with "
+        "use_reentrant=False"
+    )
+
+
+def by_data(names: Sequence[str]) -> str:
+    """Why workers that step together cannot skip modules each by its own data."""
+    return (
+        f"not every batch reaches {names_text(names)}: forward reads values of tensors and chooses by them, "
+        "and workers, whose data differ, would wait for one another in vain or add up what does not belong "
+        "together; call it always, and choose with torch.where or a factor of 0 or 1"
+    )
 
 
 def by_chance(modules: Sequence[str]) -> str:

@@ -153,8 +153,14 @@ class DDP(base.Collective):
         trial = worker.trial
         if trial.by_chance:
             yield base.by_chance(trial.by_chance)
-        if trial.unused:
+        elif trial.by_data:
+            yield base.by_data(trial.by_data)
+        elif trial.unused:
             yield no_gradient(trial.unused)
+        if trial.again:
+            yield base.adds_again(trial.again)
+        if trial.parted:
+            yield base.parted(trial.parted)
         if trial.sparse:
             yield base.sparse_gradient(trial.sparse, "DDP does not average as one process would")
 

@@ -112,16 +112,18 @@ class DeepSpeed(Counted):
                 f"forward reads {names_text(early)} outside of a call of the module it belongs to, and stage "
                 "3 gathers a module's parameters only then; call the module itself, or use stage 1 or 2"
             )
+        if trial.hooked:
+            yield base.hooks_lost(trial.hooked)
+        if trial.overwritten:
+            yield base.changes_lost(trial.overwritten)
+        if trial.again:
+            yield base.adds_again(trial.again)
         if worker.world_size == 1:
             return
         if trial.by_chance:
             yield base.by_chance(trial.by_chance)
-        elif trial.reads_values:
-            yield (
-                "forward reads values of tensors: it may choose by its data what it calls, and when; "
-                "workers, whose data differ, would fill their buckets with different gradients, and add up "
-                "what does not belong together; choose with torch.where or a factor of 0 or 1"
-            )
+        elif trial.by_data:
+            yield base.by_data(trial.by_data)
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options

@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
+from stratbench.cell.text.words import names_text
 from stratbench.ps.policies.options import EveryPushOptions
 from stratbench.ps.policies.policies import policies_that_take, policy_class
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
@@ -203,6 +204,20 @@ class ParameterServer(base.Strategy):
                 f"its parameters have several dtypes ({', '.join(dtypes)}), and servers keep one "
                 "flat tensor; use one dtype"
             )
+        trial, trained = worker.trial, {n for n, p in model.named_parameters() if p.requires_grad}
+        if changed := [name for name in trial.overwritten if name in trained]:
+            yield base.changes_lost(changed)
+        if trial.kept_aside:
+            yield (
+                f"forward changes {names_text(trial.kept_aside)}, and evaluation depends on it, but the "
+                "servers keep weights and buffers of real numbers alone; make it a float buffer "
+                "(register_buffer) that is written in place"
+            )
+        elif trial.counts:
+            yield (
+                f"forward changes {names_text(trial.counts)}, and training depends on it, but servers hand a "
+                "batch to whichever worker is free, so that no worker knows how many there were; use ddp"
+            )
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
@@ -345,7 +360,7 @@ class ParameterServer(base.Strategy):
             self.worker.delay()
             mark("slowdown")
         self.flat.zero_grads()
-        if self._exchange is not None:
+        if self._exchange is not None and not self._adds_again:
             self.channel.arm()
         (loss if self.scale is None else loss * self.scale.value).backward()
         mark("backward")
@@ -359,6 +374,11 @@ class ParameterServer(base.Strategy):
         self.step(x, y)
         self._exchange = exchange
         return [self.flat.grads.clone()]
+
+    @property
+    def _adds_again(self) -> bool:
+        """Whether a gradient is final only when backward has ended: then nothing is sent before."""
+        return bool(self.worker.trial and self.worker.trial.again)
 
     @property
     def is_evaluator(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stratbench.telemetry.memory import optimizer_state
+from stratbench.workload.network.changes import Attributes
 
 
 class Stateful(Protocol):
@@ -38,7 +39,10 @@ class SavedState:
         tensors: Sequence[Tensor],
         optimizer: torch.optim.Optimizer | None,
         extra: Sequence[Tensor | Stateful],
+        attributes: Attributes | None = None,
     ) -> None:
+        """`attributes`: of the network, as they are now; None: its forward changes none."""
+        self._attributes = attributes
         self._tensors = [t.detach().clone() for t in tensors]
         self._extra = [_keep(e) if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra]
         self._states: dict[Any, dict[str, Any]] = {}
@@ -69,6 +73,8 @@ class SavedState:
                 f"extra_state() gave {len(self._extra)} when saved, {len(extra)} now: it must always be "
                 "as many; what comes and goes is for reset()"
             )
+        if self._attributes is not None:
+            self._attributes.put_back()
         with torch.no_grad():
             for now, then in zip(tensors, self._tensors, strict=True):
                 now.copy_(then)

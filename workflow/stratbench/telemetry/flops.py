@@ -19,29 +19,31 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
 
     `input_shape`: one sample's, without the batch. Convolutions, matrix products and attention are
     counted, a multiplication with its addition as two; element-wise operations, normalisation and
-    pooling are not (torch.utils.flop_counter). The model is built on the meta device: neither
-    memory nor time is spent on weights, and no random number is drawn.
+    pooling are not (torch.utils.flop_counter). The model is built of fake tensors: neither memory
+    nor time is spent on weights, and no random number is drawn.
 
     Training takes `TRAINING_FLOPS` times the forward by convention (Chowdhery et al., PaLM, 2022,
     appendix B). Where parameters are frozen, the backward is counted, too: it has no gradients of them.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    with torch.device("meta"):
+    # Not the meta device: networks know of fake tensors that these have no values.
+    with FakeTensorMode(allow_non_fake_inputs=True):
         model = build().eval()  # in training, BatchNorm refuses a single sample
         text = len(input_shape) == 1
         x = torch.zeros(1, *input_shape, dtype=torch.int64 if text else torch.float32)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(x)
-    forward = training = counter.get_total_flops()
-    if all(p.requires_grad for p in model.parameters()):
-        training = TRAINING_FLOPS * forward
-    else:
-        own = {torch.ops.aten.convolution_backward: _of_convolutions_backward}
-        with FlopCounterMode(display=False, custom_mapping=own) as counter:
-            model(x).sum().backward()
-        training = min(counter.get_total_flops(), TRAINING_FLOPS * forward)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(x)
+        forward = training = counter.get_total_flops()
+        if all(p.requires_grad for p in model.parameters()):
+            training = TRAINING_FLOPS * forward
+        else:
+            own = {torch.ops.aten.convolution_backward: _of_convolutions_backward}
+            with FlopCounterMode(display=False, custom_mapping=own) as counter:
+                model(x).sum().backward()
+            training = min(counter.get_total_flops(), TRAINING_FLOPS * forward)
     return {"forward_flops_per_sample": forward, "training_flops_per_sample": training}
 
 

@@ -75,7 +75,7 @@ def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
             raise TypeError(f"sha256_of_state: {name!r} is {type(tensor).__name__}, not a tensor")
         tensor = whole_tensor(tensor)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().cpu().reshape(-1)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(memoryview(flat.view(torch.uint8).numpy()))
     return digest.hexdigest()
 

@@ -343,7 +343,9 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
             facts["own"]["formats"] = formats
         samples = strategy.samples_per_step(s)
         acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
-        trial = models.trial_of(network, model, classes, shape, groups, task)
+        dtype = weights_dtype(s.precision)
+        trial = models.trial_of(network, model, classes, shape, groups, task, dtype)
+        facts["dropout"] = trial.draws
     return Built(network, model, shape, task, kind, groups, trial, facts, group_sizes)
 
 

@@ -104,7 +104,8 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
     with ExitStack() as stack:
         stack.enter_context(fake_group(request.world_size, mesh.rank(Place(0, stage, 0))))
         if on_fakes:
-            stack.enter_context(FakeTensors())
+            # What the user's code holds elsewhere, such as in a closure, becomes fake where it is used.
+            stack.enter_context(FakeTensors(allow_non_fake_inputs=True))
         # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that is not
         # fused would look at what the loss scaler found, which a fake tensor does not have.
         fused = request.on_cuda or request.settings.precision == "fp16"
@@ -225,11 +226,9 @@ def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
 
 def blank(model: str | models.Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """What `models.build` makes, of fake tensors and without the time that initial weights take."""
-    with unset_fake_temporarily(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that weights without memory are not initialised
-        made = models.build_without_memory(model, classes, shape)
-    models.replace_tensors(made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
-    return made
+        return models.build_without_memory(model, classes, shape)
 
 
 # --- the strategies ------------------------------------------------------------------------------

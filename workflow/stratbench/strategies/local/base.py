@@ -51,7 +51,8 @@ class Local(base.Collective):
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         self.weights = flattened([p for p in model.parameters() if p.requires_grad])
-        self.statistics = flattened([b for b in model.buffers() if b.is_floating_point()])
+        buffers = [b for b in model.buffers() if b.is_floating_point()]
+        self.statistics = flattened([*buffers, *self.frozen_written()])
         return model
 
     @property

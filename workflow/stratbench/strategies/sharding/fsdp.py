@@ -123,6 +123,16 @@ class FSDP(Sharded):
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
                     "cannot gather together; use one, or shard them apart"
                 )
+        if trial.hooked:
+            yield base.hooks_lost(trial.hooked)
+        if trial.elsewhere:
+            yield base.read_elsewhere(trial.elsewhere)
+        if trial.remade:
+            yield base.remade(trial.remade)
+        if trial.overwritten:
+            yield base.changes_lost(trial.overwritten)
+        if trial.again:
+            yield base.adds_again(trial.again)
         # What is kept after a forward may be read until the next step.
         early = trial.uncalled
         if self.options.reshard_after_forward == "always":
@@ -148,6 +158,8 @@ class FSDP(Sharded):
             )
         if worker.world_size > 1 and trial.by_chance:
             yield base.by_chance(trial.by_chance)
+        elif worker.world_size > 1 and trial.by_data:
+            yield base.by_data(trial.by_data)
         elif worker.world_size > 1 and trial.reads_values and trial.unopened:
             yield (
                 f"forward reads values of tensors and did not call {names_text(trial.unopened)}: it seems to "

@@ -12,6 +12,7 @@ from stratbench.cell.options import option
 from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
 from stratbench.strategies.ddp import DDP
+from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,8 @@ class Bucket:
             p.data = copied_into(p.data, self.weights, start)
         #: Parameters whose gradient of this step is not in `grads` yet, or not all of it.
         self.missing = set(parameters)
+        #: Whether its gradients of this step are being reduced, or were.
+        self.sent = False
 
 
 class ZeRO1(base.Collective):
@@ -93,6 +96,8 @@ class ZeRO1(base.Collective):
         trial = worker.trial
         if trial.sparse:
             yield base.sparse_gradient(trial.sparse, "has no place in a flat bucket")
+        if trial.parted and worker.world_size > 1:
+            yield base.parted(trial.parted)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch.distributed as dist
@@ -118,7 +123,8 @@ class ZeRO1(base.Collective):
         return {"gradients": [bucket.grads for bucket in self.buckets]}
 
     def weights_and_buffers(self) -> list[Tensor]:
-        return [*(bucket.weights for bucket in self.buckets), *self.model.buffers()]
+        weights = [bucket.weights for bucket in self.buckets]
+        return [*weights, *self.frozen_written(), *self.model.buffers()]
 
     def reset(self) -> None:
         super().reset()
@@ -127,16 +133,27 @@ class ZeRO1(base.Collective):
     def _begin_gradients(self) -> None:
         self._filled: set[nn.Parameter] = set()
         self._reductions: list[torch.distributed.Work] = []
-        self._reduced, self._is_last = 0, True
+        self._reduced, self._is_last = 0, not self._adds_again
         for bucket in self.buckets:
-            bucket.missing = set(bucket.views)
+            bucket.missing, bucket.sent = set(bucket.views), False
 
     def synchronising(self, last: bool) -> AbstractContextManager:
-        self._is_last = last
+        self._is_last = last and not self._adds_again
         return nullcontext()
+
+    @property
+    def _adds_again(self) -> bool:
+        """Whether a gradient is final only when backward has ended: then nothing is sent before."""
+        return bool(self.worker.trial and self.worker.trial.again)
 
     def _take_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Add what backward has made to the bucket; it needs no memory of its own any longer."""
+        if bucket.sent:
+            name = next(n for n, p in self.model.named_parameters() if p is parameter)
+            s = self.worker.settings
+            raise ModelError(
+                f"model {s.model!r}: {s.strategy} cannot train it: {base.adds_again([name])}"
+            )
         view = bucket.views[parameter]
         if parameter in self._filled:
             view.add_(parameter.grad)
@@ -159,6 +176,7 @@ class ZeRO1(base.Collective):
 
         bucket, workers = self._next, self.worker.world_size
         self._reduced += 1
+        bucket.sent = True
         if workers > 1:
             bucket.grads.div_(workers)
             # Their names from PyTorch 2.13 on, and before.
@@ -286,6 +304,15 @@ class TorchZeRO1(DDP):
             updates_per_step=1,
             ring_copies=3,
         )
+
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().refusals_of_model(model, worker)
+        dtypes = base.dtype_names(p for p in model.parameters() if p.requires_grad)
+        if len(dtypes) > 1:
+            yield (
+                f"its parameters have several dtypes ({', '.join(dtypes)}), and torch's "
+                "ZeroRedundancyOptimizer takes one; use one, or zero1"
+            )
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer

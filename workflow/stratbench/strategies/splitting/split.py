@@ -11,6 +11,8 @@ from stratbench.strategies.counted import Counted
 from stratbench.workload.network import models
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from stratbench.workload.network.models import Model
 
 
@@ -47,6 +49,20 @@ class Split(Counted):
                 with suppress(ValueError):  # groups that do not come out even are told by `mesh`
                     if why := strategy.too_many(network, gpus):
                         yield f".gpus = {values['gpus']}: {name}: {why}"
+
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().refusals_of_model(model, worker)
+        trial = worker.trial
+        if trial.hooked:
+            yield base.hooks_lost(trial.hooked)
+        if trial.elsewhere:
+            yield base.read_elsewhere(trial.elsewhere)
+        if trial.remade:
+            yield base.remade(trial.remade)
+        if trial.overwritten:
+            yield base.changes_lost(trial.overwritten)
+        if trial.again:
+            yield base.adds_again(trial.again)
 
     def divides(self, gpus: int) -> bool:
         """Whether `gpus` workers hold parts of the states."""

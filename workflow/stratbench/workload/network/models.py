@@ -114,7 +114,7 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
 def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
     """The network, untrained, for `classes` classes (or tokens) and an input of `shape`.
 
-    Weights come from torch's global generator: seed it before. `shape` is what `input_shape` gives.
+    Weights come from the global generators: seed them before. `shape` is what `input_shape` gives.
     """
     model = facts_of(name)
     import_torchvision()
@@ -131,12 +131,13 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
 
 
 def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """The network on the meta device: neither memory nor time is spent on weights.
+    """The network of fake tensors, in the fake mode that is active: it takes neither memory nor time.
 
-    A user's network that cannot be built there, since it reads a tensor's values, is first built on
-    the CPU.
+    What its code makes beside parameters and buffers is fake, too. A user's network that cannot be built
+    so, since it reads a tensor's values, is first built on the CPU.
     """
     import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.overrides import TorchFunctionMode
 
     class _Undrawn(TorchFunctionMode):
@@ -151,12 +152,12 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
             return func(*args, **kwargs)
 
     try:
-        with torch.device("meta"):
+        with _Undrawn():
             return build(model, classes, shape)
     except users_code.ModelError:
-        with torch.device("cpu"), _Undrawn():
+        with unset_fake_temporarily(), _Undrawn():
             made = build(model, classes, shape)
-        replace_tensors(made, lambda t: torch.empty_like(t, device="meta"))
+        replace_tensors(made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
         return made
 
 
@@ -172,19 +173,16 @@ def for_training(
 ) -> nn.Module:
     """The network as every strategy is given it, and the plan: on `device`, in training mode.
 
-    The initial weights follow from `seed` alone: they are drawn on the CPU in float32. They are
-    contiguous, also where batches are not (`precision.batch_format`). Weights that two layers share
-    stay shared. `build` makes the network. `checkpointing`: its blocks compute their activations again
-    in backward; ModelError where it has none.
+    The initial weights follow from `seed` alone: they are drawn on the CPU in float32. Parameters and
+    buffers stay the objects that the network's code made. `build` makes the network. `checkpointing`: its
+    blocks compute their activations again in backward; ModelError where it has none.
     """
-    import torch
+    from stratbench.workload.generators import seed_generators
 
-    torch.manual_seed(seed)
+    seed_generators(seed)
     model = build(name, classes, shape)
     _made_in[model] = _formats_of(model)
-    replace_tensors(
-        model, lambda t: t.detach().to(device, dtype if t.is_floating_point() else t.dtype)
-    )
+    place_tensors(model, device, dtype)
     model.train()
     if checkpointing:
         from stratbench.workload.network.checkpointing import checkpoint_blocks
@@ -224,11 +222,12 @@ def trial_of(
     shape: tuple[int, ...],
     groups: list[tuple[str, list[nn.Module]]],
     task: Task,
+    dtype: torch.dtype,
 ) -> Trial:
-    """One step of the network that `for_training` made, on two samples; `groups`: its shard groups.
+    """Steps of the network that `for_training` made, on two samples each; `groups`: its shard groups.
 
-    `task` says what the outputs are. ModelError tells what does not fit. Neither weights nor buffers are
-    changed.
+    `dtype`: of the samples, if they are images. `task` says what the outputs are. ModelError tells what
+    does not fit. Nothing of the network is changed.
     """
     import torch
 
@@ -236,13 +235,12 @@ def trial_of(
     from stratbench.workload.data.device_data import example_batch
     from stratbench.workload.network import trial
 
-    like = next(model.parameters())
-    dtype = like.dtype if like.is_floating_point() else torch.float32
+    device = next(model.parameters()).device
     values, layout = tasks.takes_values(task), torch.contiguous_format
-    x, y = example_batch(trial.SAMPLES, shape, classes, like.device, dtype, layout, values)
+    x, y = example_batch(trial.SAMPLES, shape, classes, device, dtype, layout, values)
     outputs = tasks.outputs_of(task, y.shape, classes)
     try:
-        return trial.take_trial(in_words(name), model, x, y, outputs, groups)
+        return trial.take_trial(in_words(name), model, x, y, outputs, groups, classes)
     except users_code.ModelError as e:
         if "dtype" not in str(e) or (formats := changed_formats(model)) is None:
             raise
@@ -256,10 +254,24 @@ def in_words(name: str | Model) -> str:
     return str(stated) if stated is not None else f"model {_name(name)!r}"
 
 
-def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Put the replacement of each parameter and buffer in its place; what is shared stays shared.
+def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Bring all parameters and buffers to `device`, and the real ones among them to `dtype`, in place.
 
-    Not Module.to: it cannot replace fake parameters, and makes two of one that two layers share.
+    Hooks, attributes, other references and what layers share stay with them: only their memory is another.
+    What lies in memory with gaps, or has one place for several numbers, gets dense memory of its own.
+    """
+    import torch
+
+    for t in [*model.parameters(), *model.buffers()]:
+        t.data = t.data.to(device, dtype if t.is_floating_point() else t.dtype)
+        if torch._debug_has_internal_overlap(t):
+            t.data = t.data.clone(memory_format=torch.contiguous_format)
+
+
+def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Put the replacement of each parameter and buffer in its place; a shared parameter stays shared.
+
+    Only for fakes of what is real, which no memory can be made of in place.
     """
     from torch import nn
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import util
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.workload.users_code import ModelError, callable_of, error_text, top_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 #: What follows from the data, and the arguments that it is given to by name.
 ROLES = {
@@ -166,7 +167,53 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
             raise ModelError(f"{own}: {name} has no shape yet; use the layer that is not lazy")
     if not any(p.requires_grad for p in made.parameters()):
         raise ModelError(f"{own}: has no parameter to train")
+    if both := _in_one_memory(made):
+        raise ModelError(
+            f"{own}: {both[0]} and {both[1]} are two tensors in one memory, which strategies would part; tie "
+            "them by assigning the parameter (again.weight = first.weight)"
+        )
     return made
+
+
+def _in_one_memory(model: nn.Module) -> tuple[str, str] | None:
+    """The names of a parameter, and of another one or a buffer, that share memory; None: there are none."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    parameters = sum(1 for _ in model.parameters())
+    by_storage: dict[int, list[tuple[str, Tensor, bool]]] = {}
+    for i, (name, t) in enumerate(tensors):
+        key = t.untyped_storage()._cdata
+        by_storage.setdefault(key, []).append((name, t, i < parameters))
+    for each in by_storage.values():
+        for (name, t, is_parameter), (other, u, _) in combinations(each, 2):
+            if is_parameter and _overlap(t, u):
+                return name, other
+    return None
+
+
+def _overlap(t: Tensor, u: Tensor) -> bool:
+    """Whether two tensors of one storage have a number in common."""
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    (first, last), (start, stop) = (
+        (
+            v.storage_offset() * v.itemsize,
+            (
+                v.storage_offset()
+                + sum((n - 1) * k for n, k in zip(v.shape, v.stride(), strict=True))
+            )
+            * v.itemsize,
+        )
+        for v in (t, u)
+    )
+    if not (t.numel() and u.numel()) or last < start or stop < first:
+        return False
+    if t.itemsize != u.itemsize:
+        return True
+    with unset_fake_temporarily(), torch.no_grad():  # slices that lie between each other
+        taken = torch.zeros(max(last, stop) // t.itemsize + 1, dtype=torch.bool)
+        taken.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
+        return bool(taken.as_strided(u.shape, u.stride(), u.storage_offset()).any())
 
 
 def _not_of_data(shape: Sequence[int], e: Exception) -> str:

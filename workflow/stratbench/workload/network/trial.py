@@ -6,7 +6,7 @@ Jobs and the check of a study take it, on real tensors or on fake ones. Importin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,20 +16,29 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from stratbench.workload.generators import Generators, generators_put_back, seed_generators
+from stratbench.workload.network.changes import Changes
 from stratbench.workload.tasks import Classification
 from stratbench.workload.users_code import ModelError, error_text
 
 #: Samples of the step; BatchNorm cannot normalise one.
 SAMPLES = 2
-#: What of a tensor gives Python a value that forward may branch on.
+#: Random batches that are compared where forward may choose by its data what it calls.
+BATCHES = 4
+#: What of a tensor gives Python a value that forward may branch on, or a shape that depends on values.
 READS_VALUES = frozenset(
     {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
     | {Tensor.__index__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
+    | {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.bincount}
+    | {Tensor.bincount, torch.masked_select, Tensor.masked_select, torch.unique, Tensor.unique}
+    | {torch.unique_consecutive, Tensor.unique_consecutive, torch.repeat_interleave}
+    | {Tensor.repeat_interleave}
 )
 #: What fake tensors raise where they would need values that they do not have.
 NO_VALUES = (
@@ -37,8 +46,8 @@ NO_VALUES = (
 )  # fmt: skip
 
 
-class NeedsData(ModelError):
-    """The network asks for the values of tensors, and these are fake ones, which have none."""
+class PassFailed(ModelError):
+    """A pass of the network raised an error; on fake tensors it may be theirs."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +55,42 @@ class Trial:
     """What the step showed. Parameters and buffers are told by their names in the network.
 
     `unused`: trainable parameters that got no gradient. `sparse`: those whose gradient is sparse.
-    `uncalled`: parameters of a shard group that were read before a module of that group was called;
-    `late`: after all of them had been. `written`: buffers that forward changed in place; `replaced`:
-    buffers in whose place it put another tensor; `overwritten`: parameters that it changed.
-    `by_chance`: modules that not every forward calls (`modules_by_chance`). `unopened`: labels of shard
-    groups of which forward called no module; `reads_values`: whether it read values of tensors, so that
-    other data may make it call others. `in_backward`: the numbers of those that it called, in this order,
-    and whether backward comes to them: not where all before them is frozen, and they are themselves.
+    `again`: those whose gradient one backward adds up several times. `hooked`: parameters with hooks of
+    their gradients. `uncalled`: parameters of a shard group that were read before a module of that group
+    was called; `late`: after all of them had been. `elsewhere`: parameters that forward reads by other
+    references than their modules' attributes; `remade`: those that are more than an nn.Parameter, where
+    forward gives something else without it. `written`: buffers that forward changed in place; `replaced`:
+    buffers in whose place it put another tensor; `overwritten`: parameters that it changed, `parted`: by
+    its data; `attributes`: plain attributes that it changed. `kept_aside`: of these, and of buffers of
+    other than real numbers, what evaluation depends on; `counts`: of all that, what training does.
+    `by_chance`: modules that not every forward calls
+    (`modules_by_chance`); `by_data`: modules and parameters that only some batches reach. `unopened`:
+    labels of shard groups of which forward called no module; `reads_values`: whether it read values of
+    tensors, so that other data may make it call others. `draws`: whether it draws random numbers.
+    `in_backward`: the numbers of the groups that it called, in this order, and whether backward comes to
+    them: not where all before them is frozen, and they are themselves.
     """
 
     unused: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    remade: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
     overwritten: tuple[str, ...] = ()
+    parted: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    kept_aside: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
     by_chance: tuple[str, ...] = ()
+    by_data: tuple[str, ...] = ()
     unopened: tuple[str, ...] = ()
     reads_values: bool = False
+    draws: bool = False
     in_backward: dict[int, bool] = field(default_factory=dict)
     #: Labels of shard groups that give a view of a tensor, which forward then changes in place.
     written_views: tuple[str, ...] = ()
@@ -72,7 +98,7 @@ class Trial:
     @property
     def skipped(self) -> tuple[str, ...]:
         """What is known to get no gradient in some steps: parameters, and modules that may not be called."""
-        return self.unused + self.by_chance
+        return self.unused + self.by_chance + self.by_data
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
@@ -88,75 +114,264 @@ def take_trial(
     y: Tensor,
     outputs: Sequence[int],
     groups: Sequence[tuple[str, list[nn.Module]]] = (),
+    classes: int = 2,
 ) -> Trial:
-    """One forward and backward of the batch `x` with targets `y`; `groups`: the shard groups.
+    """Forward and backward of the batch `x` with targets `y`, and of others like it.
 
-    Buffers are left as they were, and no gradient is kept. ModelError where the model does not give a
-    tensor of the shape `outputs`, or a pass fails; `who` is the model in words.
+    `groups`: the shard groups; `classes`: tokens that a text may have. The network and the generators of
+    random numbers are left as they were, and no gradient is kept. ModelError where the model does not give
+    a tensor of the shape `outputs`, or a pass fails; `who` is the model in words.
     """
-    names = {p: name for name, p in model.named_parameters()}
-    versions = {p: p._version for p in names}
-    gathering = _Gathering(groups)
-    with _restored_buffers(model) as changed:
+    with generators_put_back(x.device), Changes(model) as changes:
         try:
-            with gathering:
-                scores = model(x)
+            return _Trying(who, model, x, y, list(outputs), groups, classes, changes).trial()
+        finally:
+            changes.put_back()
+
+
+class _Trying:
+    """A trial while it is taken: each method tries one thing, and leaves the network as it was."""
+
+    def __init__(
+        self,
+        who: object,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        outputs: list[int],
+        groups: Sequence[tuple[str, list[nn.Module]]],
+        classes: int,
+        changes: Changes,
+    ) -> None:
+        self.who, self.model, self.x, self.y, self.outputs = who, model, x, y, outputs
+        self.groups, self.classes, self.changes = groups, classes, changes
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.on_fakes = isinstance(x, FakeTensor)
+
+    def trial(self) -> Trial:
+        model, changes, names = self.model, self.changes, self.names
+        before = self.evaluated(), self.seeded()
+        draws, changes.draws = Generators.now(self.x.device), False
+        gathering = _Gathering(self.groups)
+        with gathering:
+            scores = self.forward(self.x)
+        written_views = gathering.written_views
+        moved = changes.draws if self.on_fakes else draws.differ_from(Generators.now(self.x.device))
+        found = {
+            "overwritten": changes.overwritten,
+            "written": changes.written,
+            "replaced": changes.replaced,
+            "attributes": changes.attributes,
+        }
+        reached = self.backward(scores)
+        kept_aside, counts = self.dependence(found, *before)
+        changes.put_back()
+        by_data, parted = self.by_data(gathering, found["overwritten"])
+        elsewhere, remade = self.elsewhere()
+        trainable = {p: name for p, name in names.items() if p.requires_grad}
+        return Trial(
+            **{key: tuple(value) for key, value in found.items()},
+            unused=tuple(name for p, name in trainable.items() if p not in reached),
+            sparse=tuple(n for p, n in trainable.items() if p in reached and reached[p].sparse),
+            again=tuple(n for p, n in trainable.items() if p in reached and reached[p].times > 1),
+            hooked=tuple(
+                name
+                for p, name in names.items()
+                if p._backward_hooks or p._post_accumulate_grad_hooks
+            ),
+            uncalled=tuple(names[p] for p in gathering.uncalled),
+            late=tuple(names[p] for p in gathering.late),
+            elsewhere=elsewhere,
+            remade=remade,
+            parted=parted,
+            kept_aside=kept_aside,
+            counts=counts,
+            by_chance=modules_by_chance(model, self.x, changes),
+            by_data=by_data,
+            unopened=tuple(
+                g[0] for i, g in enumerate(self.groups) if i not in gathering.in_backward
+            ),
+            reads_values=gathering.reads_values,
+            draws=moved,
+            in_backward=gathering.in_backward,
+            written_views=tuple(self.groups[i][0] for i in written_views),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            scores = self.model(x)
         except Exception as e:
-            _raise_model_error(who, e, f"forward of a batch {list(x.shape)}")
-        _check_scores(who, scores, x, y, list(outputs))
-        overwritten = [name for p, name in names.items() if p._version != versions[p]]
-        with _gradients_dropped(names) as reached:
+            _raise_model_error(self.who, e, f"forward of a batch {list(x.shape)}")
+        _check_scores(self.who, scores, x, self.y, self.outputs)
+        return scores
+
+    def backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
+        """Backward of a loss of the scores: the parameters that got a gradient, and what kind of one."""
+        with _gradients_dropped(self.names) as reached:
             try:
                 # What a user's task makes of other outputs is not the network's fault.
-                loss = Classification().loss(scores, y) if _are_scores(outputs, y) else scores.sum()
+                are_scores = _are_scores(self.outputs, self.y)
+                loss = Classification().loss(scores, self.y) if are_scores else scores.sum()
                 loss.backward()
             except Exception as e:
-                _raise_model_error(who, e, f"backward of a batch {list(x.shape)}")
-    trainable = {p: name for p, name in names.items() if p.requires_grad}
-    return Trial(
-        unused=tuple(name for p, name in trainable.items() if p not in reached),
-        sparse=tuple(name for p, name in trainable.items() if reached.get(p)),
-        uncalled=tuple(names[p] for p in gathering.uncalled),
-        late=tuple(names[p] for p in gathering.late),
-        written=tuple(changed["written"]),
-        replaced=tuple(changed["replaced"]),
-        overwritten=tuple(overwritten),
-        by_chance=modules_by_chance(model, x),
-        unopened=tuple(g[0] for i, g in enumerate(groups) if i not in gathering.in_backward),
-        reads_values=gathering.reads_values,
-        in_backward=gathering.in_backward,
-        written_views=tuple(groups[i][0] for i in gathering.written_views),
-    )
+                _raise_model_error(self.who, e, f"backward of a batch {list(self.x.shape)}")
+        return reached
+
+    def evaluated(self) -> Tensor:
+        """The scores in evaluation."""
+        modes = [(m, m.training) for m in self.model.modules()]
+        self.model.eval()
+        try:
+            with generators_put_back(self.x.device), torch.no_grad():
+                seed_generators(0)
+                return self.forward(self.x)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def seeded(self, watching: AbstractContextManager | None = None) -> Tensor:
+        """The scores in training, with the generators at a seed; what forward changes is put back."""
+        seed_generators(0)
+        try:
+            with torch.no_grad(), watching or nullcontext():
+                return self.forward(self.x)
+        finally:
+            self.changes.put_back()
+
+    def dependence(
+        self, found: Mapping[str, list[str]], evaluated: Tensor, trained: Tensor
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`Trial.kept_aside` and `Trial.counts`; `evaluated`, `trained`: the scores before any change."""
+        by_name = dict(self.model.named_parameters())
+        frozen = [name for name in found["overwritten"] if not by_name[name].requires_grad]
+        if self.on_fakes:
+            return tuple(frozen), ()
+        buffers = dict(self.model.named_buffers())
+        others = [n for n in found["written"] if not buffers[n].is_floating_point()]
+        others += found["replaced"] + found["attributes"]
+        self.changes.put_back(others=False)
+        if not others or _alike(self.evaluated(), evaluated):
+            others = []
+        self.changes.put_back()
+        self.forward(self.x)
+        self.changes.put_back(floats=False, others=False)
+        counted = found["written"] + found["replaced"] + found["attributes"]
+        if not counted or _alike(self.seeded(), trained):
+            counted = []
+        return tuple(frozen + others), tuple(counted)
+
+    def by_data(
+        self, gathering: _Gathering, overwritten: Sequence[str]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What only some of several batches reach; and parameters to which they write different numbers."""
+        if self.on_fakes or not (gathering.reads_values or overwritten):
+            return (), ()
+        reached: list[set[str]] = []
+        values: list[dict[str, Tensor]] = []
+        for seed in range(BATCHES):
+            x = _batch_like(self.x, self.classes, seed)
+            seed_generators(0)
+            with _called(self.model) as called:
+                scores = self.forward(x)
+            values.append(self.changes.values_of(overwritten))
+            trained = self.backward(scores)
+            reached.append(called | {self.names[p] for p in trained})
+            self.changes.put_back()
+        parted = [n for n in overwritten if any(not v[n].equal(values[0][n]) for v in values)]
+        return _sometimes(reached), tuple(parted)
+
+    def elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`Trial.elsewhere` and `Trial.remade`: forward is given copies of the parameters, as FSDP does."""
+        more = {n for p, n in self.names.items() if type(p) is not nn.Parameter or vars(p)}
+        if self.on_fakes:
+            more = set()
+        reading = _Reading(self.names)
+        scores, with_copies = self.seeded() if more else None, None
+        with _copied_parameters(self.model):
+            try:
+                with_copies = self.seeded(reading)
+            except ModelError:
+                if not more:
+                    raise
+        alike = with_copies is not None and (scores is None or torch.equal(scores, with_copies))
+        return tuple(reading.read), () if alike else tuple(sorted(more))
 
 
-def modules_by_chance(model: nn.Module, x: Tensor) -> tuple[str, ...]:
+def _alike(scores: Tensor, others: Tensor) -> bool:
+    return torch.allclose(scores, others, rtol=1e-5, atol=1e-8, equal_nan=True)
+
+
+def _batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
+    """Random numbers, or tokens, in a batch like `x`."""
+    generator = torch.Generator().manual_seed(seed)
+    if not x.is_floating_point():
+        made = torch.randint(classes, x.shape, generator=generator)
+    else:
+        made = torch.randn(x.shape, generator=generator)
+    return torch.empty_like(x).copy_(made)
+
+
+def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
     """Names of modules that some of eight forward passes of `x` call, and some do not.
 
-    Whoever skips a module throws dice, with torch's random numbers or with Python's.
+    Whoever skips a module throws dice, with the random numbers of torch, numpy or Python.
     """
-    import random
-
     called: list[set[str]] = []
+    with torch.no_grad():
+        for seed in range(8):
+            seed_generators(seed)
+            with _called(model) as now:
+                model(x)
+            called.append(now)
+            changes.put_back()
+    return _sometimes(called)
+
+
+@contextmanager
+def _called(model: nn.Module) -> Iterator[set[str]]:
+    """The names of the modules that are called in the block."""
+    called: set[str] = set()
     handles = [
-        module.register_forward_pre_hook(lambda _m, _x, name=name: called[-1].add(name))
+        module.register_forward_pre_hook(lambda _m, _x, name=name: called.add(name))
         for name, module in model.named_modules()
     ]
-    kept = random.getstate()
     try:
-        with _restored_buffers(model), torch.no_grad():
-            for seed in range(8):
-                random.seed(seed)
-                torch.manual_seed(seed)
-                called.append(set())
-                model(x)
+        yield called
     finally:
-        random.setstate(kept)
         for handle in handles:
             handle.remove()
-    sometimes = set.union(*called) - set.intersection(*called)
-    return tuple(
-        sorted(n for n in sometimes if not any(n.startswith(f"{other}.") for other in sometimes))
-    )
+
+
+def _sometimes(reached: Sequence[set[str]]) -> tuple[str, ...]:
+    """What is in some of the sets and not in all; of what is within another, that one."""
+    some = set.union(*reached) - set.intersection(*reached)
+    return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
+
+
+@contextmanager
+def _copied_parameters(model: nn.Module) -> Iterator[None]:
+    """In the block each parameter is another object in the same memory, wherever a module has it."""
+    kept = [
+        (module, key, p)
+        for module in model.modules()
+        for key, p in list(module.named_parameters(recurse=False, remove_duplicate=False))
+    ]
+    copies = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in kept}
+    try:
+        for module, key, p in kept:
+            _put_parameter(module, key, copies[p])
+        yield
+    finally:
+        for module, key, p in kept:
+            _put_parameter(module, key, p)
+
+
+def _put_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
+    """As FSDP puts it: past what a module makes of an attribute, unless it is of its own class's making."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[key] = p
+    else:
+        setattr(module, key, p)
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -190,42 +405,32 @@ def _raise_model_error(who: object, e: Exception, what: str) -> None:
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         raise e
     if isinstance(e, NO_VALUES):
-        raise NeedsData(f"{who}: its {what} asks for the values of tensors ({e})") from e
-    raise ModelError(f"{who}: its {what} raised {error_text(e)}") from e
+        raise PassFailed(f"{who}: its {what} asks for the values of tensors ({e})") from e
+    raise PassFailed(f"{who}: its {what} raised {error_text(e)}") from e
+
+
+@dataclass
+class _Gradient:
+    """Of a parameter: how often one backward added to its gradient, and whether that is sparse."""
+
+    times: int = 0
+    sparse: bool = False
 
 
 @contextmanager
-def _restored_buffers(model: nn.Module) -> Iterator[dict[str, list[str]]]:
-    """Buffers are as before after the block; yields the names of those that were changed, by how."""
-    kept = [
-        (module, key, f"{prefix}.{key}" if prefix else key, b, b.detach().clone(), b._version)
-        for prefix, module in model.named_modules()
-        for key, b in module.named_buffers(recurse=False)
-    ]
-    changed: dict[str, list[str]] = {"written": [], "replaced": []}
-    try:
-        yield changed
-    finally:
-        for module, key, name, tensor, before, version in kept:
-            if module._buffers[key] is not tensor:
-                changed["replaced"].append(name)
-                module._buffers[key] = tensor
-            if tensor._version != version:
-                changed["written"].append(name)
-            with torch.no_grad():  # also where BatchNorm has not counted its change
-                tensor.copy_(before)
+def _gradients_dropped(
+    parameters: Iterable[nn.Parameter],
+) -> Iterator[dict[nn.Parameter, _Gradient]]:
+    """Each gradient is dropped when it is added up: all together would take the model's memory again.
 
-
-@contextmanager
-def _gradients_dropped(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, bool]]:
-    """Each gradient is dropped when it is final: all together would take the model's memory again.
-
-    Yields the parameters that got one, and whether it was sparse.
+    Yields the parameters that got one.
     """
-    reached: dict[nn.Parameter, bool] = {}
+    reached: dict[nn.Parameter, _Gradient] = {}
 
     def drop(p: nn.Parameter) -> None:
-        reached[p] = p.grad.layout != torch.strided
+        found = reached.setdefault(p, _Gradient())
+        found.times += 1
+        found.sparse |= p.grad is not None and p.grad.layout != torch.strided
         p.grad = None
 
     hooks = [p.register_post_accumulate_grad_hook(drop) for p in parameters if p.requires_grad]
@@ -234,6 +439,29 @@ def _gradients_dropped(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.P
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _Reading(TorchFunctionMode):
+    """Notes which of some parameters are read; `read`: their names."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+        super().__init__()
+        self.read: dict[str, None] = {}
+        self._names = names
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor | tuple | list):  # others ask for a shape or a dtype
+            for p in _parameters_in([*args, *(kwargs or {}).values()]):
+                if p in self._names:
+                    self.read[self._names[p]] = None
+        return result
 
 
 class _Gathering(TorchFunctionMode):
@@ -297,7 +525,7 @@ class _Gathering(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.reads_values = self.reads_values or func in READS_VALUES
+        self.reads_values = self.reads_values or _reads_values(func, args)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor | tuple | list):  # others ask for a shape or a dtype
             for p in _parameters_in([*args, *(kwargs or {}).values()]):
@@ -305,6 +533,15 @@ class _Gathering(TorchFunctionMode):
                 if i is not None and not self._waiting[i]:
                     (self.late if i in self.in_backward else self.uncalled)[p] = None
         return result
+
+
+def _reads_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a function gives values of tensors, or a shape that depends on them."""
+    if func is torch.where or func is Tensor.where:
+        return len(args) == 1
+    if func is Tensor.__getitem__:
+        return any(isinstance(t, Tensor) and t.dtype == torch.bool for t in tree_leaves(args[1]))
+    return func in READS_VALUES
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:

@@ -1,0 +1,228 @@
+"""What forward changes in a network: told by name, and put back.
+
+Importing this file imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: What an nn.Module keeps for itself: everything else in it is its user's.
+_OWN = frozenset(vars(nn.Module()))
+
+
+class Attributes:
+    """The plain attributes of a network as they are now: numbers, lists, dictionaries, arrays, tensors.
+
+    `names`: paths of those that count, as `changed` gives them; None: all.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
+        self._names = None if names is None else frozenset(names)
+        self._modules = {prefix: (m, _of_user(m)) for prefix, m in model.named_modules()}
+        self._kept = {
+            (prefix, key): _Kept(value)
+            for prefix, (_, own) in self._modules.items()
+            for key, value in own.items()
+            if self._counts(prefix, key)
+        }
+
+    def _counts(self, prefix: str, key: str) -> bool:
+        return self._names is None or _path(prefix, key) in self._names
+
+    def changed(self) -> list[str]:
+        """The paths of those that are no longer what they were, or have come or gone."""
+        return [
+            _path(prefix, key)
+            for prefix, (module, own) in self._modules.items()
+            for key in dict.fromkeys((*own, *_of_user(module)))
+            if self._counts(prefix, key) and self._differs(prefix, key, _of_user(module))
+        ]
+
+    def _differs(self, prefix: str, key: str, now: Mapping[str, Any]) -> bool:
+        kept = self._kept.get((prefix, key))
+        return kept is None or key not in now or kept.differs_from(now[key])
+
+    def put_back(self) -> None:
+        """Make them what they were, and the same objects."""
+        for prefix, (module, own) in self._modules.items():
+            for key in [k for k in _of_user(module) if k not in own and self._counts(prefix, k)]:
+                del vars(module)[key]
+        for (prefix, key), kept in self._kept.items():
+            vars(self._modules[prefix][0])[key] = kept.put_back()
+
+
+def _of_user(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are neither PyTorch's nor modules."""
+    return {k: v for k, v in vars(module).items() if k not in _OWN and not isinstance(v, nn.Module)}
+
+
+def _path(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+class _Kept:
+    """A value, and what it is made of: the object stays, what is in it can be put back."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self._content = value, None
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            self._version = value._version
+            self._content = value.detach().clone()
+        elif isinstance(value, np.ndarray):
+            self._content = value.copy()
+        elif isinstance(value, list | deque):
+            self._content = [_Kept(v) for v in value]
+        elif isinstance(value, dict):
+            self._content = {k: _Kept(v) for k, v in value.items()}
+        elif isinstance(value, set):
+            self._content = set(value)
+
+    def differs_from(self, now: Any) -> bool:
+        kept = self._content
+        if kept is None:
+            plain = isinstance(now, bool | int | float | complex | str | tuple)
+            return now is not self.value and not (
+                plain and type(now) is type(self.value) and now == self.value
+            )
+        if now is not self.value:
+            return True
+        if isinstance(now, Tensor):
+            return now._version != self._version
+        if isinstance(now, np.ndarray):
+            return not np.array_equal(now, kept)
+        if isinstance(now, set):
+            return now != kept
+        if len(now) != len(kept):
+            return True
+        if isinstance(now, dict):
+            return any(k not in kept or kept[k].differs_from(v) for k, v in now.items())
+        return any(k.differs_from(v) for k, v in zip(kept, now, strict=True))
+
+    def put_back(self) -> Any:
+        value, kept = self.value, self._content
+        if isinstance(kept, Tensor):
+            if value._version != self._version:
+                with torch.no_grad():
+                    value.copy_(kept)
+        elif isinstance(kept, np.ndarray):
+            value[...] = kept
+        elif isinstance(kept, list):
+            inner = [k.put_back() for k in kept]
+            value.clear()
+            value.extend(inner)
+        elif isinstance(kept, dict):
+            inner = {key: k.put_back() for key, k in kept.items()}
+            value.clear()
+            value.update(inner)
+        elif isinstance(kept, set):
+            value.clear()
+            value.update(kept)
+        return value
+
+
+class Changes(TorchDispatchMode):
+    """What forward changes of parameters, buffers and attributes, as long as the mode is entered.
+
+    A parameter is copied before an operator writes to its memory, also by `.data` or a view; buffers and
+    attributes are copied at the start. `put_back` makes all of them what they were then.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        #: Whether an operator drew random numbers: on fake tensors no generator moves.
+        self.draws = False
+        self._by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in model.named_parameters():
+            self._by_storage.setdefault(p.untyped_storage()._cdata, []).append((name, p))
+        self._parameters: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self._buffers = [
+            (module, key, _path(prefix, key), b, b.detach().clone(), b._version)
+            for prefix, module in model.named_modules()
+            for key, b in module.named_buffers(recurse=False)
+        ]
+        self._attributes = Attributes(model)
+
+    @property
+    def overwritten(self) -> list[str]:
+        """Parameters that were written to."""
+        return list(self._parameters)
+
+    @property
+    def written(self) -> list[str]:
+        """Buffers that were changed in place."""
+        return [
+            name for *_, name, tensor, _copy, version in self._buffers if tensor._version != version
+        ]
+
+    @property
+    def replaced(self) -> list[str]:
+        """Buffers in whose place another tensor was put."""
+        return [
+            name
+            for module, key, name, tensor, *_ in self._buffers
+            if module._buffers.get(key) is not tensor
+        ]
+
+    @property
+    def attributes(self) -> list[str]:
+        """Plain attributes that were changed."""
+        return self._attributes.changed()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws = self.draws or _draws(func, args, kwargs)
+        for t in _written_by(func, args, kwargs):
+            for name, p in self._by_storage.get(t.untyped_storage()._cdata, ()):
+                if name not in self._parameters:
+                    self._parameters[name] = p, p.detach().clone()
+        return func(*args, **kwargs)
+
+    def values_of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies of parameters as they are now."""
+        by_name = dict(self.model.named_parameters())
+        return {name: by_name[name].detach().clone() for name in names}
+
+    def put_back(self, floats: bool = True, others: bool = True) -> None:
+        """Make all what it was: parameters, and if asked for, buffers of real numbers, and all `others`."""
+        with torch.no_grad():
+            for p, before in self._parameters.values():
+                p.copy_(before)
+            for module, key, _, tensor, before, _version in self._buffers:
+                if others:
+                    module._buffers[key] = tensor
+                if floats if tensor.is_floating_point() else others:
+                    tensor.copy_(before)  # also where BatchNorm has not counted its change
+        if others:
+            self._attributes.put_back()
+
+
+def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes to, by its schema."""
+    if not func._schema.is_mutable:
+        return
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that may draw random numbers does: attention without dropout does not."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "p"):
+            p = args[i] if i < len(args) else kwargs.get(argument.name, 0)
+            return isinstance(p, Tensor) or p != 0
+        if argument.name in ("train", "training"):
+            return bool(args[i] if i < len(args) else kwargs.get(argument.name, False))
+    return True
