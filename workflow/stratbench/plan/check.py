@@ -1,7 +1,8 @@
 """Checks every network of a study: `snakemake check`, and first of all in `snakemake plan`.
 
-Each is built once and takes steps of every strategy on fake tensors, in the way that the study's cells
-will: what a strategy would refuse is told before anything is trained, and what the steps take is planned.
+Each is tried as a job tries it, and takes steps of every strategy on fake tensors, in the way that the
+study's cells will: what a strategy would refuse is told before anything is trained, and what the steps take
+is planned. What fake tensors alone cannot do is no fault of a network.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from stratbench.workload.users_code import ModelError, error_text
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
 
-#: The most parameters of a network that is tried with real numbers where fake tensors cannot follow it.
+#: The most parameters of a user's network that is tried with real numbers, as jobs do.
 MOST_REAL_PARAMETERS = 50_000_000
 #: Why a user's command has no footprint.
 BY_COMMAND = (
@@ -62,14 +63,14 @@ class Network:
 class CheckResult:
     """What the check found of a network, as JSON-able values.
 
-    `fault`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
-    `skipped`: what may get no gradient in a step. `parameters`, `frozen`, `root`: numbers in all, of
-    those that are not trained, and of what is in no group. `groups`: (label, parameters). `trial`: what
-    a step of it showed (`Trial`).
+    `fault`: why nothing can train it. `unchecked`: why it could not be tried here, if so. `skipped`: what
+    may get no gradient in a step. `parameters`, `frozen`, `root`: numbers in all, of those that are not
+    trained, and of what is in no group. `groups`: (label, parameters). `trial`: what a step of it showed
+    (`Trial`).
     """
 
     fault: str | None = None
-    unseen: str | None = None
+    unchecked: str | None = None
     parameters: int = 0
     frozen: int = 0
     groups: list[tuple[str, int]] = field(default_factory=list)
@@ -96,12 +97,14 @@ class CheckResult:
 class Rehearsal:
     """What steps of a strategy with a network showed: why it cannot train it (`refusal`), or its footprint.
 
-    `unpredicted`: why there is no footprint although nothing refuses the network.
+    `unpredicted`: why there is no footprint although nothing refuses the network. `unchecked`: why no step
+    could be tried.
     """
 
     footprint: Footprint | None = None
     refusal: str | None = None
     unpredicted: str | None = None
+    unchecked: str | None = None
 
     @property
     def fault(self) -> str | None:
@@ -212,7 +215,7 @@ def rehearsals_of(
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
         for network, each in sharing.items()
-        if networks[network].fault is None
+        if networks[network].fault is None and networks[network].unchecked is None
         for request in each
         if not request.by_command
     }
@@ -223,12 +226,16 @@ def rehearsals_of(
         jobs,
         folder,
     )
-    no, by_command = Rehearsal(), Rehearsal(unpredicted=BY_COMMAND)
+    by_command = Rehearsal(unpredicted=BY_COMMAND)
     return networks, {
-        r: by_command if r.by_command else rehearsals.get(r, no)
-        for each in sharing.values()
+        r: by_command if r.by_command else rehearsals.get(r, _not_tried(networks[network]))
+        for network, each in sharing.items()
         for r in each
     }
+
+
+def _not_tried(network: CheckResult) -> Rehearsal:
+    return Rehearsal(unpredicted=network.unchecked, unchecked=network.unchecked)
 
 
 # --- one network ---------------------------------------------------------------------------------
@@ -260,19 +267,19 @@ def _found_of(request: Request) -> CheckResult:
 
 
 def _found_of_network(request: Request) -> CheckResult:
-    from stratbench.workload.network.trial import NeedsData
+    from stratbench.workload.network.trial import PassFailed
 
+    parameters = _parameters(request)
+    if models.facts_of(request.network).own and parameters <= MOST_REAL_PARAMETERS:
+        return _tried(request, on_fakes=False)
     try:
         return _tried(request, on_fakes=True)
-    except NeedsData as error:
-        parameters = _parameters(request)
-        if parameters > MOST_REAL_PARAMETERS:
-            raise ModelError(
-                f"{error}: it cannot be checked without data, and with {parameters:,} parameters it is too "
-                "large to be tried with real numbers here"
-            ) from error
-        unseen = f"{error}: it was tried with zeros as its data, on this CPU"
-        return replace(_tried(request, on_fakes=False), unseen=unseen)
+    except PassFailed as error:
+        return CheckResult(
+            unchecked=f"{error}: it was tried on tensors without values, which may be why; with "
+            f"{parameters:,} parameters it is too large to be tried with real numbers here",
+            parameters=parameters,
+        )
 
 
 def _tried(request: Request, on_fakes: bool) -> CheckResult:
@@ -282,7 +289,9 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
         model, _, worker = fake.built(request, on_fakes)
         groups = worker.wrap_groups
         network, shape = request.network, request.input_shape
-        trial = models.trial_of(network, model, request.classes, shape, groups, worker.task)
+        trial = models.trial_of(
+            network, model, request.classes, shape, groups, worker.task, request.dtype
+        )
         names = {module: name for name, module in model.named_modules()}
         sizes = [
             (_span(names[ms[0]], names[ms[-1]]), _numel(p for m in ms for p in m.parameters()))
@@ -296,7 +305,7 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
             root=parameters - sum(size for _, size in sizes),
             rule=models.sharding_rule(request.network),
             batchnorm=models.has_batchnorm(model),
-            dropout=models.has_dropout(model),
+            dropout=trial.draws,
             writes_buffers=models.has_batchnorm(model) or bool(trial.written),
             skipped=trial.skipped,
             remarks=list(acceptance.remarks(model, trial)),
@@ -314,7 +323,10 @@ def _numel(parameters: Any) -> int:
 
 
 def _parameters(request: Request) -> int:
-    model = models.build_without_memory(request.network, request.classes, request.input_shape)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = models.build_without_memory(request.network, request.classes, request.input_shape)
     return _numel(model.parameters())
 
 
@@ -328,13 +340,18 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
     from stratbench.workload.network.trial import Trial
 
     torch.set_num_threads(1)
-    trial, on_fakes = Trial.from_dict(network.trial), network.unseen is None
+    trial = Trial.from_dict(network.trial)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = try_footprint(request, trial)
         if isinstance(made, Footprint):
             return Rehearsal(made)
-        return Rehearsal(refusal=_refusal(request, trial, on_fakes), unpredicted=made)
+        # Fake tensors may be to blame: real numbers decide, where the network is small.
+        if network.parameters <= MOST_REAL_PARAMETERS:
+            return Rehearsal(refusal=_refusal(request, trial), unpredicted=made)
+        if refusal := _refusal(request, trial, by_rules=True):
+            return Rehearsal(refusal=refusal, unpredicted=made)
+        return Rehearsal(unpredicted=made, unchecked=made)
 
 
 def try_footprint(request: Request, trial: Trial | None = None) -> Footprint | str:
@@ -352,18 +369,23 @@ def try_footprint(request: Request, trial: Trial | None = None) -> Footprint | s
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
-    """Why the request's strategy cannot train it: its own rules, or what a step or evaluation raises."""
+def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
+    """Why the request's strategy cannot train it: its own rules, or what a real step or evaluation raises.
+
+    `by_rules`: no step is taken, and nothing is real.
+    """
     from stratbench.plan.footprint import fake
-    from stratbench.workload.network.trial import NO_VALUES, SAMPLES
+    from stratbench.workload.network.trial import SAMPLES
 
     with ExitStack() as stack:
         try:
             stack.enter_context(strategy_class(request.strategy).on_fakes())
-            stack.enter_context(fake.surroundings(request, on_fakes))
-            model, strategy, worker = fake.built(request, on_fakes)
+            stack.enter_context(fake.surroundings(request, by_rules))
+            model, strategy, worker = fake.built(request, by_rules)
             worker.trial = trial
             acceptance.check_model(strategy, request.network, model, worker)
+            if by_rules:
+                return None
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:
                 stack.enter_context(fake.CudaAutocast())
@@ -372,11 +394,8 @@ def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
         except ModelError as error:
             return str(error)
         except Exception as error:
+            if by_rules:
+                return None
             who = models.in_words(request.network)
-            if isinstance(error, NO_VALUES):
-                return (
-                    f"{who}: its evaluation asks for the values of tensors, which cannot be checked without "
-                    "data"
-                )
             return f"{who}: {request.strategy} cannot train it: its step raised {error_text(error)}"
     return None

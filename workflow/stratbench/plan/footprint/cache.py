@@ -23,8 +23,8 @@ from stratbench.telemetry.machine.cores import usable_cores
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (
     "cell/settings.py", "workload/**/*.py", "telemetry/collective*.py", "telemetry/memory.py",
-    "telemetry/shards.py", "strategies/**/*.py", "ps/flat.py", "ps/wire/shm.py", "plan/check.py",
-    "plan/footprint/*.py",
+    "telemetry/flops.py", "telemetry/shards.py", "strategies/**/*.py", "ps/flat.py", "ps/wire/shm.py",
+    "plan/check.py", "plan/footprint/*.py",
 )  # fmt: skip
 #: The fault where there is no result.
 KILLED = "its process was killed (out of memory?)"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench.plan.footprint.reductions import Reduction
 from stratbench.plan.footprint.request import Request
 from stratbench.strategies import mesh_of
-from stratbench.telemetry.flops import counted_flops
+from stratbench.telemetry.flops import TRAINING_FLOPS, counted_flops
 from stratbench.workload.network import models
 
 if TYPE_CHECKING:
@@ -250,9 +250,10 @@ def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprin
     for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
         other, _ = fake.traced_steps(request, batches, number, stage, trial)
         moments += _moments(other, *_two_steps(other), parts)
-    counted, divided = _counted_flops(request), strategy.worker.mesh.members > 1
+    divided = strategy.worker.mesh.members > 1
     forward_flops = sum(phase.flops for phase in steps[1] if phase.name == "forward")
     forward_flops /= parts * BATCHES[1]
+    counted = _counted_flops(request, forward_flops)
     touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
     return Footprint(
         model_states_bytes=strategy.model_states(),
@@ -295,11 +296,22 @@ def _frozen_bytes(strategy: Strategy) -> int:
     return sum(p.numel() * p.element_size() for p in frozen)
 
 
-def _counted_flops(request: Request) -> dict[str, int]:
-    """Operations of a sample on the whole network, as the job counts them."""
+def _counted_flops(request: Request, forward_flops: float) -> dict[str, float]:
+    """Operations of a sample on the whole network, as the job counts them.
+
+    `forward_flops`: of the forward that was followed, for a user's network that cannot be counted by itself.
+    """
     s = request.settings
     own = json.dumps(s.own_model, sort_keys=True)
-    return _flops_of(s.model, own, request.classes, request.input_shape)
+    try:
+        return _flops_of(s.model, own, request.classes, request.input_shape)
+    except Exception:  # whatever a model raises
+        if s.own_model is None:
+            raise
+        return {
+            "forward_flops_per_sample": forward_flops,
+            "training_flops_per_sample": TRAINING_FLOPS * forward_flops,
+        }
 
 
 @cache

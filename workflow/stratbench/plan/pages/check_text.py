@@ -32,7 +32,8 @@ def _lines(checked: Checked) -> Iterator[str]:
     for network, found in checked.networks.items():
         cells = [s for s in checked.subjects if Network.of(s.request) == network]
         yield ""
-        yield from _network(network, found, cells, checked.refused)
+        unchecked = {s.cell: why for s in cells if (why := checked.rehearsals[s.request].unchecked)}
+        yield from _network(network, found, cells, checked.refused, unchecked)
     yield ""
     if checked.refused:
         n = len(checked.refused)
@@ -40,6 +41,8 @@ def _lines(checked: Checked) -> Iterator[str]:
         yield from (f"  {line}" for line in lines_by_reason(checked.refused.items()))
     else:
         yield f"none of {counted(len(checked.subjects), 'cell')} would be refused"
+    if n := sum(bool(checked.rehearsals[s.request].unchecked) for s in checked.subjects):
+        yield f"{counted(n, 'cell')} could not be checked before the training"
 
 
 def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
@@ -60,7 +63,11 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _network(
-    network: Network, found: CheckResult, subjects: list[Subject], refused: Mapping[Cell, str]
+    network: Network,
+    found: CheckResult,
+    subjects: list[Subject],
+    refused: Mapping[Cell, str],
+    unchecked: Mapping[Cell, str],
 ) -> Iterator[str]:
     datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
     own = json.loads(network.own_task)
@@ -68,6 +75,9 @@ def _network(
     yield f"{network.model} on {datasets}{task}"
     if found.fault is not None:
         yield f"   cannot be trained: {found.fault}"
+        return
+    if found.unchecked is not None:
+        yield f"   not checked: {found.unchecked}"
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = "tokens" if len(network.input_shape) == 1 else "images"
@@ -93,15 +103,16 @@ def _network(
         said = _by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
         yield f"   without a gradient in some steps, {names_text(found.skipped)}: {said}"
     yield from (f"   {remark}" for remark in found.remarks)
-    if found.unseen is not None:
-        yield f"   {found.unseen}"
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
         own = [s.cell for s in subjects if s.cell.strategy == strategy]
         if next(s for s in subjects if s.cell.strategy == strategy).request.by_command:
             yield f"   {strategy}: is a command of yours, which is not tried before it trains"
             continue
-        if works := [c for c in own if c not in refused]:
+        if works := [c for c in own if c not in refused and c not in unchecked]:
             yield f"   {strategy}: works with {_where(works, own)}"
+        for why in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
+            of = [c for c in own if unchecked.get(c) == why]
+            yield f"   {strategy}: not checked with {_where(of, own)}: {_without_subject(why)}"
         for why in dict.fromkeys(refused[c] for c in own if c in refused):
             of = [c for c in own if refused.get(c) == why]
             yield f"   {strategy}: refused with {_where(of, own)}: {_without_subject(why)}"
