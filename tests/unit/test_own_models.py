@@ -125,7 +125,8 @@ def trained_as(
     said = {"call": call, "kwargs": {}, "shard": None} | spec
     model = models.named_model("mine", said)
     net = models.for_training(model, classes, shape, 0, CPU, torch.float32)
-    models.trial_of(model, net, classes, shape, models.wrap_groups(model, net), TASK)
+    groups = models.wrap_groups(model, net)
+        models.trial_of(model, net, classes, shape, groups, TASK, torch.float32)
     return net
 
 
@@ -187,7 +188,7 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
     shape = models.input_shape(model, (1, 28, 28))
     net = models.build_without_memory(model, 10, shape).train()
     groups = models.wrap_groups(model, net)
-    found = models.trial_of(model, net, 10, shape, groups, TASK)
+    found = models.trial_of(model, net, 10, shape, groups, TASK, torch.float32)
     assert found.uncalled == found.late == ()
     # Of some, all outputs but one are for training at other sizes.
     assert found.unused == (), found.unused

@@ -1,0 +1,315 @@
+"""Every network of the zoo under every strategy: the plain loop's losses to 1e-12, or why not in a sentence.
+
+Two real workers go the way of a cell: set-up with the trial, warm-up, timed epochs, evaluation. The networks
+are in zoo.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from process_groups import forking
+from torch import Tensor
+
+from launching import LIMIT_S, settings
+from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
+from stratbench.ps.server import serve
+from stratbench.ps.wire.handshake import new_secret, write_secret
+from stratbench.strategies import acceptance, make_strategy, option_defaults, strategy_class
+from stratbench.strategies.ps import server_configs
+from stratbench.telemetry.clock import Phases
+from stratbench.telemetry.memory import MemoryMeter
+from stratbench.telemetry.timeline import PhaseLog
+from stratbench.train import loop, worker
+from stratbench.workload import users_code
+from stratbench.workload.data.device_data import Images
+
+CLASSES, SAMPLES, BATCH, EPOCHS, SEED = 5, 24, 8, 2, 7
+HYPER = {"lr": 0.05, "momentum": 0.9}
+TOLERANCE = 1e-12
+#: name -> strategy, options given, workers
+WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "single": ("single", {}, 1),
+    "fsdp-alone": ("fsdp", {}, 1),
+    "ps-alone": ("ps-sync", {}, 1),
+    "ddp": ("ddp", {}, 2),
+    "fsdp": ("fsdp", {}, 2),
+    "fsdp-kept": ("fsdp", {"reshard_after_forward": "never"}, 2),
+    "zero1": ("zero1", {}, 2),
+    "zero1-torch": ("zero1-torch", {}, 2),
+    "local": ("local-sgd", {"period": 1}, 2),
+    "ps-sync": ("ps-sync", {}, 2),
+}
+
+
+# --- what the processes run -----------------------------------------------------------------------
+
+
+def samples(count: int, number: int) -> tuple[Tensor, Tensor]:
+    """Images (brighter the higher the label) and labels."""
+    generator = torch.Generator().manual_seed(number)
+    y = torch.randint(CLASSES, (count,), generator=generator)
+    noise = torch.randn(count, 1, 4, 4, generator=generator)
+    return noise + (y.float() - 2).view(-1, 1, 1, 1) / 2, y
+
+
+def data_of() -> Images:
+    meta = {
+        "name": "made", "shape": [1, 4, 4], "classes": CLASSES, "mean": [0.0], "std": [1.0],
+        "crop_padding": 0, "flip": False, "floats": True,
+    }  # fmt: skip
+    train, test = samples(SAMPLES, 1), samples(6, 2)
+    arrays = {"train_inputs": train[0], "train_targets": train[1], "test_inputs": test[0]}
+    arrays["test_targets"] = test[1]
+    return Images(meta, arrays, (1, 4, 4), torch.float64, torch.contiguous_format)
+
+
+def settings_of(name: str, way: str) -> Settings:
+    strategy, options, workers = WAYS[way]
+    return settings(
+        strategy, options=option_defaults(strategy) | options, model=name, dataset="made",
+        own_model={"call": f"zoo.{name}", "kwargs": {}, "shard": None}, gpus=workers, seed=SEED,
+        epochs=EPOCHS, global_batch=BATCH, per_worker_batch=BATCH // workers, precision="fp64",
+        **HYPER,
+    )  # fmt: skip
+
+
+def a_bucket_each(parameters: list[Tensor], *_: Any) -> tuple[list[list[int]], list[int]]:
+    """In place of buckets by size: one for each parameter."""
+    return [[i] for i in range(len(parameters))], []
+
+
+def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
+    """What a cell's worker makes of a network: why it refuses it, or its losses."""
+    s, data = settings_of(name, way), data_of()
+    folder.mkdir(parents=True, exist_ok=True)
+    run_folder, strategy = RunFolder(folder), make_strategy(s.strategy, s.options)
+    served = contextlib.nullcontext()
+    if strategy.kind == "server" and rank == 0:
+        served = serving(s, run_folder)
+    elif strategy.kind == "server":
+        while not run_folder.secret.exists():
+            time.sleep(0.001)
+    device, found = torch.device("cpu"), {}
+    buckets = mock.patch.object(dist, "_compute_bucket_assignment_by_size", a_bucket_each)
+    with served, buckets if s.strategy == "zero1" else contextlib.nullcontext():
+        try:
+            ready = worker.set_up(
+                s, strategy, data, device, rank,
+                rank=rank, world_size=s.gpus, local_world=s.gpus, folder=run_folder,
+                mesh=strategy.mesh(s.gpus),
+            )  # fmt: skip
+        except users_code.ModelError as e:
+            return {"refused": str(e)}
+        except Exception as e:  # whatever a network makes of a strategy
+            return {"failed": users_code.error_text(e)}
+        log = PhaseLog(folder / f"phases{rank}", rank, time.monotonic())
+        taking = loop.train_with_server if strategy.kind == "server" else loop.train
+        try:
+            result = taking(
+                strategy, data, ready.worker, Phases(device, log), log, MemoryMeter(device),
+                loop.Progress(None),
+            )  # fmt: skip
+            found["zeros"] = acceptance.moves_by_zeros(strategy, ready.built.trial, s)
+            found["dropout"] = ready.built.facts["dropout"]
+            found["losses"] = [(e["train_loss"], e["test_loss"]) for e in result.progress.per_epoch]
+            found["own"] = [result.losses[e] for e in sorted(result.losses)]
+        except users_code.ModelError as e:
+            return {"refused": str(e)}
+        except Exception as e:  # whatever a network makes of a strategy
+            return {"failed": users_code.error_text(e)}
+        finally:
+            if strategy.kind != "server" or found:
+                strategy.close()
+    return found
+
+
+@contextlib.contextmanager
+def serving(s: Settings, folder: RunFolder) -> Iterator[None]:
+    """A server on a thread of this process, until the block ends."""
+    secret = new_secret()
+    write_secret(folder.secret, secret)
+    (config,) = server_configs(s, SAMPLES, folder, None)
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(serve, config, secret)
+    pool.shutdown(wait=False)
+    yield
+    if not future.done():
+        with contextlib.suppress(Exception):
+            future.result(1)
+
+
+def member(names: list[str], ways: list[str], rank: int, folder: str) -> None:
+    """One of two workers, which train all networks in all ways."""
+    torch.set_num_threads(1)
+    os.environ[users_code.CODE_VARIABLE] = str(Path(__file__).parent)
+    found: dict[str, Any] = {}
+    for world in (2, 1):
+        if rank >= world:
+            break
+        store = dist.FileStore(f"{folder}/store{world}", world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        for name in names:
+            for way in ways:
+                if WAYS[way][2] == world:
+                    found[f"{name} {way}"] = train(name, way, rank, Path(folder) / f"{name}-{way}")
+        dist.barrier()
+        dist.destroy_process_group()
+    Path(folder, f"found{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def trained(names: list[str], ways: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """`network way` -> what came of it, with the losses of all workers."""
+    context = forking()
+    members = [
+        context.Process(target=member, args=(names, ways, rank, str(folder)), daemon=True)
+        for rank in range(2)
+    ]
+    for process in members:
+        process.start()
+    for process in members:
+        process.join(LIMIT_S)
+    assert [process.exitcode for process in members] == [0, 0]
+    first, second = (json.loads((folder / f"found{r}.json").read_text()) for r in range(2))
+    for key, found in first.items():
+        both = [f for f in (found, second.get(key)) if f]
+        assert len({f.get("refused") for f in both}) == 1, (key, both)
+        if found.get("own"):  # the mean over all batches that workers of a server took
+            epochs = zip(*(f["own"] for f in both), strict=True)
+            means = [sum(s for s, _ in e) / sum(n for _, n in e) for e in epochs]
+            tested = next(f["losses"] for f in both if f["losses"])
+            found["losses"] = [(m, t) for m, (_, t) in zip(means, tested, strict=True)]
+    return first
+
+
+def plain(name: str, way: str) -> list[tuple[float, float]]:
+    """What the plain loop makes of a network, on as many workers."""
+    strategy, _, workers = WAYS[way]
+    mean = "mean" in strategy_class(strategy).evaluated_on
+    data = data_of()
+    epochs = (
+        [data.batch(i) for i in data.tables(SEED, epoch, False).order.split(BATCH)]
+        for epoch in range(EPOCHS)
+    )
+    make = partial(zoo.NETWORKS[name], CLASSES)
+    return zoo.train_plainly(make, SEED, workers, epochs, data.test_batch(0, 6), HYPER, mean)
+
+
+# --- what is expected ------------------------------------------------------------------------------
+
+DDP, FSDP, PS = ("ddp", "zero1-torch"), ("fsdp", "fsdp-kept", "fsdp-alone"), ("ps-sync", "ps-alone")
+HOOK = dict.fromkeys(FSDP, "stem.weight has a hook of its gradient")
+LOST = dict.fromkeys(FSDP, "what it writes is lost when the weights are gathered or pulled anew")
+NOT_KEPT = (
+    "evaluation depends on it, but the servers keep weights and buffers of real numbers alone"
+)
+CHOOSES = "forward reads values of tensors and chooses by them"
+ON_TWO = ("ddp", "zero1-torch", "fsdp", "fsdp-kept")
+#: network -> way -> a part of the sentence that refuses it. What is not named trains as the plain loop does.
+REFUSED: dict[str, dict[str, str]] = {
+    "Hooked": HOOK,
+    "HookedLate": HOOK,
+    "InList": dict.fromkeys(FSDP, "forward reads gain by a reference that is no attribute"),
+    "InDict": dict.fromkeys(
+        FSDP, "forward reads stem.weight, stem.bias, head.weight, head.bias by a"
+    )
+    | dict.fromkeys(DDP, "mid.weight, mid.bias got no gradient in a step"),
+    "TiedByMemory": dict.fromkeys(WAYS, "tie them by assigning the parameter"),
+    "OwnClass": dict.fromkeys(FSDP, "depends on the class or an attribute of gain"),
+    "OneBuffer": dict.fromkeys(PS, "servers hand a batch to whichever worker is free"),
+    "Teacher": LOST | dict.fromkeys(PS, NOT_KEPT),
+    "CountsInBuffer": dict.fromkeys(PS, f"forward changes steps, and {NOT_KEPT}"),
+    "CountsInNumber": dict.fromkeys(PS, f"forward changes calls, and {NOT_KEPT}"),
+    "Remembers": dict.fromkeys(PS, f"forward changes seen, state, and {NOT_KEPT}"),
+    "Replaces": dict.fromkeys(PS, f"forward changes factor, and {NOT_KEPT}"),
+    "Changes": LOST | dict.fromkeys(PS, "what it writes is lost"),
+    "MaxNorm": LOST
+    | dict.fromkeys(PS, "what it writes is lost")
+    | dict.fromkeys(
+        (*DDP, "zero1"), "depends on its batch, so that the workers' copies would part"
+    ),
+    "Again": dict.fromkeys((*DDP, *FSDP), "checkpoint with use_reentrant=False"),
+    "Complex": dict.fromkeys((*PS, "zero1-torch"), "several dtypes (complex64, float64)")
+    | {"local": "turn is complex"},
+    "Routed": dict.fromkeys(ON_TWO, CHOOSES),
+    "Branches": dict.fromkeys(ON_TWO, CHOOSES),
+    "Unused": dict.fromkeys(DDP, "spare.weight, spare.bias got no gradient in a step"),
+}
+#: What draws random numbers in training.
+DRAWS = {"Dropout", "FunctionalDropout", "PythonNoise", "RandomRelu", "RecurrentDropout"}
+DRAWS |= {"AttendsDropout"}
+#: Of one with weights of its own on each worker, which claims no equality: what averages make of these.
+LOCAL_APART = {"MaxNorm", "Routed", "Branches"}
+#: What each worker of servers has by the batches that it was handed.
+BY_TICKETS = {"WithBatchNorm", *DRAWS}
+#: Of the quick part.
+QUICK = ["Plain", "Hooked", "InList", "TiedByMemory", "OneBuffer", "Tied", "Adapted", "Teacher"]
+QUICK += [
+    "CountsInBuffer",
+    "CountsInNumber",
+    "FromPython",
+    "FunctionalDropout",
+    "PythonNoise",
+    "Again",
+]
+QUICK += ["WithBatchNorm", "Recurrent", "Strided", "Routed"]
+QUICK_WAYS = ["single", "ddp", "fsdp", "zero1", "ps-sync"]
+
+
+def faults(name: str, way: str, found: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with what came of a network: neither the plain losses, nor a sentence that says why."""
+    why = REFUSED.get(name, {}).get(way)
+    if why is not None:
+        if why not in found.get("refused", ""):
+            yield f"{name} {way}: {found}, but it should be refused: {why}"
+        return
+    if "losses" not in found:
+        yield f"{name} {way}: {found}"
+        return
+    if found["dropout"] != (name in DRAWS):
+        yield f"{name} {way}: dropout is {found['dropout']}"
+    if found["zeros"] or (way == "local" and name in LOCAL_APART):
+        return  # the record says that it equals no other
+    if way == "ps-sync" and name in BY_TICKETS:
+        return
+    expected = plain(name, way)
+    pairs = zip(found["losses"], expected, strict=True)
+    apart = max(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True))
+    if not apart <= TOLERANCE:
+        yield f"{name} {way}: {found['losses']}, and plainly {expected}"
+
+
+def check_all(found: dict[str, dict[str, Any]]) -> None:
+    """AssertionError that names everything that is wrong."""
+    assert found
+    wrong = [w for key, f in found.items() for w in faults(*key.split(), f)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_networks_as_people_bring_them_train_as_the_plain_loop_does(tmp_path):
+    check_all(trained(QUICK, QUICK_WAYS, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_the_whole_zoo_trains_as_the_plain_loop_does_under_every_strategy(tmp_path):
+    check_all(trained(list(zoo.NETWORKS), list(WAYS), tmp_path))
