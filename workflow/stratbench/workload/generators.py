@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+#: Integers of the state of Python's generator.
+_PYTHON = 625
 
 
 def seed_generators(seed: int) -> None:
@@ -20,38 +24,28 @@ def seed_generators(seed: int) -> None:
 
 
 class Generators(NamedTuple):
-    """Their states, as tensors in host memory: integers of Python's and numpy's, bytes of torch's.
+    """Their states: Python's and numpy's as these give them, torch's as tensors in host memory."""
 
-    Python and numpy keep the second of two normal numbers that they draw together: `halves`, NaN for none.
-    """
-
-    python: Tensor
-    numpy: Tensor
-    halves: Tensor
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
     torch: Tensor
     cuda: Tensor | None
 
     @classmethod
     def now(cls, device: torch.device | None = None) -> Generators:
         """The states now; `device`: a CUDA device whose generator counts, too."""
-        _, python, half = random.getstate()
-        _, keys, position, has_half, other = np.random.get_state()
-        halves = [np.nan if half is None else half, other if has_half else np.nan]
         on_cuda = device is not None and device.type == "cuda"
         return cls(
-            torch.tensor(python),
-            torch.tensor([*keys.tolist(), position]),
-            torch.tensor(halves, dtype=torch.float64),
+            random.getstate(),
+            np.random.get_state(),
             torch.get_rng_state(),
             torch.cuda.get_rng_state(device) if on_cuda else None,
         )
 
     def put_back(self, device: torch.device | None = None) -> None:
         """Make the generators what they were."""
-        half, other = (None if np.isnan(h) else h for h in self.halves.tolist())
-        random.setstate((3, tuple(self.python.tolist()), half))
-        *keys, position = self.numpy.tolist()
-        np.random.set_state(("MT19937", keys, position, int(other is not None), other or 0.0))
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
@@ -62,8 +56,30 @@ class Generators(NamedTuple):
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
     def tensors(self) -> list[Tensor]:
-        """All that there are, to be written, or read into."""
-        return [t for t in self if t is not None]
+        """The states as numbers, always as many, to be written, or read into (`of_tensors`).
+
+        Python and numpy keep the second of two normal numbers that they draw together; NaN stands for none.
+        """
+        _, python, half = self.python
+        _, keys, position, has_half, other = self.numpy
+        halves = [math.nan if half is None else half, other if has_half else math.nan]
+        numbers = torch.tensor([*python, *keys.tolist(), position])
+        states = [numbers, torch.tensor(halves, dtype=torch.float64), self.torch, self.cuda]
+        return [t for t in states if t is not None]
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
+        """The inverse of `tensors`."""
+        numbers, halves, of_torch, *of_cuda = tensors
+        half, other = (None if math.isnan(h) else h for h in halves.tolist())
+        *ints, position = numbers.tolist()
+        python, keys = ints[:_PYTHON], np.array(ints[_PYTHON:], dtype=np.uint32)
+        return cls(
+            (3, tuple(python), half),
+            ("MT19937", keys, position, int(other is not None), other or 0.0),
+            of_torch,
+            of_cuda[0] if of_cuda else None,
+        )
 
 
 @contextmanager

@@ -60,16 +60,16 @@ class Keeper:
             return self._load(step)
 
     def _load(self, step: int) -> list[dict[str, Any]]:
-        random = Generators.now(self._worker.device)
+        random = Generators.now(self._worker.device).tensors()
         with checkpoints.deleted_if_damaged(self._folder, step):
             facts = checkpoints.read_facts(self._folder, step)
             losses = torch.zeros(facts["losses"], dtype=getattr(torch, facts["loss_dtype"]))
             step_ms = torch.zeros(step, dtype=torch.float64)
-            tensors = [*self._strategy.state_tensors(), *random.tensors(), step_ms, losses]
+            tensors = [*self._strategy.state_tensors(), *random, step_ms, losses]
             checkpoints.read_into(self._folder, step, tensors)
         self._strategy.go_on(facts["counts"])
         self._clock.load_history(facts["clock"] | {"step_ms": step_ms.tolist()})
-        random.put_back(self._worker.device)
+        Generators.of_tensors(random).put_back(self._worker.device)
         self._before, self._losses = facts["kept"], list(losses.to(self._worker.device))
         return facts["epochs"]
 
