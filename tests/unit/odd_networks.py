@@ -7,6 +7,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Block(nn.Module):
@@ -142,6 +143,51 @@ class Chooses(Plain):
     def body(self, x: Tensor) -> Tensor:
         x = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))
         return self.blocks[int(x.mean().item() > 0)](x)
+
+
+class Routed(Plain):
+    """A block computes the samples that choose it, by their numbers."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))
+        out = torch.zeros_like(x)
+        for i, block in enumerate(self.blocks):
+            rows = ((x[:, 0] > 0) == bool(i)).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, block(x[rows]))
+        return out
+
+
+class ReadsConstants(Plain):
+    """Asks for the truth of numbers that no data enter, as transformers' masks do."""
+
+    def body(self, x: Tensor) -> Tensor:
+        positions = torch.arange(8)
+        if not (positions.diff() == 1).all():
+            return x
+        return super().body(x)
+
+
+class Masked(Plain):
+    """Holds a tensor that is no buffer, and another in a hook."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.mask = torch.tril(torch.ones(8, 8))
+        half = torch.full((8,), 0.5)
+        self.stem.register_forward_hook(lambda _m, _x, out: out * half.to(out))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) @ self.mask.to(x)
+
+
+class RaisesOnFakes(Plain):
+    """An operator that fake tensors judge otherwise than real ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            raise ValueError("expected another device")
+        return super().forward(x)
 
 
 class Orders(Plain):

@@ -78,6 +78,9 @@ REFUSED: dict[str, dict[str, str]] = {
     ),
     "Empty": dict.fromkeys(("fsdp", "by-size", "kept"), "cannot divide nothing, which holds no"),
     "Normed": {},
+    "ReadsConstants": {},
+    "Masked": {},
+    "RaisesOnFakes": {},
     "Sparse": dict.fromkeys(
         ("ddp", "fsdp", "by-size", "kept", "zero1", "zero1-torch"),
         "the gradient of table.weight is sparse",
@@ -264,10 +267,41 @@ def test_what_chooses_its_groups_by_its_data_is_refused_where_they_are_gathered(
     said = found_of("Chooses", ["Block"])
     assert said["ps-sync"] is None
     assert said["zero1"] is None
-    for way in ("fsdp", "kept"):
-        assert "reads values of tensors and did not call blocks." in said[way]
-    assert "got no gradient in a step" in said["ddp"]
+    for way in ("ddp", "fsdp", "kept"):
+        assert "not every batch reaches blocks.0, blocks.1: forward reads values" in said[way]
     assert found_of("Chooses", ["Block"], strategies=["fsdp"], gpus=[1])["fsdp"] is None
+
+
+def test_numbers_of_chosen_samples_are_values_that_are_read():
+    """In reality gloo ends the workers, whose groups differ in size; NCCL would wait."""
+    said = found_of("Routed", ["Block"])
+    assert said["ps-sync"] is said["zero1"] is None
+    for way in ("ddp", "fsdp", "kept"):
+        assert "not every batch reaches blocks.0, blocks.1: forward reads values" in said[way]
+
+
+def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_fault(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(check, "MOST_REAL_PARAMETERS", 100)
+    config, study = study_of({"Branches": None, "Unused": None}, strategies=["ddp", "zero1"])
+    checked = check.check_study(config | {"results": str(tmp_path)}, study)
+    text = check_text(checked)
+    assert (
+        "   not checked: model 'Branches' (odd_networks.Branches): its forward of a batch" in text
+    )
+    assert "cannot be trained" not in text
+    assert {(c.model, c.strategy) for c in checked.refused} == {("Unused", "ddp")}
+    assert "2 cells could not be checked before the training" in text
+
+
+def test_an_error_of_fakes_alone_leaves_a_small_network_without_a_prediction_only(tmp_path):
+    config, study = study_of({"RaisesOnFakes": None}, strategies=["ddp"])
+    checked = check.check_study(config | {"results": str(tmp_path)}, study)
+    (found,) = checked.rehearsals.values()
+    assert (found.refusal, found.footprint, found.unchecked) == (None, None, None)
+    assert "expected another device" in found.unpredicted
+    assert "ddp: works with 2 workers" in check_text(checked)
 
 
 def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
@@ -301,7 +335,6 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
         "tied: blocks.0.outer.weight = again.weight is one parameter, and stays one",
         "buffers that forward writes: rank 0's are sent to all before each forward, and evaluated (ddp); ",
         "forward writes the buffers calls, mean",
-        "asks for the values of tensors (aten._local_scalar_dense.default): it was tried with zeros",
         "2 of 16 cells would be refused:\n  Unused with ddp on 1, 2 workers (2 cells of e): spare.weight, ",
         "groups of about 1/12 of the parameters: stem 520, blocks.0.inner to blocks.0.outer 144, ",
     ):
@@ -547,7 +580,7 @@ def shared_server() -> Iterator[None]:
             8,
             "not every forward calls blocks.0, blocks.1: each worker throws its own dice",
         ),
-        ("Chooses", "fsdp", 8, "forward reads values of tensors and did not call blocks."),
+        ("Chooses", "fsdp", 8, "not every batch reaches blocks.0, blocks.1: forward reads values"),
         ("Orders", "fsdp", 8, "the workers called different shard groups, or in another order"),
         ("Parts", "fsdp", 8, "fsdp cannot train it: forward reads blocks.0.inner.weight"),
         ("Normalises", "ddp", 1, "a worker's batch is one sample; use a larger batch"),

@@ -126,7 +126,7 @@ def trained_as(
     model = models.named_model("mine", said)
     net = models.for_training(model, classes, shape, 0, CPU, torch.float32)
     groups = models.wrap_groups(model, net)
-        models.trial_of(model, net, classes, shape, groups, TASK, torch.float32)
+    models.trial_of(model, net, classes, shape, groups, TASK, torch.float32)
     return net
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stratbench.telemetry.flops import counted_flops
 from stratbench.workload.network import models
@@ -32,9 +35,8 @@ def test_published_networks(name):
 
     weights, size = PUBLISHED[name]
     multiply_adds = 1e9 * getattr(torchvision.models, weights).DEFAULT.meta["_ops"]
-    counted = counted_flops(lambda: models.build(name, 1000), (3, size, size))[
-        "forward_flops_per_sample"
-    ]
+    build = partial(models.build_without_memory, name, 1000, (3, 224, 224))
+    counted = counted_flops(build, (3, size, size))["forward_flops_per_sample"]
     assert counted == pytest.approx(2 * multiply_adds, rel=0.01)
 
 
@@ -82,6 +84,20 @@ def test_a_grouped_convolution_before_something_frozen_counts_its_two_gradients(
         "forward_flops_per_sample": first + second + third + last,
         "training_flops_per_sample": first + 2 * second + 3 * third + 2 * last,
     }
+
+
+class Masks(nn.Linear):
+    """Asks once for the truth of a mask of positions, but not of a fake one, as transformers' masks do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(10)
+        if not isinstance(positions, FakeTensor) and not (positions.diff() == 1).all():
+            raise ValueError("several sequences in one")
+        return super().forward(x.float())
+
+
+def test_what_asks_for_no_values_of_fakes_is_counted():
+    assert counted_flops(lambda: Masks(10, 5), (10,))["forward_flops_per_sample"] == 2 * 10 * 5
 
 
 def test_counting_draws_no_random_number():

@@ -5,7 +5,8 @@ The Snakefile imports this, so torch is imported inside functions only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -138,11 +139,24 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
     """
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    try:
+        with _undrawn():
+            return build(model, classes, shape)
+    except users_code.ModelError:
+        with unset_fake_temporarily(), _undrawn():
+            made = build(model, classes, shape)
+        replace_tensors(made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
+        return made
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """In the block no weights are drawn: memory that nobody writes to takes neither room nor time."""
+    from torch.nn import init
     from torch.overrides import TorchFunctionMode
 
-    class _Undrawn(TorchFunctionMode):
-        """Draws no weights: memory that nobody writes to takes neither room nor time."""
-
+    class Undrawn(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -151,14 +165,14 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
                 return args[0] if args else kwargs["tensor"]
             return func(*args, **kwargs)
 
+    # It looks whether what it has drawn lies within bounds, which fake numbers cannot say.
+    within_bounds = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
-        with _Undrawn():
-            return build(model, classes, shape)
-    except users_code.ModelError:
-        with unset_fake_temporarily(), _Undrawn():
-            made = build(model, classes, shape)
-        replace_tensors(made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
-        return made
+        with Undrawn():
+            yield
+    finally:
+        init._no_grad_trunc_normal_ = within_bounds
 
 
 def for_training(
