@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from process_groups import forking
-from torch import Tensor
+from torch import Tensor, nn
 
 from launching import LIMIT_S, settings
 from stratbench.cell.run_folder import RunFolder
@@ -31,13 +31,20 @@ from stratbench.cell.settings import Settings
 from stratbench.ps.server import serve
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import acceptance, make_strategy, option_defaults, strategy_class
+from stratbench.strategies.base import Strategy
 from stratbench.strategies.ps import server_configs
+from stratbench.strategies.sharding.zero import ZeRO1
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop, worker
-from stratbench.workload import users_code
+from stratbench.workload import generators, users_code
 from stratbench.workload.data.device_data import Images
+from stratbench.workload.network import models, trial
+from stratbench.workload.network.changes import Attributes, Changes
+
+#: Of a network trained in a way, perhaps with a mistake.
+Cell = tuple[str, str, str]
 
 CLASSES, SAMPLES, BATCH, EPOCHS, SEED = 5, 24, 8, 2, 7
 HYPER = {"lr": 0.05, "momentum": 0.9}
@@ -154,8 +161,8 @@ def serving(s: Settings, folder: RunFolder) -> Iterator[None]:
             future.result(1)
 
 
-def member(names: list[str], ways: list[str], rank: int, folder: str) -> None:
-    """One of two workers, which train all networks in all ways."""
+def member(cells: list[Cell], rank: int, folder: str) -> None:
+    """One of two workers, which train networks in some ways."""
     torch.set_num_threads(1)
     os.environ[users_code.CODE_VARIABLE] = str(Path(__file__).parent)
     found: dict[str, Any] = {}
@@ -166,21 +173,22 @@ def member(names: list[str], ways: list[str], rank: int, folder: str) -> None:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
-        for name in names:
-            for way in ways:
-                if WAYS[way][2] == world:
-                    found[f"{name} {way}"] = train(name, way, rank, Path(folder) / f"{name}-{way}")
+        for name, way, mutant in cells:
+            if WAYS[way][2] == world:
+                own = Path(folder) / f"{name}-{way}-{mutant}"
+                with MUTANTS[mutant]() if mutant else contextlib.nullcontext():
+                    found[f"{name} {way} {mutant}"] = train(name, way, rank, own)
         dist.barrier()
         dist.destroy_process_group()
     Path(folder, f"found{rank}.json").write_text(json.dumps(found))
     os._exit(0)
 
 
-def trained(names: list[str], ways: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """`network way` -> what came of it, with the losses of all workers."""
+def trained(cells: list[Cell], folder: Path) -> dict[str, dict[str, Any]]:
+    """`network way mutant` -> what came of it, with the losses of all workers."""
     context = forking()
     members = [
-        context.Process(target=member, args=(names, ways, rank, str(folder)), daemon=True)
+        context.Process(target=member, args=(cells, rank, str(folder)), daemon=True)
         for rank in range(2)
     ]
     for process in members:
@@ -211,6 +219,69 @@ def plain(name: str, way: str) -> list[tuple[float, float]]:
     )
     make = partial(zoo.NETWORKS[name], CLASSES)
     return zoo.train_plainly(make, SEED, workers, epochs, data.test_batch(0, 6), HYPER, mean)
+
+
+# --- mutants --------------------------------------------------------------------------------------
+
+
+def new_parameters() -> contextlib.AbstractContextManager:
+    """Parameters and buffers are replaced by others."""
+
+    def place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        models.replace_tensors(model, lambda t: t.detach().to(dtype))
+
+    return mock.patch.object(models, "place_tensors", place)
+
+
+def torch_alone() -> contextlib.AbstractContextManager:
+    """Neither Python's generator nor numpy's is seeded."""
+    return mock.patch.multiple(generators, random=mock.MagicMock(), np=mock.MagicMock())
+
+
+def early_sends() -> contextlib.AbstractContextManager:
+    """`zero1` takes the first part of a gradient for the whole."""
+    return mock.patch.object(ZeRO1, "_adds_again", False)
+
+
+def nothing_frozen() -> contextlib.AbstractContextManager:
+    """Frozen parameters that forward changes are not brought back."""
+    return mock.patch.object(Strategy, "frozen_written", return_value=[])
+
+
+def attributes_left() -> contextlib.AbstractContextManager:
+    """Plain attributes are not brought back after the warm-up."""
+    return mock.patch.object(Attributes, "put_back")
+
+
+def trial_left() -> contextlib.AbstractContextManager:
+    """The trial leaves what its forwards have changed."""
+    return mock.patch.object(Changes, "put_back")
+
+
+#: name -> what makes the mistake, until the block ends
+MUTANTS = {
+    made.__name__: made
+    for made in (
+        new_parameters,
+        torch_alone,
+        early_sends,
+        nothing_frozen,
+        attributes_left,
+        trial_left,
+    )
+}
+#: By which networks each mistake is seen.
+SEEN_BY: list[Cell] = [
+    ("Hooked", "single", "new_parameters"),
+    ("InList", "zero1", "new_parameters"),
+    ("InList", "ps-sync", "new_parameters"),
+    ("PythonNoise", "single", "torch_alone"),
+    ("FromPython", "single", "torch_alone"),
+    ("Again", "zero1", "early_sends"),
+    ("Teacher", "ddp", "nothing_frozen"),
+    ("CountsInNumber", "single", "attributes_left"),
+    ("OneBuffer", "ddp", "trial_left"),
+]
 
 
 # --- what is expected ------------------------------------------------------------------------------
@@ -300,16 +371,57 @@ def faults(name: str, way: str, found: dict[str, Any]) -> Iterator[str]:
 def check_all(found: dict[str, dict[str, Any]]) -> None:
     """AssertionError that names everything that is wrong."""
     assert found
-    wrong = [w for key, f in found.items() for w in faults(*key.split(), f)]
+    wrong = [w for key, f in found.items() for w in faults(*key.split()[:2], f)]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.timeout(LIMIT_S)
 def test_networks_as_people_bring_them_train_as_the_plain_loop_does(tmp_path):
-    check_all(trained(QUICK, QUICK_WAYS, tmp_path))
+    check_all(trained([(name, way, "") for name in QUICK for way in QUICK_WAYS], tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_the_whole_zoo_trains_as_the_plain_loop_does_under_every_strategy(tmp_path):
-    check_all(trained(list(zoo.NETWORKS), list(WAYS), tmp_path))
+    check_all(trained([(name, way, "") for name in zoo.NETWORKS for way in WAYS], tmp_path))
+
+
+class Loose(zoo.Base):
+    """Holds parameters in plain lists and dictionaries: nothing registers them."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.gains, self.layers = [nn.Parameter(torch.ones(1))], {"a": [nn.Linear(2, 2)]}
+        self.known = [self.mid.weight]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (zoo.Plain, ()),
+        (zoo.Hooked, ("stem.weight has a hook of its gradient: it sees each worker's own",)),
+        (zoo.CountsInNumber, ("forward changes the plain attributes calls: the warm-up",)),
+        (zoo.Teacher, ("forward changes the parameters teacher.0.weight",)),
+        (zoo.Normed, ()),
+        (Loose, ("gains, layers holds parameters that no module has registered",)),
+    ],
+)
+def test_what_is_worth_knowing_is_remarked(kind, said):
+    model = kind(CLASSES)
+    x, y = samples(2, 0)
+    with generators.generators_put_back():
+        found = trial.take_trial("it", model, x, y, [2, CLASSES], (), CLASSES)
+    remarks = list(acceptance.remarks(model, found))
+    assert len(remarks) == len(said)
+    assert all(part in remark for part, remark in zip(said, remarks, strict=True)), remarks
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_each_mistake_is_seen_and_so_is_a_start_that_no_seed_decides(tmp_path):
+    other_starts = [("FromOutside", way, "") for way in ("ddp", "fsdp", "zero1", "local")]
+    found = trained([*SEEN_BY, *other_starts], tmp_path)
+    for name, way, mutant in SEEN_BY:
+        assert list(faults(name, way, found[f"{name} {way} {mutant}"])), (name, way, mutant)
+    for name, way, _ in other_starts:
+        why = found[f"{name} {way} "]["refused"]
+        assert "its workers built it with different initial weights from one seed" in why

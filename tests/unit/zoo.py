@@ -300,6 +300,15 @@ class FromNumpy(Base):
             self.mid.weight.copy_(torch.from_numpy(drawn))
 
 
+class FromOutside(Base):
+    """Initial weights from a generator that no seed reaches."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        with torch.no_grad():
+            self.mid.weight.mul_(random.SystemRandom().random())
+
+
 class Dropout(Base):
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
@@ -580,7 +589,7 @@ NETWORKS: dict[str, type[nn.Module]] = {
     if isinstance(kind, type)
     and issubclass(kind, nn.Module)
     and kind.__module__ == __name__
-    and name not in ("Base", "Symmetric")
+    and name not in ("Base", "Symmetric", "FromOutside")
 }
 
 

@@ -116,5 +116,42 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
     if trial.overwritten:
         yield (
             f"forward changes the parameters {names_text(trial.overwritten)}: strategies that gather or "
-            "pull the weights anew lose the change"
+            "pull the weights anew would lose the change, and refuse it"
         )
+    if trial.hooked:
+        yield (
+            f"{names_text(trial.hooked)} has a hook of its gradient: it sees each worker's own gradient, and "
+            "with accumulate each part's, before they are averaged"
+        )
+    if counted := set(trial.counts + trial.kept_aside).intersection(trial.attributes):
+        yield (
+            f"forward changes the plain attributes {names_text(sorted(counted))}: the warm-up puts them "
+            "back, but no checkpoint has them; a buffer (register_buffer) would be kept"
+        )
+    if loose := unregistered(model):
+        yield (
+            f"{names_text(loose)} holds parameters that no module has registered: nothing trains them; use "
+            "nn.ParameterList or nn.ParameterDict, or assign them to attributes"
+        )
+
+
+def unregistered(model: nn.Module) -> list[str]:
+    """Plain attributes that hold parameters, by themselves or of modules, which the network does not know."""
+    from torch import nn
+    from torch.utils._pytree import tree_leaves
+
+    known = set(model.parameters())
+    found = []
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            held = [
+                p
+                for leaf in tree_leaves(value)
+                for p in (leaf.parameters() if isinstance(leaf, nn.Module) else [leaf])
+                if isinstance(p, nn.Parameter)
+            ]
+            if not known.issuperset(held):
+                found.append(f"{prefix}.{key}" if prefix else key)
+    return found
