@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.settings import Settings
@@ -63,7 +64,7 @@ class Reads(nn.Module):
         return h @ self.embedding.weight.T
 
 class Depths(Named):
-    "Reads a tensor's values while it is built, which the meta device does not have."
+    "Reads a tensor's values while it is built, which fake tensors do not have."
     def __init__(self, num_classes, in_channels, image_size):
         super().__init__(num_classes, in_channels, image_size)
         self.drops = [x.item() for x in torch.linspace(0, 1, 3)]
@@ -186,9 +187,10 @@ OF_TORCHVISION = (
 def test_a_network_of_torchvision_works_by_its_name_alone(name):
     model = models.named_model(name, models.spec_of(name, {}))
     shape = models.input_shape(model, (1, 28, 28))
-    net = models.build_without_memory(model, 10, shape).train()
-    groups = models.wrap_groups(model, net)
-    found = models.trial_of(model, net, 10, shape, groups, TASK, torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        net = models.build_without_memory(model, 10, shape).train()
+        groups = models.wrap_groups(model, net)
+        found = models.trial_of(model, net, 10, shape, groups, TASK, torch.float32)
     assert found.uncalled == found.late == ()
     # Of some, all outputs but one are for training at other sizes.
     assert found.unused == (), found.unused
