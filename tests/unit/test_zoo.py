@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from launching import LIMIT_S, settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
+from stratbench.plan import check
+from stratbench.plan.footprint.request import Request
 from stratbench.ps.server import serve
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import acceptance, make_strategy, option_defaults, strategy_class
@@ -384,6 +386,23 @@ def test_networks_as_people_bring_them_train_as_the_plain_loop_does(tmp_path):
 @pytest.mark.timeout(LIMIT_S)
 def test_the_whole_zoo_trains_as_the_plain_loop_does_under_every_strategy(tmp_path):
     check_all(trained([(name, way, "") for name in zoo.NETWORKS for way in WAYS], tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.NETWORKS)
+def test_the_check_says_of_each_network_what_a_run_does(name, monkeypatch):
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(Path(__file__).parent))
+    requests = {
+        way: Request(settings_of(name, way), (1, 4, 4), CLASSES, WAYS[way][2], eval_batch=6)
+        for way in QUICK_WAYS
+    }
+    network = check.check_network(requests["single"])
+    for way, request in requests.items():
+        said = network.fault or check.rehearse(request, network).refusal
+        why = REFUSED.get(name, {}).get(way)
+        assert (said is None) == (why is None), (way, said)
+        assert why is None or why in said
+    assert network.fault or network.dropout == (name in DRAWS)
 
 
 class Loose(zoo.Base):
