@@ -365,7 +365,7 @@ def places(told: Told) -> None:
     if None in (nodes, most):
         return
     if not nodes * most >= told.gpus > (nodes - 1) * most:
-        told.wrong(f"{nodes} nodes with {most} workers at most make no {told.gpus} workers")
+        told.wrong(f"{told.gpus} workers do not fit {nodes} nodes with {most} at most")
 
 
 def model(told: Told) -> None:

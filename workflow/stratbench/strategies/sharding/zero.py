@@ -295,6 +295,13 @@ class TorchZeRO1(DDP):
                 f"torch's ZeroRedundancyOptimizer takes no complex parameters ({names_text(names)}); keep "
                 "the real and the imaginary part as two, or use zero1"
             )
+            return
+        dtypes = base.dtype_names(p for p in model.parameters() if p.requires_grad)
+        if len(dtypes) > 1:
+            yield (
+                f"its parameters have several dtypes ({', '.join(dtypes)}), and torch's "
+                "ZeroRedundancyOptimizer takes one; use one, or zero1"
+            )
 
     def traits(self, gpus: int) -> base.Traits:
         return base.Traits(
@@ -304,15 +311,6 @@ class TorchZeRO1(DDP):
             updates_per_step=1,
             ring_copies=3,
         )
-
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        yield from super().refusals_of_model(model, worker)
-        dtypes = base.dtype_names(p for p in model.parameters() if p.requires_grad)
-        if len(dtypes) > 1:
-            yield (
-                f"its parameters have several dtypes ({', '.join(dtypes)}), and torch's "
-                "ZeroRedundancyOptimizer takes one; use one, or zero1"
-            )
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer
