@@ -504,6 +504,14 @@ def test_a_network_that_is_moved_by_zeros_is_believed_to_equal_no_ddp():
     assert not any(RULE["traits-unlike-strategy"].check(planted.study(records, "cpu")))
 
 
+def test_a_counter_that_has_not_moved_in_a_short_training_is_believed():
+    record = copy.deepcopy(sound("cuda")[DDP])
+    faster(1000)(record)
+    record["energy"] = {"train_joules": 0.0, "joules_per_sample": 0.0}
+    found = [f.figures for f in RULE["unlike-itself"].check(planted.study({DDP: record}, "cuda"))]
+    assert not any("power limits" in figures for figures in found)
+
+
 @pytest.mark.parametrize(
     ("ms", "links", "change"),
     [

@@ -13,6 +13,8 @@ from stratbench.analysis.records.facts import Facts, unless_at_most, unless_equa
 RESULTS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
 #: The share of its power limit that a training GPU draws at least and, for moments, at most.
 LEAST_POWER, MOST_POWER = 0.05, 1.1
+#: By how much the driver's energy counter is late at most, in s.
+COUNTER_S = 0.5
 #: By how much clocks of several processes may differ on a busy machine: a share, and seconds.
 CLOCKS, CLOCKS_S = 0.1, 0.5
 
@@ -65,7 +67,7 @@ def faults_of_times(facts: Facts) -> Iterator[str]:
     if not facts.elastic and not (facts.servers and facts("settings.steps")):
         spans = sum(facts("time.epoch_times_s"))
         yield from unless_equal(
-            "the sum of time.epoch_times_s", spans, "time.train_time_s", train_s, 0.02, 0.1
+            "the sum of time.epoch_times_s", spans, "time.train_time_s", train_s, 0.02, CLOCKS_S
         )
     own = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
     if own and not facts.elastic:
@@ -123,12 +125,13 @@ def faults_of_devices(facts: Facts) -> Iterator[str]:
         for w in facts.workers
     ]
     if joules is not None and time_s and None not in limits:
-        allowed, formula = sum(limits) * time_s, "of the GPUs' power limits"
-        most, least = MOST_POWER * allowed, LEAST_POWER * allowed
-        yield from unless_at_most(
-            "energy.train_joules", joules, f"{MOST_POWER:.0%} {formula}", most
-        )
-        yield from unless_at_most(f"{LEAST_POWER:.0%} {formula}", least, "train_joules", joules)
+        allowed, of = sum(limits) * time_s, "of the GPUs' power limits"
+        late = COUNTER_S * sum(limits)
+        for what, one, other, most in (
+            ("energy.train_joules", joules, f"{MOST_POWER:.0%} {of}", MOST_POWER * allowed),
+            (f"{LEAST_POWER:.0%} {of}", LEAST_POWER * allowed, "energy.train_joules", joules),
+        ):
+            yield from unless_at_most(what, one, other, most, absolute=late)
     states, size = facts("memory.model_states"), facts.parameter_bytes
     if states:
         if not facts("strategy.traits.states_on_host"):
