@@ -222,6 +222,10 @@ HONEST: dict[str, tuple[Place, Change]] = {
     "issue times": (DDP, put("workers.1.issue_ms", 1.0)),
     "pipeline": (DDP, as_pipeline),
     "adamw": (DDP, adamw),
+    "buffers of no BatchNorm": (
+        DDP,
+        both(put("settings.own_model", {"call": "own.Net"}), put("model.batchnorm", False)),
+    ),
     "skipped": (ASYNC, put(f"{LINK}.skips", 0)),
     "known GPUs": (DDP, on_known_gpus),
     "command": (DDP, by_command),
