@@ -31,6 +31,7 @@ from stratbench.strategies.ddp import DDP
 from stratbench.strategies.ps import server_configs
 from stratbench.telemetry.shards import whole_tensor
 from stratbench.train.assemble import mean_loss
+from stratbench.train.elastic.split import Weighted
 from stratbench.train.loop import summed
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
@@ -238,6 +239,22 @@ def worked(
     return {"loss": torch.tensor(mean_loss(told), dtype=torch.float64), "weights": weights}
 
 
+def unequal_shares(rank: int, world: int) -> dict[str, Any]:
+    """The same with workers of an elastic cell, whose shares of a batch need not be equal: 5 and 11."""
+    s = settings_of("ddp", {}, 1, world)
+    x, y = samples()
+    strategy = make_strategy("ddp", s.options)
+    worker = set_up(strategy, s, "ignoring", RunFolder(Path()), rank)
+    worker.task = Weighted(worker.task)
+    own = (slice(0, 5), slice(5, BATCH))[rank]
+    worker.task.weight = world * (own.stop - own.start) / BATCH
+    batches = zip(x.split(BATCH), y.split(BATCH), strict=True)
+    losses = torch.stack([strategy.step(a[own], b[own]) for a, b in batches])
+    dist.all_reduce(losses)
+    weights = {n: p.detach().clone() for n, p in strategy.model.named_parameters()}
+    return {"loss": losses.mean() / world, "weights": weights}
+
+
 def work(world: int, rank: int) -> dict[str, Any]:
     """Of each case and task, and of each mutant, the trajectory."""
     found: dict[str, Any] = {}
@@ -248,6 +265,8 @@ def work(world: int, rank: int) -> dict[str, Any]:
             found[f"{case}: {task}"] = trajectory(case, task, rank, world)
         for mutant in MUTANTS.get(case, ()) if world > 1 or "parts" in case else ():
             found[mutant.__name__] = trajectory(case, "ignoring", rank, world, mutant)
+    if world == 2:
+        found["unequal shares"] = unequal_shares(rank, world)
     return found
 
 
@@ -291,6 +310,10 @@ def test_a_batch_in_parts_trains_as_the_whole(found, case, task):
     expected = plain(task, clips=not name.startswith("ps"))
     for world in worlds:
         assert distance(found[world][f"{case}: {task}"], expected) < TOLERANCE, world
+
+
+def test_unequal_shares_of_a_batch_train_as_the_whole(found):
+    assert distance(found[2]["unequal shares"], plain("ignoring", clips=True)) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", MUTANTS)
