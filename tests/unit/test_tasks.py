@@ -141,6 +141,15 @@ class IgnoresRightly(Top3):
         total = F.cross_entropy(outputs, targets, ignore_index=6, reduction="sum")
         return total, (targets != 6).sum()
 
+class WithoutOne(Top3):
+    def loss(self, outputs, targets):
+        total = F.cross_entropy(outputs, targets, ignore_index=1, reduction="sum")
+        return total, (targets != 1).sum()
+
+    def score(self, outputs, targets):
+        right = (outputs.argmax(-1) == targets).double()
+        return right.masked_fill(targets == 1, float("nan"))
+
 class ByClass(Top3):
     def loss(self, outputs, targets):
         weight = torch.linspace(0.1, 3, outputs.shape[-1]).to(outputs)
@@ -366,6 +375,37 @@ def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
     assert found["score"]["final"] == 1.0  # of three classes the right one is among three
     assert found["score"]["per_epoch"][-1]["test_loss"] > 0.1
     assert unusable(found) == []
+
+
+@pytest.mark.slow
+def test_cells_by_a_sum_and_its_weight_agree_whatever_trains_them(
+    own_tasks, tmp_path, start_cell, warm
+):
+    call = f"{own_tasks}:WithoutOne"
+    spec = {"call": call} | users_code.fingerprint(call, [tmp_path])
+    ends = []
+    for strategy, gpus in (("single", 1), ("ddp", 2), ("ps-sync", 2)):
+        s = settings(
+            strategy,
+            gpus=gpus,
+            per_worker_batch=16 // gpus,
+            own_task=spec,
+            precision="fp64",
+            epochs=2,
+        )
+        launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
+        exit_code, output = launched.finish()
+        assert exit_code == 0, output
+        found = record.read(launched.record)
+        assert found["task"]["loss_weighs"]
+        assert found["task"]["loss_adds_up"]
+        assert found["strategy"]["traits"]["equals_ddp"]
+        ends.append(found["score"]["per_epoch"])
+    for epochs in zip(*ends, strict=True):
+        assert epochs[0]["answers_left_out"] > 0
+        for key in ("train_loss", "test_loss", "score", "score_error", "answers_left_out"):
+            expected = pytest.approx(epochs[0][key], rel=1e-9)
+            assert [other[key] for other in epochs[1:]] == [expected, expected], key
 
 
 # --- the config -----------------------------------------------------------------------------------
