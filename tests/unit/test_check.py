@@ -73,9 +73,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "Transposed": dict.fromkeys(("fsdp", "by-size", "kept"), "and these are not: map; call"),
     "Complex": dict.fromkeys(("fsdp", "kept"), "several dtypes (complex64, float32)")
     | {"zero1-torch": "takes no complex parameters (turn)", "local": "turn is complex"},
-    "Views": dict.fromkeys(
-        ("fsdp", "by-size"), "gives a view, which forward then changes in place"
-    ),
+    "Views": {"fsdp": "gives a view, which forward then changes in place"},
     "Empty": dict.fromkeys(("fsdp", "by-size", "kept"), "cannot divide nothing, which holds no"),
     "Normed": {},
     "ReadsConstants": {},
