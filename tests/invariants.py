@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.records.derived import value_at
-from stratbench.analysis.records.facts import Facts
+from stratbench.analysis.records.facts import Facts, longest_pauses_s
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.ps import node_by_placement
 from stratbench.telemetry.flops import TRAINING_FLOPS
@@ -188,7 +188,9 @@ def span(told: Told) -> None:
     begun, ended = (told(f"provenance.{name}") for name in ("started", "finished"))
     if begun and ended:
         between = datetime.fromisoformat(ended) - datetime.fromisoformat(begun)
-        ran_s = between.total_seconds() - (told("restarts.between_s") or 0.0)
+        # The record's clock stands still while the machine sleeps.
+        asleep_s = longest_pauses_s(told, lambda pause: pause["asleep_s"])
+        ran_s = between.total_seconds() - (told("restarts.between_s") or 0.0) - asleep_s
         told.same("time.total_s and from start to finish", total_s, ran_s, 0.01, DATES_S)
     if told.status == "timeout":
         told.given("time.time_limit_s", limit_s, True, "although the cell reached it")

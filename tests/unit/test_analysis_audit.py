@@ -89,6 +89,7 @@ def mixed_dtype(record):
     record["strategy"]["details"]["compute_dtype"] = "bfloat16"
 
 
+PAUSE = {"node": 0, "begin_s": 3.0, "length_s": 45.0, "asleep_s": 0.0, "in_training": True}
 #: rule: (the fault, the strategy of the cells that must be found, or None for a comparison)
 PLANTED = {
     "sharding-slow-alone": (only(faster(1 / 1.4), "fsdp", 1), "fsdp"),
@@ -121,6 +122,7 @@ PLANTED = {
         ),
         "ddp",
     ),
+    "paused-while-timed": (only(put("pauses", value=[PAUSE]), "ddp", 4), "ddp"),
     "steps-uneven": (only(put("time", "step_ms", value={"p50": 10.0, "p99": 40.0})), "ddp"),
     "late-start": (only(put("time", "start_skew_ms", value=[90_000.0, 0.4]), "ddp", 4), "ddp"),
     "recompiled": (only(put("time", "recompilations", value=2), "ddp", 4), "ddp"),

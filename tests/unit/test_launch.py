@@ -54,6 +54,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.telemetry import pulse as pulse_module
+from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.pulse import Pulse, read_pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, assemble, ending, forkserver, launch, loop, standing
@@ -981,7 +982,7 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
     job = job_with(tmp_path, [None], origin_s=begun, time_limit_s=0.3)
     dates = itertools.cycle([time.time() + 7200, time.time() - 7200])
     monkeypatch.setattr(time, "time", lambda: next(dates))  # somebody sets the clock
-    exits = agent.supervise(job, [], [FakeProcess("rank0")])
+    exits = agent.supervise(job, [], [FakeProcess("rank0")], PauseWatch())
     assert 0.3 <= time.monotonic() - begun < LIMIT_S
     assert exits.timed_out
     assert exits.processes == [ProcessExit("rank0", None)]
@@ -1006,9 +1007,9 @@ def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
     monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
     monkeypatch.setattr(agent, "LOOK_S", 0.01)
     workers = [FakeProcess("rank0"), FakeProcess("rank1")]
-    assert standing.hung_for_good(job, workers) is hung
+    assert standing.hung_for_good(job, workers, 0.0) is hung
     if hung:
-        exits = agent.supervise(job, [], workers)
+        exits = agent.supervise(job, [], workers, PauseWatch())
         assert exits == Exits([ProcessExit(w.name, None) for w in workers], False, hung=True)
 
 

@@ -286,6 +286,14 @@ class RunFolder:
         """What else used each node when the cell began, by the node's number as a text."""
         return self._by_node("busy")
 
+    def write_pauses(self, node: int, pauses: list[dict[str, Any]]) -> None:
+        """Keep the spans in which the workers of a node were stopped (`train.nodes.paused`)."""
+        write_atomic(self.path / f"pauses{node}.json", json.dumps(pauses))
+
+    def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
+        """The same of all nodes that had any, by the node's number as a text."""
+        return self._by_node("pauses")
+
     def _by_node(self, name: str) -> dict[str, Any]:
         paths = sorted(self.path.glob(f"{name}*.json"))
         return {path.stem.removeprefix(name): _read(path) for path in paths}

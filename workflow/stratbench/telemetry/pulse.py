@@ -86,10 +86,13 @@ class Beat(NamedTuple):
         return self.quiet_s > self.patience_s
 
 
-def read_pulse(path: Path, now_s: float) -> Beat | None:
-    """What a worker of this node wrote, at `now_s` by `time.monotonic`; None before it has begun."""
+def read_pulse(path: Path, now_s: float, awake_since_s: float = 0.0) -> Beat | None:
+    """What a worker of this node wrote, at `now_s` by `time.monotonic`; None before it has begun.
+
+    `awake_since_s`: the end of the last pause of all (`telemetry.pauses`), before which nobody was quiet.
+    """
     try:
         steps, last_ns, *longest_ns = _FORM.unpack(path.read_bytes())
     except (OSError, struct.error):
         return None
-    return Beat(steps, now_s - last_ns / 1e9, *(ns / 1e9 for ns in longest_ns))
+    return Beat(steps, now_s - max(last_ns / 1e9, awake_since_s), *(ns / 1e9 for ns in longest_ns))

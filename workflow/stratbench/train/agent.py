@@ -26,6 +26,7 @@ from stratbench.ps.server_config import ServerConfig
 from stratbench.telemetry.machine.busy import busy_check
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.machine.tenants import gpu_place
+from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train import gpu_locks, standing
@@ -33,6 +34,7 @@ from stratbench.train.commands.process import Command
 from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
 from stratbench.train.locks import scratch
+from stratbench.train.nodes.paused import keep_pauses
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
 GRACE_S = 3.0
@@ -89,20 +91,25 @@ def run_node(job: Job, node: int) -> Exits:
             strangers=job.folder.strangers(node),
             gpus=list(gpus.values()),
         )
+        watch = PauseWatch()
         try:
             # While nothing trains yet: a server of this cell's own is importing PyTorch meanwhile.
             job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
                 sampler.watch(p.name, p.pid, below=job.is_command)
-            exits = supervise(job, servers, workers)
+            exits = supervise(job, servers, workers, watch)
             failed = exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes)
             if failed and not job.is_command:  # which has no pulse
-                standing.note_standing(job, node, processes, exits.timed_out)
+                watch.look()
+                late, since_s = exits.timed_out, watch.awake_since_s
+                standing.note_standing(job, node, processes, late, since_s)
             return exits
         finally:
             end_all(processes)
             sampler.stop()
+            watch.stop()
+            keep_pauses(job, node, watch)
 
 
 @contextmanager
@@ -178,8 +185,11 @@ def supervise(
     job: Job,
     servers: list[Process],
     workers: Sequence[Process | Command],
+    watch: PauseWatch,
 ) -> Exits:
     """Wait for the end of the processes or the deadline; returns how they exited.
+
+    Pauses, which `watch` sees, count towards no limit.
 
     Once the rest cannot go on, they have GRACE_S to end. Workers of a collective cannot go on without
     each other. Workers of a parameter server can, as long as the servers live. A worker that the
@@ -191,16 +201,18 @@ def supervise(
     next_look = time.monotonic() + LOOK_S
     while len(ended) < len(processes):
         now = time.monotonic()
-        if job.deadline_s is not None and now >= job.deadline_s:
+        if (deadline_s := extended_deadline_s(job, watch)) is not None and now >= deadline_s:
             return Exits(_exits(processes, ended), timed_out=True)
         if grace_ends is not None and now >= grace_ends:
             break
         if now >= next_look:
-            if not job.is_command and standing.hung_for_good(job, workers):
+            watch.look()
+            since_s = watch.awake_since_s
+            if not job.is_command and standing.hung_for_good(job, workers, since_s):
                 return Exits(_exits(processes, ended), timed_out=False, hung=True)
             next_look = now + LOOK_S
         poll_s = 0.5 if job.has_servers else LOOK_S
-        until = min(t for t in (job.deadline_s, grace_ends, now + poll_s) if t is not None)
+        until = min(t for t in (deadline_s, grace_ends, now + poll_s) if t is not None)
         running = {p.sentinel: p for p in processes if p.name not in ended}
         for sentinel in wait(list(running), timeout=max(until - now, 0)):
             process = running[sentinel]
@@ -212,6 +224,15 @@ def supervise(
         if grace_ends is None and stuck(job, servers, workers, ended):
             grace_ends = time.monotonic() + GRACE_S
     return Exits(_exits(processes, ended), timed_out=False)
+
+
+def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
+    """When the time limit is reached, by this node's monotonic clock, pauses left out; None without one."""
+    if job.deadline_s is None:
+        return None
+    if time.monotonic() >= job.deadline_s + watch.stopped_s:
+        watch.look()  # one may have ended just now
+    return job.deadline_s + watch.stopped_s
 
 
 def stuck(

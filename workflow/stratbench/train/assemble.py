@@ -25,6 +25,7 @@ from stratbench.train.elastic import accounts, served_accounts
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.inputs import data_entry, model_entry, task_entry
 from stratbench.train.job import Job
+from stratbench.train.nodes.paused import pauses_entry
 from stratbench.train.restarts import attempts
 from stratbench.workload.data import prepared
 from stratbench.workload.data.sources import DataError
@@ -71,6 +72,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "workers": [worker_entry(w) for w in whole],
         **({"program": program_entry(job)} if job.is_command else {}),
         "profile": efficiency.profile_entry(job),
+        **({"pauses": pauses} if (pauses := pauses_entry(job)) else {}),
         **(
             {"elastic": (served_accounts if servers else accounts).entry_of(job)}
             if s.elastic

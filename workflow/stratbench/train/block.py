@@ -38,7 +38,14 @@ from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
 from stratbench.train.inputs import check_inputs
 from stratbench.train.job import Job
-from stratbench.train.launch import Failure, begin_log, job_of, launch, launchers_parser, run_to_end
+from stratbench.train.launch import (
+    Failure,
+    begin_log,
+    job_of,
+    launch_again_if_paused,
+    launchers_parser,
+    run_to_end,
+)
 from stratbench.train.locks import hold_cell
 
 #: Steps after those that are timed, of a strategy with servers: until the last timed push has come, no
@@ -174,7 +181,7 @@ class BlockRun:
         RunFolder.of_logs(self.logs).create()
         begun_s = time.monotonic()
         with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
-            exits, ending = launch(job, args.cpus_per_node)
+            job, exits, ending = launch_again_if_paused(job, args.cpus_per_node)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":
             raise Failure(f"segment {name}: {ending.reason}", exits.processes)

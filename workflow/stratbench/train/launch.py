@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from stratbench.cell import record
@@ -41,6 +43,7 @@ from stratbench.study.job_values import insert_values
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
+from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.commands.results import keep_results
@@ -51,6 +54,7 @@ from stratbench.train.gpu_locks import hold_devices
 from stratbench.train.inputs import check_inputs, check_spec
 from stratbench.train.job import Job
 from stratbench.train.locks import Held, hold_cell, scratch
+from stratbench.train.nodes.paused import spoiled_by_pauses
 from stratbench.train.nodes.srun import queue_wait_s, run_on_nodes
 from stratbench.train.restarts import attempts
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
@@ -173,7 +177,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         else:
             if settings.checkpoint_every:
                 job = attempts.begin(job, ended_unix_s)
-            exits, ending = launch(job, args.cpus_per_node)
+            job, exits, ending = launch_again_if_paused(job, args.cpus_per_node)
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
     agent.on_signals(lambda _: None)  # what is as good as finished is not given up
@@ -272,6 +276,26 @@ def threads_of(settings: Settings, workers: int, args: argparse.Namespace) -> in
     return gpu_locks.threads_of(settings, workers, args.cpus_per_node, args.server_cpus)
 
 
+def launch_again_if_paused(job: Job, cpus_per_node: int) -> tuple[Job, agent.Exits, Ending]:
+    """Do as `launch` does, and once more where pauses have spoiled what was measured; returns the job, too.
+
+    A second time the record says so. A cell that keeps checkpoints has only the record say so.
+    """
+    exits, ending = launch(job, cpus_per_node)
+    paused = spoiled_by_pauses(job, ending.status)
+    if paused is None or job.from_step is not None:
+        return job, exits, ending
+    reason = f"; {ending.reason}" if ending.reason else ""
+    print(f"{title_of(job.cell)}: {paused} while it trained; it trains again{reason}", flush=True)
+    folder = job.folder
+    folder.create()
+    if folder.local is not None:
+        folder = replace(folder, local=folder.local / "again")
+        folder.local.mkdir()
+    job = replace(job, folder=folder, origin_unix_s=time.time(), origin_s=time.monotonic())
+    return job, *launch(job, cpus_per_node)
+
+
 def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
     """Run the job's processes on all its nodes; returns how they exited, and how the cell ended."""
     if job.has_servers:
@@ -286,16 +310,30 @@ def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
         shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
     if job.is_command:
         keep_results(job)
-    return exits, classify(job, exits, kills_before)
+    ending = classify(job, exits, kills_before)
+    if ending.status == "error" and (paused := spoiled_by_pauses(job, ending.status)):
+        ending = replace(ending, reason=f"{ending.reason}; {paused}")
+    return exits, ending
 
 
 def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     """Run one agent on each node of the SLURM job; each agent and this function keep the time limit."""
     path = job.folder.write_job(job.to_json())
-    limit_s = None if job.deadline_s is None else job.deadline_s - time.monotonic() + 15
     agent_of_job = [str(path), str(job.elapsed_s)]
-    code = run_on_nodes(job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, limit_s)
-    late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
+    watch = PauseWatch()
+
+    def left_s(beyond_s: float = 15.0) -> float:
+        """Until the agents, which keep the limit themselves, are to have ended."""
+        deadline_s = agent.extended_deadline_s(job, watch)
+        return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
+
+    try:
+        code = run_on_nodes(
+            job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, left_s
+        )
+        late = left_s(beyond_s=0) <= 0
+    finally:
+        watch.stop()
     standings = standings_of(job)
     processes = [
         agent.ProcessExit(worker_name(r), _exit_code(job, r, standings.get(r)))

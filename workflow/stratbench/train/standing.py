@@ -55,7 +55,7 @@ class Standing:
         return f"{self.steps} steps, in phase {self.phase}{call}"
 
 
-def hung_for_good(job: Job, workers: Sequence[Process]) -> bool:
+def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
     """Whether every worker of this node that runs has trained, and has been quiet for HUNG_S.
 
     Before the first step there is no pace to judge by. A server's workers on other nodes may go on.
@@ -63,20 +63,26 @@ def hung_for_good(job: Job, workers: Sequence[Process]) -> bool:
     if job.has_servers and job.n_nodes > 1:
         return False
     ranks = [rank_of(worker.name) for worker in workers if worker.exitcode is None]
-    beats = [read_pulse(job.folder.pulse(rank), time.monotonic()) for rank in ranks]
+    now_s = time.monotonic()
+    beats = [read_pulse(job.folder.pulse(rank), now_s, awake_since_s) for rank in ranks]
     return bool(beats) and all(
         beat is not None and beat.steps and beat.hangs and beat.quiet_s > HUNG_S for beat in beats
     )
 
 
-def note_standing(job: Job, node: int, processes: Sequence[Process], at_limit: bool) -> None:
-    """Keep where the workers of this node are now; `processes`: all of the cell on it, ended or not."""
+def note_standing(
+    job: Job, node: int, processes: Sequence[Process], at_limit: bool, awake_since_s: float
+) -> None:
+    """Keep where the workers of this node are now; `processes`: all of the cell on it, ended or not.
+
+    `awake_since_s`: the end of the node's last pause.
+    """
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
     standings = {}
     for rank in job.ranks_of(node):
         name = worker_name(rank)
-        beat = read_pulse(job.folder.pulse(rank), now_s)
+        beat = read_pulse(job.folder.pulse(rank), now_s, awake_since_s)
         standings[name] = {
             "steps": beat.steps if beat else 0,
             "phase": phase_of(job, rank),

@@ -10,9 +10,10 @@ from typing import Any
 
 from stratbench.analysis.audit.rule import Case, Evidence, Key, key_of, record_rule, rule
 from stratbench.analysis.records.derived import value_at
-from stratbench.analysis.records.facts import Facts, host_of
+from stratbench.analysis.records.facts import Facts, host_of, longest_pauses_s
 from stratbench.analysis.records.samples import BUSY, Series
 from stratbench.cell.record import Record
+from stratbench.telemetry.pauses import NEGLIGIBLE
 
 #: The fewest samples of training by which a cell is judged: 5 s at the sampler's period of 0.5 s.
 SAMPLES = 10
@@ -46,6 +47,17 @@ def is_crowded(facts: Facts) -> bool:
         hosts = facts.timeline.of_kind("host").values()
         loads += [one.overall["load_1m"].most for one in hosts if "load_1m" in one.overall]
     return bool(any(cores)) and max(loads, default=0.0) > CROWDED * max(cores)
+
+
+@record_rule("paused-while-timed", "unusable", "time", of="both")
+def paused_while_timed(facts: Facts) -> Iterator[str]:
+    """The cell was paused while it trained: its job was suspended, its processes were stopped, or the
+    machine slept. Its times are not those of its training; delete its record to train it again.
+    """
+    paused_s = longest_pauses_s(facts, lambda p: p["length_s"] if p["in_training"] else 0.0)
+    trained_s = facts("time.train_time_s") or facts("time.total_s")
+    if paused_s > NEGLIGIBLE * trained_s:
+        yield f"paused for {paused_s:.3g} s in {trained_s:.4g} s of training"
 
 
 @record_rule("idle-worker", "unusable", "time")

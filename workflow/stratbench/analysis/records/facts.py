@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stratbench.analysis.records.derived import value_at
@@ -102,6 +103,14 @@ class Facts:
         """Return the size of `count` parameters in the format in which they are kept."""
         wide = self("strategy.details.weights_dtype") == "float64"
         return None if count is None else count * (8 if wide else 4)
+
+
+def longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:
+    """Return the sum of `seconds_of` over a node's pauses, of the node that has most; 0 without any."""
+    by_node: dict[int, float] = defaultdict(float)
+    for pause in facts("pauses") or ():
+        by_node[pause["node"]] += seconds_of(pause)
+    return max(by_node.values(), default=0.0)
 
 
 def host_of(worker: dict[str, Any]) -> str | None:

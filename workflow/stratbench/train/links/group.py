@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -77,7 +78,12 @@ def measure_on_nodes(group: Group, cpus: int) -> Measured:
     try:
         plan = folder.path / "group.json"
         plan.write_text(json.dumps(asdict(group)), encoding="utf-8")
-        if code := run_on_nodes(group.nodes, cpus, __spec__.name, [str(plan)], TIMEOUT_S):
+        ends_s = time.monotonic() + TIMEOUT_S
+
+        def left_s() -> float:
+            return ends_s - time.monotonic()
+
+        if code := run_on_nodes(group.nodes, cpus, __spec__.name, [str(plan)], left_s):
             raise RuntimeError(
                 f"the measurement on {group.nodes} nodes ended with code {code}; what its processes said "
                 "stands above"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from stratbench.study.slurm.commands import ask_slurm
@@ -54,12 +56,12 @@ def run_on_nodes(
     cpus: int,
     module: str,
     arguments: Sequence[str],
-    limit_s: float | None = None,
+    left_s: Callable[[], float],
 ) -> int:
     """Run a module on each of `nodes`; `srun`'s exit code, 0 if all ended well.
 
     `cpus`: the cores of its node that each may use; srun takes 1 where it is not told, whatever the job has.
-    All are ended after `limit_s` seconds, and where this process is told to end.
+    All are ended once no time is left by `left_s`, in seconds, and where this process is told to end.
     """
     command = [
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
@@ -71,9 +73,9 @@ def run_on_nodes(
     env = os.environ | ({"SLURM_CONF": conf} if conf else {})
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
     try:
-        process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        pass
+        while process.poll() is None and (wait_s := left_s()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=None if math.isinf(wait_s) else wait_s)
     finally:
         if process.poll() is None:
             process.terminate()
