@@ -138,7 +138,6 @@ def add_check(add: Add) -> None:
     check.add_argument(
         "set", nargs="?", help=f"{SET}; default: the networks of this folder's study"
     )
-    check.add_argument("--to-share", action="store_true", help="whether a bundle can be shared")
 
 
 def add_compare(add: Add) -> None:
@@ -215,11 +214,9 @@ def run_check(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench check`: the rule `check`, or for a set its check."""
     if given.set is not None:
         refuse(pairs(given))
-    elif given.to_share:
-        raise CommandError("--to-share is for a set; name a bundle")
     else:
         require("torch")
-    return of_set_or_study(given, others, lambda m: m.check(given.set, given.to_share))
+    return of_set_or_study(given, others, lambda m: m.check(given.set))
 
 
 def run_decide(given: argparse.Namespace, others: list[str]) -> int:

@@ -20,7 +20,6 @@ from stratbench.sets.archive import SetError, extract
 from stratbench.sets.check import INVALID, describe_set, exit_code
 from stratbench.sets.export import export_set
 from stratbench.sets.reading import ResultSet, read_set
-from stratbench.sets.shared import faults_of_bundle
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.queue_request import check_queue
 from stratbench.study.config.result_sets import check_sets, existing_sets
@@ -37,11 +36,11 @@ def read(text: str) -> ResultSet:
         raise CommandError(str(error)) from None
 
 
-def check(text: str, to_share: bool = False) -> int:
-    """Prints what a set holds and what the audit finds; returns 1 if it calls figures unusable.
+def check(text: str) -> int:
+    """Print what a set holds and what the audit finds.
 
-    `to_share`: also prints why others cannot have it, and returns 1 if there is a reason. Returns 2 if
-    the set is not valid.
+    Returns:
+        1 if the audit calls figures unusable, 2 if the set is not valid, and otherwise 0.
     """
     try:
         result_set = read_set(text)
@@ -49,11 +48,7 @@ def check(text: str, to_share: bool = False) -> int:
         print(f"stratbench check: {error}")
         return INVALID
     print(printable(folded(describe_set(result_set))))
-    if not to_share:
-        return exit_code(result_set)
-    faults = list(faults_of_bundle(Path(text).expanduser(), result_set))
-    print(printable("\n  ".join(["to share it:", *(faults or ["nothing is missing"])])))
-    return 1 if faults else 0
+    return exit_code(result_set)
 
 
 def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
