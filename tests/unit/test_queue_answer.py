@@ -28,7 +28,6 @@ from stratbench.plan.queue.break_even import (
     recorded_queue,
 )
 from stratbench.plan.queue.history import FIELDS
-from stratbench.plan.queue.known_map import near
 from stratbench.plan.queue.simulator import Cluster, Rules
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.queue_request import QueueRequest, check_queue
@@ -99,7 +98,7 @@ def test_all_arms_of_a_moment_meet_the_same_queue():
 
 
 @pytest.mark.slow
-def test_the_map_says_again_what_was_found_first():
+def test_the_simulation_says_again_what_was_found_first():
     """Load 0.7, N = 16: .78 [.67, .88] and .77 [.66, .86] of a gang's 2.8 h."""
     found = paired_times(poisson_queue(8, 8, Rules(), 0.7, 2.0, 10, 6), Work(16, 2.0))
     assert found.mean(GANG).value == pytest.approx(2.8, abs=0.05)
@@ -164,29 +163,6 @@ def test_a_queue_that_is_not_steady_has_no_answer(load):
     assert f"At a load of {load:.2f} the queue is not steady" in found["refused"]
     assert found["headline"].startswith("With the queue: no answer.")
     assert "Not modelled: fair-share" in found["lines"][-1]
-
-
-@pytest.mark.parametrize(
-    ("asked", "about", "rows"),
-    [
-        ({"hours": 1.9}, "a training of 2 h of work", 12),
-        ({"hours": 100.0}, "a training of 24 h of work", 12),
-        ({"hours": 3.0, "recovery": "peer", "pause_s": 0.1}, "a training of 2 h of work", 12),
-        (
-            {"hours": 0.1, "slow_nodes": 0.15, "slow_factor": 2.8, "preemptible": True},
-            "a training of 0.5 h of work, 10% of nodes 3 times slower, split workers preempted by all others",
-            12,
-        ),
-    ],
-)
-def test_the_nearest_part_of_the_map_goes_with_the_answer(asked, about, rows):
-    found = near(QueueRequest(width=16, load=0.7, **asked))
-    stop = (
-        "0.2 s, from one that is there" if "recovery" in asked else "60 s, from the last checkpoint"
-    )
-    assert found["about"] == f"{about}; split synchronous: pause {stop}"
-    assert len(found["rows"]) == rows
-    assert all(r["load"] <= 0.9 and float(r["synchronous"]) > 0 for r in found["rows"])
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from stratbench.plan.queue.break_even import (
     recorded_queue,
 )
 from stratbench.plan.queue.history import History, WidthRow, read_history
-from stratbench.plan.queue.known_map import near, stop_text
 from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules
 from stratbench.statistics.intervals import Estimate
 from stratbench.study.config.queue_request import NODES, QueueRequest
@@ -37,6 +36,8 @@ MOST_GROWTH = 0.1
 BLOCKS, MOMENTS = 8, 4
 #: How far simulated waits may be from the recorded ones, as a factor.
 NEAR = 2.0
+#: Where synchronous workers have their state from when they go on, in words.
+SOURCES = {"checkpoint": "from the last checkpoint", "peer": "from one that is there"}
 NOT_MODELLED = (
     "Not modelled: fair-share and other priorities than the order of submission (where job size counts, "
     "gangs go first), limits of a QOS (MaxJobs and MaxSubmit bind many jobs first), maintenance, time limits "
@@ -50,7 +51,7 @@ def answer(
     margin: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """What queue.json holds: `headline`, `lines` and `refused` in words, `arms`, `even` and `map` as numbers.
+    """What queue.json holds: `headline`, `lines` and `refused` in words, `arms` and `even` as numbers.
 
     `margin`: the share by which arms may differ and still count as equal; of equals the one that is
     simplest to run is named. `progress(done, of)` is called at each moment. ValueError, with a
@@ -78,7 +79,6 @@ def answer(
             "arm": None,
             "arms": [],
             "even": {},
-            "map": near(request),
         }
     mtbf_days = request.node_mtbf_days
     if mtbf_days is None and history is not None:
@@ -128,7 +128,6 @@ def answer(
         "arm": told.choice,
         "arms": told.rows(),
         "even": {rival: _worth(told.even(rival)) for rival in ARMS[:-1]},
-        "map": near(request),
     }
 
 
@@ -277,7 +276,7 @@ class _Told:
         """Whether asynchrony pays, over split synchronous workers and over a gang."""
         sync, gang = self.even(SYNCHRONOUS), self.even(GANG)
         text = (
-            f"Asynchronous servers break even with split synchronous workers ({stop_text(self.request)}) at "
+            f"Asynchronous servers break even with split synchronous workers ({_stop_text(self.request)}) at "
             f"a worth of {_worth(sync)}, with a gang at {_worth(gang)}"
         )
         worth = self.request.worth
@@ -307,6 +306,11 @@ class _Told:
                 | {"late_hours": self.times.late_h(self.key(arm))}
             )
         return found
+
+
+def _stop_text(request: QueueRequest) -> str:
+    """How synchronous workers stop when one joins or leaves."""
+    return f"pause {request.pause_s:g} s, {SOURCES[request.recovery]}"
 
 
 def _h(hours: float | None) -> str:
