@@ -108,7 +108,6 @@ def write_page(
     decide.main([*common, *audited, "--out", str(out / "decision.csv"), *answers])
     compared = ["--cells-out", str(out / "against_cells.csv")]
     compared += ["--claims-out", str(out / "against_claims.csv")]
-    compared += ["--paper-audit-out", str(out / "paper_audit.csv")]
     against.main([*common, *audited, *compared])
     summary = str(out / "summary.csv")
     tables.main([*common, *audited, "--summary-out", summary, "--out-dir", str(out / "tables")])

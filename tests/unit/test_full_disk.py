@@ -61,7 +61,7 @@ def stages(study: Path, out: Path) -> dict[str, tuple]:
         ]),
         "against": (against.main, [
             *both, "--cells-out", str(out / "against_cells.csv"), "--claims-out",
-            str(out / "against_claims.csv"), "--paper-audit-out", str(out / "paper_audit.csv"),
+            str(out / "against_claims.csv"),
         ]),
         "report": (report.main, ["--folder", str(out), "--study-dir", str(study), "--partial"]),
     }  # fmt: skip

@@ -194,7 +194,6 @@ def test_every_later_stage_goes_through(odd: Odd) -> None:
     assert plots.main([*drawn, "--out-dir", str(here / "plots")]) == 0
     outs = ["--cells-out", str(here / "against_cells.csv")]
     outs += ["--claims-out", str(here / "against_claims.csv")]
-    outs += ["--paper-audit-out", str(here / "paper_audit.csv")]
     assert against.main([*both, *outs]) == 0
     assert report.main(["--folder", str(here), "--study-dir", str(here), "--partial"]) == 0
     text = (here / "report.html").read_text()

@@ -36,7 +36,7 @@ PACKAGE = Path(strategies.__file__).parents[1]
 #: each, ratios that are defined against one of them.
 MAY_NAME = {
     *("analysis/paper/against.py", "analysis/tables/numbered.py", "analysis/records/measures.py"),
-    *("analysis/paper/metrics.py", "analysis/paper/paper_audit.py"),
+    "analysis/paper/metrics.py",
     "plan/footprint/trace.py",  # torch's namespace of FSDP's operators
     "train/links/servers.py",  # a server that is timed by itself, of no study
 }

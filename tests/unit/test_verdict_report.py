@@ -42,8 +42,7 @@ def told(tmp_path_factory) -> Files:
     decide.main([*both, "--verdict", f"{root}/verdict/verdict.json", "--out", f"{root}/decision.csv",
                  "--answers-out", f"{root}/answers.json"])  # fmt: skip
     against.main([*both, "--cells-out", f"{root}/against_cells.csv",
-                  "--claims-out", f"{root}/against_claims.csv",
-                  "--paper-audit-out", f"{root}/paper_audit.csv"])  # fmt: skip
+                  "--claims-out", f"{root}/against_claims.csv"])  # fmt: skip
     return files
 
 

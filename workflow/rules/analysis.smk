@@ -63,8 +63,7 @@ STAGES = {
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
     "against": "-m stratbench.analysis.paper.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
-    " --claims-out {params.out:q}/against_claims.csv"
-    " --paper-audit-out {params.out:q}/paper_audit.csv",
+    " --claims-out {params.out:q}/against_claims.csv",
     "report": "-m stratbench.analysis.report.report --folder {params.out:q}"
     " --study-dir {params.study:q} --verdict={params.verdict:q}"
     " --description={params.description:q}",
@@ -215,7 +214,6 @@ rule compare_with_paper:
     output:
         cells=f"{RESULTS}/{{study}}/against_cells.csv",
         claims=f"{RESULTS}/{{study}}/against_claims.csv",
-        audit=f"{RESULTS}/{{study}}/paper_audit.csv",
     log:
         f"{RESULTS}/{{study}}/logs/compare_with_paper.log",
     benchmark:
@@ -244,7 +242,7 @@ rule write_report:
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
         links=measured_links,
         projection=made_projection,
-        paper=f"{RESULTS}/{{study}}/paper_audit.csv",
+        paper=f"{RESULTS}/{{study}}/against_claims.csv",
         plots=FIGURES,
         tables=TABLES,
     output:

@@ -1,1 +1,1 @@
-"""A study beside the paper's published figures: claims, deviations, and an audit of the paper's tables."""
+"""A study beside the paper's published figures: claims, deviations, and its tables in the form of records."""

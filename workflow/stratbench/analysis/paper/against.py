@@ -1,7 +1,7 @@
 """Compares a study with the paper: every published cell beside ours, and whether its claims hold.
 
 Hardware differs, so absolute times cannot be compared, only ratios between strategies and between GPU
-counts. Writes against_cells.csv, against_claims.csv and, of the published tables alone, paper_audit.csv.
+counts. Writes against_cells.csv and against_claims.csv.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.paper import paper_audit, published
+from stratbench.analysis.paper import published
 from stratbench.analysis.paper.claims import judge_claims
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
@@ -91,9 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--cells-out", type=Path, required=True, help="published cells (CSV)")
     parser.add_argument("--claims-out", type=Path, required=True, help="claims (CSV)")
-    parser.add_argument(
-        "--paper-audit-out", type=Path, required=True, help="findings on the paper (CSV)"
-    )
     args = parser.parse_args(argv)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
     beside_ours, judged = published_cells(cells, findings), judge_claims(cells, findings)
@@ -104,7 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"
     )
     print(f"claims: {counts}")
-    paper_audit.write_paper_audit(args.paper_audit_out)
     return 0
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from stratbench.analysis.records.groups import Group, Repeats
 from stratbench.statistics.intervals import Estimate, mean_ratio
 
-#: Metrics of claims.csv that the paper's own audit judges too: of memory, and of the model's size with
-#: the factor from its number of parameters.
+#: Metrics of claims.csv: of memory, and of the model's size with the factor from its number of parameters.
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
 SIZES = {"parameters of vgg16 in fp32 (MB)": 4e-6, "parameters of vgg16 / 4 (millions)": 1e-6 / 4}
 

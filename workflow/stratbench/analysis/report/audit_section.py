@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from stratbench.analysis.audit import SEVERITIES
-from stratbench.analysis.records.findings import read_audit
 from stratbench.cell.text.words import counted, names_text
 
 #: The most places and strategies that a line of the list names.
@@ -115,10 +113,3 @@ def audit_lead(rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str
         return "None of the doubts is about a choice or the rival nearest to one."
     names = names_text([rule["name"] for rule in doubts], MOST_NAMED)
     return f"What touches a choice or the rival nearest to it: {names}."
-
-
-def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
-    """The rules with findings in paper_audit.csv; each place has the version of the paper."""
-    findings = read_audit(path)
-    both = findings["version"] == "both"
-    return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))

@@ -24,7 +24,7 @@ from stratbench.analysis.records.same_work import YES
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore
 from stratbench.analysis.report.answer_rows import first_screen
-from stratbench.analysis.report.audit_section import audit_lead, audit_rules, paper_audit_rules
+from stratbench.analysis.report.audit_section import audit_lead, audit_rules
 from stratbench.analysis.report.links import links_section
 from stratbench.analysis.report.projection import projection_section
 from stratbench.analysis.report.sections import (
@@ -348,7 +348,6 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "servers": server_lines(cells),
         "audit": audited,
         "audit_lead": audit_lead(audited, decided["answers"]),
-        "paper_audit": paper_audit_rules(folder / "paper_audit.csv"),
         "paper": paper_section(folder),
         "links": links_section(study_dir / "links"),
         "projections": projection_section(
