@@ -59,11 +59,7 @@ class Training:
     checkpoints: Checkpoints = Checkpoints()
     startup_s: float = STARTUP_S
     submit_s: float = math.nan
-    first_step_s: float = math.nan
     done_s: float = math.nan
-    gpu_s: float = 0.0
-    #: How often one of its jobs was submitted again.
-    restarts: int = 0
     left_s: float = 0.0
 
     @property
@@ -86,10 +82,6 @@ class Training:
     def woken(self, sim: Cluster, note: object) -> None:
         """Only a split training waits for anything but its jobs."""
 
-    def _steps_from(self, at_s: float) -> None:
-        if math.isnan(self.first_step_s):
-            self.first_step_s = at_s
-
 
 @dataclass
 class Gang(Training):
@@ -108,20 +100,16 @@ class Gang(Training):
         return self.workers * each * slowest / self.checkpoints.overhead
 
     def started(self, sim: Cluster, job: Job) -> None:
-        self._steps_from(job.start_s + self.startup_s)
         sim.lasts(job, self.startup_s + self.left_s / self._rate(sim, job))
 
     def ended(self, sim: Cluster, job: Job, why: str) -> None:
-        ran_s = sim.now_s - job.start_s
-        self.gpu_s += ran_s * sum(job.at.values())
         if why == "done":
             self.done_s = sim.now_s
             return
-        kept_s = max(0.0, ran_s - self.startup_s)
+        kept_s = max(0.0, sim.now_s - job.start_s - self.startup_s)
         if why != "limit":  # of its wall time's end it is warned
             kept_s = kept_s // self.checkpoints.every_s * self.checkpoints.every_s
         self.left_s -= kept_s * self._rate(sim, job)
-        self.restarts += 1
         self.enqueue(sim)
 
 
@@ -140,6 +128,7 @@ class Split(Training):
     from_peers: bool = False
     preemptible: bool = False
     jobs: list[Job] = field(default_factory=list)
+    _first_step_s: float = math.nan
     _speeds: dict[int, float] = field(default_factory=dict)  # id of a job that trains -> speed
     _since_s: float = 0.0  # work is counted up to then; later than now in a pause
     _saved_left_s: float = 0.0  # work that was left at the last checkpoint
@@ -206,11 +195,10 @@ class Split(Training):
 
     def _join(self, sim: Cluster, job: Job) -> None:
         self._count(sim)
-        if math.isnan(self.first_step_s):
-            self._steps_from(sim.now_s)
-            self._since_s = self._saved_at_s = sim.now_s
+        if math.isnan(self._first_step_s):
+            self._first_step_s = self._since_s = self._saved_at_s = sim.now_s
         elif self.synchronous:
-            if sim.now_s > self.first_step_s:  # who is there at the start begins with the others
+            if sim.now_s > self._first_step_s:  # who is there at the start begins with the others
                 self._pause(sim)
         elif not self._speeds:
             self._since_s = sim.now_s
@@ -218,7 +206,6 @@ class Split(Training):
         self._plan_end(sim)
 
     def ended(self, sim: Cluster, job: Job, why: str) -> None:
-        self.gpu_s += max(0.0, sim.now_s - job.start_s)
         self.jobs.remove(job)
         if self.finished:
             return
@@ -229,5 +216,4 @@ class Split(Training):
                     self.left_s = self._saved_left_s
                 self._pause(sim)
             self._plan_end(sim)
-        self.restarts += 1
         self._submit(sim)
