@@ -76,7 +76,7 @@ def collective_s(workers: int) -> float:
 
 
 def replayed(workers: int, compute_s: float) -> float:
-    return replay(FSDP, compute_s, lambda _: collective_s(workers)).step_s
+    return replay(FSDP, compute_s, lambda _: collective_s(workers))
 
 
 def true_s(workers: int, compute_s: float, host_s: float) -> float:

@@ -35,7 +35,7 @@ def scheduled_gpt(strategy: str, on_cuda: bool = False, **options) -> Schedule:
 def step_s(schedule: Schedule, link: Link, workers: int = 4) -> float:
     links = Links("gloo", {kind: {"within": link} for kind in KINDS})
     layout = Layout(workers)
-    return replay(schedule, 1.0, lambda call: links.chosen(call, layout)[0]).step_s
+    return replay(schedule, 1.0, lambda call: links.chosen(call, layout)[0])
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, o
 
     def step_s(within_s: float, between_s: float) -> float:
         took_s = {1: within_s, 2: between_s}
-        return replay(schedule, 1.0, lambda call: took_s[call.stride]).step_s
+        return replay(schedule, 1.0, lambda call: took_s[call.stride])
 
     assert step_s(1e-3, 0) == pytest.approx(1 + len(activations) * 1e-3)
     assert 1 <= step_s(0, 1e-3) < 1 + 0.3 * len(replicas) * 1e-3

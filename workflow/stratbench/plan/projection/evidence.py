@@ -233,7 +233,7 @@ def on_measured_links(
             return links.chosen(call, layout, samples)[0] * math.exp(spreads * off)
 
         slowest_s = compute_s * slowest(workers, spreads)
-        return replay(scheduled(there.request, samples), slowest_s, seconds, links.kappa).step_s
+        return replay(scheduled(there.request, samples), slowest_s, seconds, links.kappa)
 
     host_s = evidence.host_s or 0.0
     if host_s:
@@ -300,7 +300,7 @@ def _on_servers(
         if waits(workers):
             each_s = compute_s * slowest(workers, spreads)
             return synchronous(queue(workers, each_s, slower), workers)
-        return asynchronous(queue(workers, compute_s, slower), workers).step_s
+        return asynchronous(queue(workers, compute_s, slower), workers)
 
     return OnLinks(
         replayed,

@@ -45,22 +45,13 @@ class Schedule:
     operations: int = 0
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """`step_s` of a step, and how much of it is computing that waits for a collective."""
-
-    step_s: float
-    exposed_s: float
-    collectives_s: float
-
-
 def replay(
     schedule: Schedule,
     compute_s: float,
     seconds: Callable[[CollectiveCall], float],
     kappa: float = 1.0,
-) -> Replayed:
-    """The step's time.
+) -> float:
+    """Return the seconds of the step.
 
     `compute_s`: of a step without any collective; `kappa`: how many times slower it is while one runs. Each
     group of workers has a channel, whose collectives run one after the other (a communicator of NCCL). That
@@ -71,7 +62,6 @@ def replay(
     free: dict[tuple[int | None, int], float] = {}  # when each group's channel is
     reduced = 0.0  # when all that was reduced is
     gathered = 0.0  # when the step last had what ran ahead: the next one starts then
-    busy_s = 0.0
 
     def busy_until() -> float:
         return max(free.values(), default=0.0)
@@ -92,11 +82,9 @@ def replay(
             end_backward()
             ended = True
         compute_to(started.share)
-        took_s = seconds(started.call)
-        busy_s += took_s
         group = started.call.ranks, started.call.stride
         ready = gathered if started.ahead else now if started.needed else max(now, reduced)
-        free[group] = max(ready, free.get(group, 0.0)) + took_s
+        free[group] = max(ready, free.get(group, 0.0)) + seconds(started.call)
         if started.needed:
             now = max(now, free[group])
         else:
@@ -106,8 +94,7 @@ def replay(
     if not ended:
         end_backward()
     compute_to(1.0)
-    now = max(now, busy_until())
-    return Replayed(now, now - compute_s, busy_s)
+    return max(now, busy_until())
 
 
 def is_unhindered(operations: int, issue_s: float, step_s: float) -> bool:

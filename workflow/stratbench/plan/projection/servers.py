@@ -23,19 +23,10 @@ class Queue:
         return (self.think_s + sum(self.demands_s)) / max(self.demands_s)
 
 
-@dataclass(frozen=True)
-class Flow:
-    """`updates_per_s` of all workers, seconds between two updates of a worker, and their mean staleness."""
+def asynchronous(queue: Queue, workers: int) -> float:
+    """Return the seconds between two updates of a worker.
 
-    updates_per_s: float
-    step_s: float
-    staleness: float
-
-
-def asynchronous(queue: Queue, workers: int) -> Flow:
-    """Mean value analysis, exact for exponential service (Reiser and Lavenberg, 1980).
-
-    An update is stale by those that others made between its pull and its push: about W - 1.
+    Mean value analysis, exact for exponential service (Reiser and Lavenberg, 1980).
     """
     waiting = [0.0] * len(queue.demands_s)
     rate = 0.0
@@ -43,7 +34,7 @@ def asynchronous(queue: Queue, workers: int) -> Flow:
         times = [d * (1 + q) for d, q in zip(queue.demands_s, waiting, strict=True)]
         rate = w / (queue.think_s + sum(times))
         waiting = [rate * t for t in times]
-    return Flow(rate, workers / rate, workers - 1)
+    return workers / rate
 
 
 def synchronous(queue: Queue, workers: int) -> float:

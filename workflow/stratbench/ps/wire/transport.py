@@ -71,7 +71,6 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             _tune(sock)
         self.sock = sock
-        self.closed = False
         self.replays = 0
         #: Called with a replayed frame, which is then skipped.
         self.on_replay: Callable[[Frame], None] = lambda frame: None
@@ -218,7 +217,6 @@ class Connection:
 
     def close(self) -> None:
         """Close at once; a thread blocked in this connection wakes with Closed."""
-        self.closed = True
         with contextlib.suppress(OSError):  # the peer may have been faster
             self.sock.shutdown(socket.SHUT_RDWR)
 
