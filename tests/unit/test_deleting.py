@@ -16,7 +16,7 @@ import extensions  # noqa: E402
 from extensions import EXTENSIONS  # noqa: E402
 
 #: The number of known imports when the list was made. Lower it with the list; never raise it.
-MAX_KNOWN = 78
+MAX_KNOWN = 77
 
 
 def all_imports() -> dict[str, set[str]]:
