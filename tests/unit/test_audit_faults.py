@@ -333,6 +333,13 @@ FAULTS = [
     Fault("another batch", FSDP, times("batch.global_batch", 2), "mixed-batches", "global_batch"),
     Fault("another seed", DDP, put("settings.seed", 7), "mixed-seeds", "seed"),
     Fault(
+        "a GPU of another type within a cell",
+        DDP,
+        put("workers.1.provenance.gpu.name", "Another GPU"),
+        "mixed-devices",
+        "gpu.name",
+    ),
+    Fault(
         "clocks capped",
         FSDP,
         put(worker("gpu.application_sm_clock_mhz"), 900),

@@ -326,7 +326,7 @@ def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gp
     cluster = {
         "gpus_per_node": 4, "cpus_per_gpu": 8, "server_cpus": 4, "mem_mib_per_gpu": 1,
         "server_mem_mib": 1, "mem_mib_per_cpu_worker": 1, "memory_margin": 0.0,
-        "startup_allowance_s": 60, "request_gpus": request_gpus,
+        "startup_allowance_s": 60, "request_gpus": request_gpus, "gpu_type": None,
     }  # fmt: skip
     if in_job:
         monkeypatch.setenv("SLURM_JOB_ID", "1")

@@ -13,6 +13,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.study import resources
 from stratbench.study.config import config
 from stratbench.study.slurm import commands, nodes, stuck_jobs
+from stratbench.study.slurm.worker_job import WorkerJob
 
 #: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.
 TESTS = """gpu*|node1|16|24000|gpu:4|infinite
@@ -94,6 +95,47 @@ def test_a_cell_on_cpus_asks_for_its_threads_and_the_plans_memory():
     assert asked("ps-async", 4, device="auto") == (1, 4, 36, 4 * 32768 + 16384)
     assert asked("ddp", 4, device="auto", planned_mib=4000) == (1, 4, 32, 4 * 32768)
     assert asked("ddp", 4, device="auto", cluster={"request_gpus": False}) == (1, 0, 4, 8192)
+
+
+def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
+    a100 = {"gpu_type": "a100", "gpus_per_node": 4}
+    cell, settings, asked = request("ddp", 4, device="cuda", cluster=a100)
+    assert asked.gres == "gpu:a100:4"
+    assert "--gres=gpu:a100:4" in asked.sbatch
+    assert request("ddp", 4, cluster=a100)[2].gres == ""  # on CPUs
+    each = WorkerJob.of(replace(asked, gpus=1), {}, None)
+    assert "--gres=gpu:a100:1" in WorkerJob.from_json(each.as_json()).arguments
+    here = nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), "gpu")
+    assert nodes.refusal(cell, settings, asked, here) is None
+    (mixed,) = (node for node in here if node.name == "g2")
+    assert nodes.refusal(cell, settings, replace(asked, gpu_type=None), [mixed]) is None
+    told = nodes.refusal(cell, settings, asked, [mixed])
+    assert "asks for a node with 4 GPUs of type a100" in told
+    assert "has 2 GPUs of type a100" in told
+    assert "set cluster.gpus_per_node to 2" in told
+    told = nodes.refusal(cell, settings, replace(asked, gpu_type="h100"), here)
+    assert "set cluster.gpu_type to what it has (a100" in told
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpu_type"), [("gpu:a100:2", "a100"), ("gpu:2", None), ("gpu:a:1,gpu:b:1", None)]
+)
+def test_the_type_in_a_profile_is_read(gres, gpu_type):
+    submitted = stuck_jobs.submitted_request({"nodes": 1, "gres": gres})
+    assert (submitted.gpus, submitted.gpu_type) == (2, gpu_type)
+
+
+def test_several_types_of_gpus_are_named_where_none_is_chosen():
+    asked = request("ddp", 2, device="cuda")[2]
+    offered = nodes.parse_sinfo(LARGER)
+    told = nodes.describe_types(nodes.nodes_of_partition(offered, "gpu"), [asked])
+    assert "a100 (2 nodes), v100 (1 node)" in told
+    assert "cluster.gpu_type" in told
+    typed = replace(asked, gpu_type="a100")
+    assert nodes.describe_types(offered, [typed]) is None
+    assert nodes.describe_types(offered, [request("ddp", 2)[2]]) is None  # on CPUs
+    assert nodes.describe_types(nodes.nodes_of_partition(offered, "short"), [asked]) is None
+    assert nodes.describe_types(nodes.parse_sinfo(TESTS), [asked]) is None
 
 
 #: A GPU's share on the tests' nodes.

@@ -428,6 +428,15 @@ def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypat
     assert "nothing left to do" in plan_text(plan)
 
 
+def test_the_plan_names_types_of_gpus_where_none_is_chosen(plan_of, monkeypatch):
+    mixed = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:a100:2,gpu:v100:2|infinite")
+    monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: mixed)
+    cuda = {"strategies": ["ddp"], "gpus": [2], "device": "cuda"}
+    assert "several types, a100" in plan_text(plan_of(**cuda))
+    typed = plan_text(plan_of(**cuda, cluster={"gpu_type": "a100"}))
+    assert "several types" not in typed
+
+
 def test_no_node_is_missed_for_a_cell_that_is_skipped(plan_of, monkeypatch):
     small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
     monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: small)

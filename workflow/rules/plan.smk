@@ -33,11 +33,13 @@ rule check:
         ENV
     params:
         config=rules.plan.params.config,
+        partition=rules.plan.params.partition,
     message:
         f"check the networks of the study {STUDY.name}"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.plan --check --config @config 2>&1 | tee {log:q}"
+        "-m stratbench.plan --check --config @config --partition {params.partition:q}"
+        " 2>&1 | tee {log:q}"
 
 
 # What the plan predicts of every finished cell, beside what was measured.

@@ -28,6 +28,8 @@ from stratbench.plan.schedule import Records, make_plan, records_by_cell, timed_
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
+from stratbench.study.resources import job_request
+from stratbench.study.slurm.nodes import cluster_nodes, describe_types, nodes_of_partition
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
             print(folded([check_text(checked)]))
+            there = nodes_of_partition(cluster_nodes(), args.partition)
+            requests = (job_request(s.cell, s.settings, cluster, None) for s in checked.subjects)
+            if mixed := describe_types(there, requests):
+                print(folded([mixed]))
             return 1 if checked.refused else 0
         if checked.refused:
             told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"

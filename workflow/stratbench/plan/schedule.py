@@ -92,6 +92,8 @@ class Plan:
     cells: list[Planned]
     #: Why no node of the cluster can hold a cell, in words; empty without SLURM.
     unheld: list[str]
+    #: That nodes have GPUs of several types, in a sentence; None: they do not, or one is chosen.
+    gpu_types: str | None
     #: Trainings that the records were projected to: of the study's cells (first repeats), and beyond them.
     projected: Mapping[Cell, Projected]
     #: Of each kind of cell that may free gathered weights after forward: option -> footprint.
@@ -143,6 +145,7 @@ def make_plan(
         others=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
         cells=cells,
         unheld=nodes.lines_of_refusals({cell: why for cell, why in refusals.items() if why}),
+        gpu_types=nodes.describe_types(there, (c.asked for c in to_train)),
         projected=projected,
         resharding=checked.resharding,
     )

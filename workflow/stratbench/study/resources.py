@@ -29,7 +29,8 @@ class JobRequest:
 
     `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
     of `cpus` are asked for because of parameter servers. `workers`: of an elastic cell, how many jobs of
-    their own the workers are at most, each of which asks for what `worker` does.
+    their own the workers are at most, each of which asks for what `worker` does. `gpu_type`: SLURM's
+    name of the GPUs; None: any.
     """
 
     nodes: int
@@ -41,11 +42,13 @@ class JobRequest:
     server_cpus: int = 0
     workers: int = 0
     worker: JobRequest | None = None
+    gpu_type: str | None = None
 
     @property
     def gres(self) -> str:
         """The GPUs of a node, as SLURM writes them; empty if none are asked for."""
-        return f"gpu:{self.gpus}" if self.gpus else ""
+        of_type = f"{self.gpu_type}:" if self.gpu_type else ""
+        return f"gpu:{of_type}{self.gpus}" if self.gpus else ""
 
     @property
     def options(self) -> list[str]:
@@ -119,6 +122,7 @@ def job_request(
         runtime_min=minutes,
         planned_mib=planned_mib,
         server_cpus=server_cpus,
+        gpu_type=cluster["gpu_type"] if on_gpus else None,
     )
 
 
@@ -175,6 +179,7 @@ def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequ
         runtime_min=runtime_min,
         planned_mib=any(r.planned_mib for r in requests),
         server_cpus=max(r.server_cpus for r in requests),
+        gpu_type=next((r.gpu_type for r in requests if r.gpu_type), None),
     )
 
 

@@ -6,13 +6,13 @@ Used by `pending` before anything is submitted, and by the plan.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import counted, names_text
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm.commands import printed_by
 
@@ -24,7 +24,10 @@ MOST_TOLD = 5
 
 @dataclass(frozen=True)
 class Node:
-    """The resources of one node in one partition. `limit_min` None: no time limit."""
+    """The resources of one node in one partition. `limit_min` None: no time limit.
+
+    `gpu_types`: how many of its GPUs are of each type that SLURM has a name for.
+    """
 
     partition: str
     is_default: bool
@@ -33,11 +36,16 @@ class Node:
     mem_mib: int
     gpus: int
     limit_min: int | None
+    gpu_types: Mapping[str, int] = field(default_factory=dict)
+
+    def gpus_of(self, gpu_type: str | None) -> int:
+        """The number of its GPUs of a type; None: of any."""
+        return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
     def lacks(self, asked: JobRequest) -> list[str]:
         """The resources of which the node has too little for the request: cpus, memory, gpus, time."""
         short = {
-            "gpus": self.gpus < asked.gpus,
+            "gpus": self.gpus_of(asked.gpu_type) < asked.gpus,
             "cpus": self.cpus < asked.cpus,
             "memory": self.mem_mib < asked.mem_mib,
             "time": self.limit_min is not None and self.limit_min < asked.runtime_min,
@@ -73,6 +81,7 @@ def parse_sinfo(text: str) -> list[Node]:
                 mem_mib=int(mem_mib.rstrip("+")),
                 gpus=count_gpus(gres),
                 limit_min=_minutes(limit),
+                gpu_types=gpu_types(gres),
             )
         )
     return nodes
@@ -81,6 +90,31 @@ def parse_sinfo(text: str) -> list[Node]:
 def count_gpus(gres: str) -> int:
     """The number of GPUs in SLURM's generic resources: `gpu:4`, `gpu:a100:2(S:0-1),gpu:v100:2`."""
     return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
+
+
+def gpu_types(gres: str) -> dict[str, int]:
+    """The number of GPUs of each type in the same: `{"a100": 2, "v100": 2}`."""
+    counts: Counter[str] = Counter()
+    for name, n in re.findall(r"\bgpu:([^:,()]+):(\d+)", gres):
+        counts[name] += int(n)
+    return dict(counts)
+
+
+def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
+    """A sentence where a request on GPUs names no type, and the nodes have several; else None."""
+    if all(r.gpu_type is not None or not r.gpus for r in requests):
+        return None
+    nodes_of: dict[str, set[str]] = defaultdict(set)
+    for node in offered:
+        for name in node.gpu_types:
+            nodes_of[name].add(node.name)
+    if len(nodes_of) < 2:
+        return None
+    types = names_text([f"{t} ({counted(len(n), 'node')})" for t, n in sorted(nodes_of.items())], 5)
+    return (
+        f"The nodes have GPUs of several types, {types}: SLURM may give a cell any of them, and even "
+        "a mixture. Set cluster.gpu_type to one of them."
+    )
 
 
 def _minutes(limit: str) -> int | None:
@@ -128,10 +162,16 @@ def refusal(
             return None
     if not nodes:
         return None
-    largest = min(nodes, key=lambda n: (len(n.lacks(asked)), -n.gpus, -n.cpus, -n.mem_mib))
+
+    def size(node: Node) -> tuple[int, ...]:
+        gpus = node.gpus_of(asked.gpu_type)
+        return len(node.lacks(asked)), -gpus, -node.gpus, -node.cpus, -node.mem_mib
+
+    largest = min(nodes, key=size)
     lacks = largest.lacks(asked)
     able = {n.name for n in by_partition[largest.partition] if not n.lacks(asked)}
-    has = _quantities(largest.gpus, largest.cpus, largest.mem_mib, largest.limit_min, asked)
+    gpus = largest.gpus_of(asked.gpu_type)
+    has = _quantities(gpus, largest.cpus, largest.mem_mib, largest.limit_min, asked)
     if lacks:
         has = f"the largest node of partition {largest.partition} has {has}"
     else:
@@ -152,7 +192,8 @@ def describe_request(cell: Cell, asked: JobRequest) -> str:
 
 
 def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: JobRequest) -> str:
-    parts = [counted(gpus, "GPU")] if asked.gpus else []
+    of_type = f" of type {asked.gpu_type}" if asked.gpu_type else ""
+    parts = [counted(gpus, "GPU") + of_type] if asked.gpus else []
     parts += [counted(cpus, "CPU core"), f"{mem_mib:,} MiB"]
     time = "no time limit" if minutes is None else f"{minutes:,} minutes"
     return f"{', '.join(parts)} and {time}"
@@ -166,8 +207,11 @@ def _remedies(
     served = "servers" in settings.options
     spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
     for what in lacks:
-        if what == "gpus" and largest.gpus:
-            yield f"set cluster.gpus_per_node to {largest.gpus}"
+        if what == "gpus" and (of_type := largest.gpus_of(asked.gpu_type)):
+            yield f"set cluster.gpus_per_node to {of_type}"
+        elif what == "gpus" and largest.gpus:
+            types = ", ".join(sorted(largest.gpu_types)) or "null: SLURM names none"
+            yield f"set cluster.gpu_type to what it has ({types})"
         elif what == "gpus":
             yield f"set cluster.request_gpus to false, or {block}.device to cpu"
         elif what == "cpus" and asked.gpus:

@@ -45,9 +45,12 @@ SHARED_LIMITS = r"(QOS|Assoc|Max)\w+"
 
 def submitted_request(resources: Any) -> JobRequest:
     """The request of a Snakemake job to SLURM, including the profile's changes."""
+    gres = str(resources.get("gres") or "")
+    types = list(nodes.gpu_types(gres))
     return JobRequest(
         nodes=int(resources.get("nodes") or 1),
-        gpus=nodes.count_gpus(str(resources.get("gres") or "")),
+        gpus=nodes.count_gpus(gres),
+        gpu_type=types[0] if len(types) == 1 else None,
         cpus=int(resources.get("cpus_per_task") or 1),
         mem_mib=int(resources.get("mem_mb") or 0),
         runtime_min=int(resources.get("runtime") or 0),
@@ -67,8 +70,13 @@ def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
         return []
     # The plugin chooses among the partitions of such a file, and this function does not read it.
     anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
-    refused_cells = refusals(jobs, nodes.cluster_nodes(), anywhere)
+    offered = nodes.cluster_nodes()
+    refused_cells = refusals(jobs, offered, anywhere)
     if not refused_cells:
+        partitions = {"*" if anywhere else j.resources.get("slurm_partition") for j, *_ in jobs}
+        there = [n for p in partitions for n in nodes.nodes_of_partition(offered, p)]
+        if mixed := nodes.describe_types(there, (submitted_request(j.resources) for j, *_ in jobs)):
+            tell(mixed)
         asks = {
             str(job.output[0]): nodes.describe_request(cell, submitted_request(job.resources))
             for job, cell, _, _ in jobs
@@ -102,8 +110,9 @@ def refusals(
     return reasons
 
 
-def _plain(asked: JobRequest) -> tuple[int, ...]:
-    return asked.nodes, asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min
+def _plain(asked: JobRequest) -> tuple[Any, ...]:
+    gpus = asked.gpus, asked.gpu_type
+    return asked.nodes, *gpus, asked.cpus, asked.mem_mib, asked.runtime_min
 
 
 # ---------------------------------------------------------------- a refused sbatch

@@ -28,6 +28,7 @@ class WorkerJob:
     mem_mib: int
     runtime_min: int
     options: tuple[str, ...] = ()
+    gpu_type: str | None = None
 
     @classmethod
     def of(
@@ -42,12 +43,14 @@ class WorkerJob:
         options = [f"--{option}={value}" for option, value in named.items() if value]
         extra = shlex.split(str(resources.get("slurm_extra") or ""))
         asks = (asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min)
-        return cls(*asks, (*options, *extra))
+        return cls(*asks, (*options, *extra), asked.gpu_type)
 
     @property
     def arguments(self) -> list[str]:
         """The options of sbatch."""
-        asked = JobRequest(1, self.gpus, self.cpus, self.mem_mib, self.runtime_min)
+        asked = JobRequest(
+            1, self.gpus, self.cpus, self.mem_mib, self.runtime_min, gpu_type=self.gpu_type
+        )
         return [*asked.options, *self.options]
 
     def as_json(self) -> str:
