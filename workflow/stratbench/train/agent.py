@@ -34,6 +34,7 @@ from stratbench.train.commands.process import Command
 from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
 from stratbench.train.locks import scratch
+from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.paused import keep_pauses
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
@@ -144,6 +145,8 @@ def set_environment(job: Job, on_one_host: bool) -> None:
     if on_one_host and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    elif not on_one_host:
+        set_gloo_interface()
     # Before NCCL's watchdog ends a worker it waits four times this long for a dump that nobody reads.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     # GPUs were chosen by NVML's numbers, which follow the PCI bus. CUDA's would follow speed.

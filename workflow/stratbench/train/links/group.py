@@ -25,6 +25,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.collective_cost import Time
 from stratbench.train.links.processes import TIMEOUT_S, run_all
 from stratbench.train.links.timing import Sweep, measure
+from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.rendezvous import tcp_store
 from stratbench.train.nodes.srun import run_on_nodes
 
@@ -141,6 +142,7 @@ def main() -> int:
     parser.add_argument("plan", type=Path, help="group.json of `measure_on_nodes`")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    set_gloo_interface()
     plan = json.loads(args.plan.read_text(encoding="utf-8"))
     swept = {k: tuple(v) if isinstance(v, list) else v for k, v in plan["sweep"].items()}
     Group(**plan | {"sweep": Sweep(**swept)}).run(int(os.environ["SLURM_NODEID"]))

@@ -1,0 +1,68 @@
+"""The network interface by which gloo's processes on other nodes reach this one."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+
+import psutil
+
+from stratbench.study.slurm.commands import printed_by
+
+#: gloo takes the interface that this names, and without it the address that this node's own name has.
+VARIABLE = "GLOO_SOCKET_IFNAME"
+#: An address that is kept for documentation (RFC 5737), which the default route leads to.
+_ANYWHERE = "192.0.2.1"
+
+
+def set_gloo_interface() -> None:
+    """Name gloo an interface where others could not reach it, and the user has named none.
+
+    That is where this node's own name means a loopback address, as in Debian's /etc/hosts: then it is the
+    interface by which the other nodes of the SLURM job are reached, else that of the default route. NCCL
+    needs none: it asks for no name.
+    """
+    own = os.uname().nodename
+    if VARIABLE in os.environ or not is_loopback(own):
+        return
+    for other in (*other_nodes(own), _ANYWHERE):
+        if name := interface_towards(other):
+            os.environ[VARIABLE] = name
+            return
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name means an address that only processes of this machine reach."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except OSError:
+        return False
+
+
+def other_nodes(own: str) -> Iterable[str]:
+    """The other nodes of the SLURM job or step that this process runs in; none outside of SLURM."""
+    listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    names = printed_by(["scontrol", "show", "hostnames", listed]) if listed else None
+    return [name for name in (names or "").split() if name != own]
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface by which this node reaches a host; None where it does not, or by itself alone."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    if ipaddress.ip_address(address).is_loopback:
+        return None
+    return next(
+        (
+            name
+            for name, its in psutil.net_if_addrs().items()
+            if address in (each.address for each in its)
+        ),
+        None,
+    )
