@@ -6,6 +6,7 @@ import fcntl
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -43,6 +44,9 @@ BUSY = 4
 #: Where the process that hands out the tests keeps the folder of the fork server that `warm` names.
 WARM = pytest.StashKey[str]()
 
+# What nohup or a shell's `&` has this process ignore, the processes of the tests would ignore, too.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # However long an example takes on a busy machine, `timeout` judges.
 hypothesis.settings.register_profile(
     "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -78,7 +78,9 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
 
 
 def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", {"PATH": "/bin", "PYTHONPATH": "/mine", "SLURM_CONF": "/c"})
+    shell = {"PATH": "/bin", "PYTHONPATH": "/mine", "SLURM_CONF": "/c", "PYTHONOPTIMIZE": "2"}
+    shell["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # of a terminal in Jupyter
+    monkeypatch.setattr(os, "environ", shell)
     monkeypatch.chdir(tmp_path)
     config = {"data": {"root": str(tmp_path), "download": False}, "code": ["nets", str(tmp_path)]}
     for _ in range(2):  # a Snakefile is parsed in every job
@@ -86,6 +88,8 @@ def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):
     assert os.environ["PYTHONPATH"] == "/package:/mine"
     assert os.environ["PATH"] == f"{Path(sys.executable).parent}:/bin"
     assert os.environ["STRATBENCH_PACKAGE"] == "/package"
+    assert os.environ["MPLBACKEND"] == "agg"
+    assert "PYTHONOPTIMIZE" not in os.environ
     assert os.environ["STRATBENCH_SLURM_CONF"] == "/c"
     assert os.environ["STRATBENCH_DATA"] == str(tmp_path)
     assert os.environ["STRATBENCH_NO_DOWNLOAD"] == "1"
