@@ -244,6 +244,56 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("printed", "id_"),
+    [
+        ("Welcome to the cluster!\n\n--> Verifying access...OK\n4711", "4711"),
+        ("Job limits: 100 of\n200\n4711;gpu-cluster\nGood bye.", "4711"),
+        ("Welcome!", None),
+        ("", None),
+    ],
+)
+def test_a_greeting_of_sbatch_is_no_jobs_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, id_: str | None
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat > /dev/null; cat {tmp_path}/printed\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "printed").write_text(printed)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    jobs = SlurmJobs(WorkerJob(1, 4, 2000, 90), RunFolder(tmp_path), "a/b")
+    if id_ is not None:
+        assert jobs.submit(3, 0) == id_
+        return
+    with pytest.raises(Refused, match=f"sbatch printed '{printed}' and no job's number"):
+        jobs.submit(3, 0)
+
+
+def test_jobs_that_nobody_knows_are_not_submitted_again_without_an_end(tmp_path: Path) -> None:
+    backend = Scripted()
+    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+        for number in range(keeper.MOST_UNKNOWN):
+            until(lambda n=number: str(n) in backend.jobs)
+            del backend.jobs[str(number)]
+            kept.look_soon()
+        until(lambda: kept._gave_up)
+        with pytest.raises(
+            GaveUp, match=r"3 worker jobs .* SLURM knows none of them, the last one, job 2"
+        ):
+            kept.check()
+    assert len(backend.slots) == keeper.MOST_UNKNOWN
+
+
+def test_memory_is_asked_for_as_the_profile_has_it() -> None:
+    """Clusters may forbid it, or want it for each core."""
+
+    def arguments(**resources: int) -> list[str]:
+        return WorkerJob.of(JobRequest(1, 1, 4, 2000, 90), resources, None).arguments
+
+    assert [a for a in arguments(mem_mb=500) if "mem" in a] == ["--mem=2000M"]
+    assert [a for a in arguments(mem_mb=0) if "mem" in a] == []
+    assert [a for a in arguments(mem_mb_per_cpu=300) if "mem" in a] == ["--mem-per-cpu=300M"]
+
+
 def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

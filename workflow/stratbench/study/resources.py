@@ -55,8 +55,9 @@ class JobRequest:
         """The options of sbatch that make this request."""
         where = [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
         gpus = [f"--gres={self.gres}"] if self.gpus else []
-        cpus, memory = f"--cpus-per-task={self.cpus}", f"--mem={self.mem_mib}M"
-        return [*where, *gpus, cpus, memory, f"--time={self.runtime_min}"]
+        memory = [f"--mem={self.mem_mib}M"] if self.mem_mib else []
+        cpus, time = f"--cpus-per-task={self.cpus}", f"--time={self.runtime_min}"
+        return [*where, *gpus, cpus, *memory, time]
 
     @property
     def sbatch(self) -> str:

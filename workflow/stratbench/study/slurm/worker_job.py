@@ -21,7 +21,10 @@ _NAMED = {
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """One worker's request: GPUs, CPU cores, MiB and minutes; `options` are sbatch's, of the profile."""
+    """One worker's request: GPUs, CPU cores, MiB and minutes; `options` are sbatch's, of the profile.
+
+    `mem_mib` 0: no memory is asked for by node.
+    """
 
     gpus: int
     cpus: int
@@ -41,8 +44,12 @@ class WorkerJob:
         named = {option: resources.get(name) for name, option in _NAMED.items()}
         named["partition"] = partition or named["partition"]
         options = [f"--{option}={value}" for option, value in named.items() if value]
+        mem_mib = asked.mem_mib if resources.get("mem_mb", asked.mem_mib) else 0
+        if per_cpu := resources.get("mem_mb_per_cpu"):
+            mem_mib = 0
+            options.append(f"--mem-per-cpu={per_cpu}M")
         extra = shlex.split(str(resources.get("slurm_extra") or ""))
-        asks = (asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min)
+        asks = (asked.gpus, asked.cpus, mem_mib, asked.runtime_min)
         return cls(*asks, (*options, *extra), asked.gpu_type)
 
     @property

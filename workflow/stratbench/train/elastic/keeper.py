@@ -25,6 +25,9 @@ LOOK_S, LONGEST_LOOK_S = 0.5, 30.0
 PARTING_S = 5.0
 #: Failures of a slot's jobs after which the cell is given up.
 MOST_FAILURES = 20
+#: The same of jobs in a row that were submitted, and that nobody knew when they were looked for.
+MOST_UNKNOWN = 3
+_UNKNOWN = "no longer known"
 #: A job that fails within so many seconds after its start is replaced later: after 5 s, 10 s, ... 5 minutes.
 SOON_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 5.0, 300.0
 
@@ -91,6 +94,7 @@ class Keeper:
         self._live: dict[int, str] = {}  # id by slot
         self._not_before = dict.fromkeys(range(slots), 0.0)  # by time.monotonic
         self._failures = dict.fromkeys(range(slots), 0)
+        self._unknown = dict.fromkeys(range(slots), 0)
         self._next_number = 0
         #: When the jobs of lost workers are cancelled, by number.
         self._parting: dict[int, float] = {}
@@ -178,7 +182,7 @@ class Keeper:
             return False
         changed = False
         for slot, id_ in list(self._live.items()):
-            now = seen.get(id_, Seen("ended", "no longer known"))
+            now = seen.get(id_, Seen("ended", _UNKNOWN))
             before = self._entries[id_]
             if now.state == "ended":
                 self._end(slot, now)
@@ -208,6 +212,13 @@ class Keeper:
         )
         self._keep(entry)
         print(f"worker {entry.number} (job {id_}) ended: {entry.reason}", flush=True)
+        is_unknown = started is None and not before.reason and seen.reason == _UNKNOWN
+        self._unknown[slot] = self._unknown[slot] + 1 if is_unknown else 0
+        if self._unknown[slot] >= MOST_UNKNOWN:
+            self._gave_up = (
+                f"{MOST_UNKNOWN} worker jobs of one place were submitted, and SLURM knows none of them, the "
+                f"last one, job {id_}; see whether sbatch prints a job's number as its last line"
+            )
         if not seen.failed:
             return
         self._failures[slot] += 1
@@ -224,7 +235,7 @@ class Keeper:
         """Submit a job for each slot without one; returns whether any was submitted."""
         submitted = False
         for slot in range(self._slots):
-            if self._stopped or self._finishing:
+            if self._stopped or self._finishing or self._gave_up is not None:
                 return submitted
             if slot in self._live or self._not_before[slot] > time.monotonic():
                 continue

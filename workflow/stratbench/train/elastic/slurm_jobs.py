@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import sys
@@ -63,7 +64,12 @@ class SlurmJobs(Backend):
             raise Refused(
                 f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}); {_REMEDY}"
             )
-        return done.stdout.strip().partition(";")[0]
+        lines = [line.strip() for line in done.stdout.splitlines()]
+        numbers = [line for line in lines if re.fullmatch(r"\d+(;.+)?", line)]  # a site's may greet
+        if not numbers:
+            said = " ".join(done.stdout.split())[:200]
+            raise Refused(f"sbatch printed {said!r} and no job's number")
+        return numbers[-1].partition(";")[0]
 
     def script(self, number: int) -> str:
         """What the job of worker `number` runs: nothing where it starts after the end."""
