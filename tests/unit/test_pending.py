@@ -45,13 +45,22 @@ def test_what_sinfo_prints_is_read():
 
 @pytest.mark.parametrize(
     ("partition", "expected"),
-    [(None, ["c1", "c2"]), ("gpu", ["g1", "g2"]), ("short,gpu", ["g1", "g2", "g1"]), ("none", [])],
+    [
+        (None, ["c1", "c2"]),
+        ("gpu", ["g1", "g2"]),
+        ("short,gpu", ["g1", "g2", "g1"]),
+        ("none", []),
+        (1080, []),  # a name that YAML takes for a number
+    ],
 )
 def test_a_job_runs_in_the_partition_named_or_in_the_default_one(partition, expected):
     assert [
         n.name for n in nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), partition)
     ] == expected
     assert len(nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), "*")) == 5
+    assert (
+        len(nodes.nodes_of_partition(nodes.parse_sinfo(LARGER.replace("gpu|", "1080|")), 1080)) == 2
+    )
 
 
 def study_of(device: str = "cpu", cluster: dict | None = None, **changes):

@@ -126,13 +126,16 @@ def _minutes(limit: str) -> int | None:
     return (24 * days + hours) * 60 + minutes
 
 
-def nodes_of_partition(nodes: Iterable[Node], partition: str | None) -> list[Node]:
-    """The nodes of the partitions named (`a,b`), else of the default; all for `*` or without a default."""
+def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> list[Node]:
+    """The nodes of the partitions named (`a,b`), else of the default; all for `*` or without a default.
+
+    A partition whose name is a number comes as one from YAML.
+    """
     nodes = list(nodes)
     if partition == "*":
         return nodes
     if partition:
-        return [node for node in nodes if node.partition in partition.split(",")]
+        return [node for node in nodes if node.partition in str(partition).split(",")]
     return [node for node in nodes if node.is_default] or nodes
 
 
