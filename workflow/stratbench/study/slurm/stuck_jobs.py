@@ -19,6 +19,7 @@ from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import nodes
 from stratbench.study.slurm.commands import printed_by
 from stratbench.study.slurm.live_jobs import comment_of, tell
+from stratbench.study.slurm.unstarted_jobs import explain_unstarted
 
 #: The time between two looks at the pending jobs, and how long a job must have waited, in seconds.
 LOOK_S = 20
@@ -62,7 +63,7 @@ Submission = tuple[Any, Cell, Settings, JobRequest]
 
 
 def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
-    """Sentences on why no node can hold some jobs; if none, starts to report refused and stuck jobs.
+    """Sentences on why no node can hold some jobs; if none, starts to report those that fail to start.
 
     `workflow` is Snakemake's, about to submit to SLURM. With another scheduler this does nothing.
     """
@@ -81,7 +82,9 @@ def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
             str(job.output[0]): nodes.describe_request(cell, submitted_request(job.resources))
             for job, cell, _, _ in jobs
         }
-        logging.getLogger("snakemake.logging").addFilter(RefusalFilter(asks))
+        messages = logging.getLogger("snakemake.logging")
+        messages.addFilter(RefusalFilter(asks))
+        messages.addFilter(explain_unstarted)
         made = {comment_of(j.rule.name, list(j.wildcards)): str(j.output[0]) for j, *_ in jobs}
         watch(made, Path.cwd())
     return nodes.lines_of_refusals(refused_cells)

@@ -1,0 +1,82 @@
+"""Jobs that end before their rule begins: what is said of the node, the missing path and the remedy."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from stratbench.study.slurm import unstarted_jobs
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The logs of a rule and of its SLURM job, neither of which is there."""
+    monkeypatch.chdir(tmp_path)
+    shown = "JobId=12 NodeList=node7 BatchHost=node7 NumNodes=1\n"
+    monkeypatch.setattr(unstarted_jobs, "printed_by", lambda command: shown)
+    return [tmp_path / "results/rep0.log", tmp_path / "slurm_logs/rule_train_cell/x/12.log"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        (
+            "/var/spool/slurmd/job00012/slurm_script: 4: /home/me/.venv/bin/python3: not found\n",
+            "does not have /home/me/.venv/bin/python3; make the Python environment where all nodes see "
+            "it, or have each job load it by `precommand` in the profile",
+        ),
+        (
+            "slurmstepd-node7: error: couldn't chdir to `/scratch/my study': No such file or directory: "
+            "going to /tmp instead\n",
+            "does not have /scratch/my study; put it where all nodes see it",
+        ),
+        ("bash: /opt/tools/load: No such file or directory\n", "does not have /opt/tools/load;"),
+    ],
+)
+def test_a_node_without_what_a_job_needs_is_named_with_it(
+    logs: list[Path], printed: str, told: str
+) -> None:
+    logs[1].parent.mkdir(parents=True)
+    logs[1].write_text(printed)
+    sentence = unstarted_jobs.describe_unstarted(logs)
+    assert sentence.startswith("SLURM job 12 began on node7, ")
+    assert told in sentence
+
+
+def test_a_node_that_does_not_see_the_folder_is_named_with_it(logs: list[Path]) -> None:
+    sentence = unstarted_jobs.describe_unstarted(logs)
+    assert "began on node7 and left no log" in sentence
+    assert f"does not see {Path.cwd()}, put this folder where all nodes see it" in sentence
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_snakemakes_message_of_a_job_that_never_began_has_the_reason(
+    logs: list[Path], began: bool
+) -> None:
+    if began:
+        logs[0].parent.mkdir(parents=True)
+        logs[0].write_text("cell: began\n")
+    record = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, "Error in rule", (), None)
+    record.event, record.log = LogEvent.JOB_ERROR, list(map(str, logs))
+    record.rule_msg = "SLURM-job '12' failed."
+    assert unstarted_jobs.explain_unstarted(record)
+    told = record.rule_msg.removeprefix("SLURM-job '12' failed.")
+    assert told.startswith(" SLURM job 12 began on node7 and left no log;") is not began
+    assert (told == "") is began
+
+
+def test_of_other_jobs_nothing_is_said(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    logs[1].parent.mkdir(parents=True)
+    logs[1].write_text("error: it failed for another reason\n")
+    assert unstarted_jobs.describe_unstarted(logs) is None
+    assert unstarted_jobs.describe_unstarted(logs[:1]) is None  # of no SLURM job
+    assert unstarted_jobs.describe_unstarted([]) is None
+    logs[1].unlink()
+    monkeypatch.setattr(unstarted_jobs, "printed_by", lambda command: "JobId=12 NodeList=(null)\n")
+    assert unstarted_jobs.describe_unstarted(logs) is None  # cancelled while it waited
+    logs[0].parent.mkdir(parents=True)
+    logs[0].write_text("cell: began\n")
+    assert unstarted_jobs.describe_unstarted(logs) is None

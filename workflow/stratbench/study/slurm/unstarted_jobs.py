@@ -1,0 +1,57 @@
+"""Tells the user why a SLURM job ended before its rule began: the node, the missing path, the remedy."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from stratbench.study.slurm.commands import printed_by
+
+#: How a shell and SLURM name a program or a folder that is not there.
+_MISSING = re.compile(
+    r"(/\S+): (?:not found|No such file or directory)|couldn't chdir to `(.+?)': No such file"
+)
+
+
+def explain_unstarted(record: logging.LogRecord) -> bool:
+    """Filter of Snakemake's messages: adds the reason to that of a failed job which never began."""
+    is_failure = getattr(record, "event", None) == LogEvent.JOB_ERROR
+    if is_failure and (why := describe_unstarted([Path(log) for log in record.log])):
+        record.rule_msg = f"{record.rule_msg or ''} {why}.".lstrip()
+    return True
+
+
+def describe_unstarted(logs: Sequence[Path]) -> str | None:
+    """Return why a SLURM job ended before its rule began, naming the node and what is not there; else None.
+
+    Args:
+        logs: The rule's log, and behind it SLURM's of the job, whose name is the job's number.
+    """
+    *own, slurm_log = logs or [Path()]
+    if not slurm_log.stem.isdecimal() or any(log.exists() for log in own):
+        return None
+    job = slurm_log.stem
+    shown = printed_by(["scontrol", "--oneliner", "show", "job", job]) or ""
+    host = re.search(r"\bBatchHost=(\S+)", shown)
+    if host is None:  # it never started, or SLURM does not say
+        return None
+    began = f"SLURM job {job} began on {host[1]}"
+    if not slurm_log.exists():
+        return (
+            f"{began} and left no log; where {host[1]} does not see {Path.cwd()}, put this folder where all "
+            "nodes see it"
+        )
+    missing = _MISSING.search(slurm_log.read_text(encoding="utf-8", errors="replace"))
+    path = missing and (missing[1] or missing[2])
+    if path is None:
+        return None
+    if Path(path).name.startswith("python"):
+        return (
+            f"{began}, which does not have {path}; make the Python environment where all nodes see it, or "
+            "have each job load it by `precommand` in the profile"
+        )
+    return f"{began}, which does not have {path}; put it where all nodes see it"
