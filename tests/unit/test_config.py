@@ -55,6 +55,32 @@ def refusal(config_: Any) -> str:
 # ---------------------------------------------------------------- refusals
 
 
+@pytest.mark.parametrize(("variant", "is_refused"), [(76, False), (77, True)])
+def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest(
+    tmp_path, variant, is_refused
+):
+    """Each of them may have 100 letters; the SLURM plugin joins them."""
+    names = {"study": "s" * 66, "experiment": "e" * 75, "variant": "v" * variant}
+    given = raw(strategies=[names["variant"]])
+    (block,) = given["studies"]["demo"]["experiments"].values()
+    given["studies"] = {
+        names["study"]: {
+            "experiments": {names["experiment"]: block},
+            "variants": {names["variant"]: {"strategy": "ddp"}},
+        }
+    }
+    given["study"] = names["study"]
+    if is_refused:
+        said = refusal(given)
+        assert "have 241 letters together" in said
+        assert f"choose a shorter name for the strategy '{names['variant']}'" in said
+        return
+    validation.validate(given)
+    joined = "_".join([*names.values(), "resnet-compact", "4", "999"])
+    assert len(joined) == 240
+    (tmp_path / joined).mkdir()
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

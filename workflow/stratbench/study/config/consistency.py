@@ -22,6 +22,9 @@ from stratbench.workload.data.datasets import DATASETS
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models, own
 
+#: The longest that all names of a cell may be, joined: a file's name has at most 255 bytes.
+MAX_NAME_BYTES = 240
+
 
 def check_variants(study: str, values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a variant with a strategy's name, an unknown strategy, or a wrong option."""
@@ -51,6 +54,26 @@ def check_variants(study: str, values: Mapping[str, Any]) -> None:
             options(**given)
         except ValueError as e:
             raise ConfigError(f"config: {where}.{e}") from e
+
+
+def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the names of a cell are together longer than a file's name may be."""
+    longest = {
+        "study": study,
+        "experiment": experiment,
+        "strategy": max(block["strategies"], key=len),
+        "model": max(block["models"], key=len),
+    }
+    repeat = 999  # a verdict may ask for more than the config does
+    length = len("_".join([*longest.values(), str(max(block["gpus"])), str(repeat)]))
+    if length <= MAX_NAME_BYTES:
+        return
+    what, name = max(longest.items(), key=lambda entry: len(entry[1]))
+    raise ConfigError(
+        f"config: studies.{study}.experiments.{experiment}: a cell's names have {length} letters together, "
+        f"more than the {MAX_NAME_BYTES} that a folder of SLURM's logs can have in its name; choose a "
+        f"shorter name for the {what} {name!r}"
+    )
 
 
 def check_models(config: Mapping[str, Any]) -> None:

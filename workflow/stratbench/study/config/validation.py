@@ -12,6 +12,7 @@ from stratbench.study.config.consistency import (
     check_experiment,
     check_model,
     check_models,
+    check_name_lengths,
     check_tolerances,
     check_variants,
     settle_optimizer,
@@ -69,6 +70,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             # Files of a study that was not asked for are not looked at.
             facts = known.facts if study == config["study"] else known.as_configured
             check_experiment(where, block, values, config, facts)
+            check_name_lengths(study, experiment, block)
     return config
 
 
