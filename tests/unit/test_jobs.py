@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.job_environment import set_job_environment
+from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.plan_file import digest_of
 from stratbench.study.slurm.nodes import Node
@@ -94,6 +96,29 @@ def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):
     assert os.environ["STRATBENCH_DATA"] == str(tmp_path)
     assert os.environ["STRATBENCH_NO_DOWNLOAD"] == "1"
     assert os.environ["STRATBENCH_CODE"] == f"{tmp_path / 'nets'}{os.pathsep}{tmp_path}"
+
+
+@pytest.mark.parametrize("home", ["home", "my home"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_job_whose_node_has_no_home_has_a_cache_in_the_runs_folder(
+    tmp_path, monkeypatch, home, is_there
+):
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    settings = SimpleNamespace(precommand="true")
+    for _ in range(2):  # a Snakefile's module is read again
+        add_cache_command(settings, tmp_path / ".snakemake/cache")
+    assert settings.precommand.count("export") == 1
+    if is_there:
+        (tmp_path / home).mkdir()
+    shell = ["/bin/sh", "-c", f'{settings.precommand} && echo "$XDG_CACHE_HOME"']
+    printed = subprocess.run(shell, capture_output=True, text=True, check=True).stdout.strip()
+    assert printed == ("" if is_there else str(tmp_path / ".snakemake/cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/mine")
+    mine = SimpleNamespace(precommand=None)
+    add_cache_command(mine, tmp_path)
+    assert mine.precommand is None
+    add_cache_command(None, tmp_path)  # as it is asked for a list of rules
 
 
 def test_links_are_measured_as_the_strategies_use_them(tmp_path):

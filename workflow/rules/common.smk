@@ -20,7 +20,7 @@ from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import faults
 from stratbench.study import resume
 from stratbench.study.config.config import load_config
-from stratbench.study.job_environment import set_job_environment
+from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.result_sets import existing_sets
@@ -37,6 +37,7 @@ except ConfigError as error:
 
 JOBS = Jobs(CONFIG, STUDY)
 set_job_environment(CONFIG, PACKAGE_ROOT)
+add_cache_command(workflow.remote_execution_settings, Path(".snakemake/cache"))
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.
 FIND_PACKAGE = 'export PYTHONPATH="$STRATBENCH_PACKAGE${{PYTHONPATH:+:$PYTHONPATH}}"; '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,21 @@ from typing import Any
 
 from stratbench.workload.data.own_data import PLACES_VARIABLE, places_for_jobs
 from stratbench.workload.users_code import CODE_VARIABLE
+
+
+def add_cache_command(settings: Any, cache: Path) -> None:
+    """Have each job use the folder `cache` where its node has no HOME, without which no Snakemake starts.
+
+    `settings`: Snakemake's on remote jobs, whose `precommand` is the profile's; None where it runs none. A
+    user's XDG_CACHE_HOME stays.
+    """
+    if settings is None or "XDG_CACHE_HOME" in os.environ:
+        return
+    home, folder = (shlex.quote(str(p)) for p in (Path("~").expanduser(), cache.resolve()))
+    command = f"{{ [ -w {home} ] || export XDG_CACHE_HOME={folder}; }}"
+    given = settings.precommand
+    if given is None or not given.endswith(command):  # as a module's rules are read again
+        settings.precommand = " && ".join(filter(None, [given, command]))
 
 
 def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
