@@ -139,6 +139,7 @@ ELSEWHERE = {
     "processes-share-cores",
     "groups-cross-nodes",
     "memory-held-by-others",  # tests/unit/test_audit_faults.py
+    "fewer-workers-than-asked",  # there, too
     "shared-cores",  # tests/unit/test_audit_bounds.py
     "full-run-against-steps",  # tests/unit/test_verdict_files.py
     "confounded-order",  # tests/unit/test_confounding.py, and the next four

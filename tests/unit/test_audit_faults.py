@@ -23,6 +23,7 @@ from planted import (
     times,
 )
 from test_analysis_audit import ELSEWHERE, PLANTED
+from test_invariants import SPLIT, served_elastic
 
 from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.rule import SEVERITIES
@@ -566,6 +567,20 @@ def test_a_strategy_that_does_not_say_how_it_communicates_is_not_held_to_it():
         record["communication"] = communication
         alone = planted.study({("main", "of-a-user", 2, 0): record}, "cuda")
         assert {rule.id for rule in RULES if any(rule.check(alone))} == set()
+
+
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize(("place", "change"), [(DDP, SPLIT), (ASYNC, served_elastic)])
+def test_an_elastic_cell_with_fewer_workers_than_were_asked_for_is_doubtful(place, change, most):
+    record = copy.deepcopy(sound("cuda")[place])
+    change(record)
+    for together in record["elastic"]["generations"]:
+        together["members"] = list(range(most))
+    if place is ASYNC:
+        record["elastic"]["servers"]["most_at_a_time"] = most
+    rule = RULE["fewer-workers-than-asked"]
+    said = [found.figures for found in rule.check(planted.study({place: record}, "cuda"))]
+    assert said == ([] if most == 2 else ["at most 1 of 2 workers trained at the same time"])
 
 
 def test_planted_faults_are_found_by_rules_that_name_them():

@@ -52,6 +52,17 @@ def lost_workers(facts: Facts) -> Iterator[str]:
             yield f"rank {worker['rank']} trained no sample, or made no step"
 
 
+@record_rule("fewer-workers-than-asked", "doubtful", "time")
+def fewer_workers_than_asked(facts: Facts) -> Iterator[str]:
+    """The workers of an elastic cell never trained all at the same time: some waited in the queue, as for
+    whole nodes, until the training was over. Its times are those of fewer workers.
+    """
+    together = [len(g["members"]) for g in facts("elastic.generations") or ()]
+    most = facts("elastic.servers.most_at_a_time") or max(together, default=None)
+    if facts.status == "ok" and most is not None and most < facts.gpus:
+        yield f"at most {most} of {facts.gpus} workers trained at the same time"
+
+
 @record_rule("keeps-checkpoints", "note", "time")
 def keeps_checkpoints(facts: Facts) -> Iterator[str]:
     """The cell kept checkpoints, and may have been started again. Its training time has neither the copying
