@@ -152,3 +152,12 @@ def test_what_makes_a_block_stale_is_what_is_trained(tmp_path):
     stated = found.trained(found.block_of(wildcards(3)))["ddp"]
     assert stated["lr"] == 0.1
     assert not {"epochs", "steps", "seed"} & set(stated)
+
+
+def test_the_command_reads_a_config_that_is_longer_than_a_command_line(tmp_path: Path) -> None:
+    few = round_of(tmp_path, content())
+    code = "import json, sys; print(json.dumps({'round': len(json.load(sys.stdin)['note'])}))"
+    command = [sys.executable, "-c", code]
+    config = few.config | {"note": "x" * 200_000}
+    many = Round(config, few._study, few._jobs, command, is_job=False)
+    assert many.content == {"round": 200_000}

@@ -150,8 +150,8 @@ class Round:
 
     def _ask(self) -> dict[str, Any]:
         """The next round as of now. Raises ConfigError with the command's message."""
-        command = [*self._command, "--config", json.dumps(self.config)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command, text = [*self._command, "--config", "-"], json.dumps(self.config)
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise ConfigError(f"the next round of the verdict is unknown:\n{done.stderr.strip()}")
         return json.loads(done.stdout)

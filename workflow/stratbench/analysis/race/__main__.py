@@ -23,9 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "what", choices=["next", "tell"], help="the next round, or the verdict so far"
     )
-    parser.add_argument("--config", required=True, help="the validated config, as JSON")
+    parser.add_argument(
+        "--config", required=True, help="the validated config, as JSON; -: on stdin"
+    )
     args = parser.parse_args(argv)
-    config = json.loads(args.config)
+    config = json.loads(sys.stdin.read() if args.config == "-" else args.config)
     evidence, notes = read_evidence(config)
     course = Course(evidence)
     found = round_of(course)
