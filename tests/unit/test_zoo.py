@@ -137,7 +137,8 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
             found["zeros"] = acceptance.moves_by_zeros(strategy, ready.built.trial, s)
             found["dropout"] = ready.built.facts["dropout"]
             found["losses"] = [(e["train_loss"], e["test_loss"]) for e in result.progress.per_epoch]
-            found["own"] = [result.losses[e] for e in sorted(result.losses)]
+            steps = [result.losses[e].values() for e in sorted(result.losses)]
+            found["own"] = [tuple(map(sum, zip(*each, strict=True))) for each in steps]
         except users_code.ModelError as e:
             return {"refused": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
@@ -320,7 +321,8 @@ REFUSED: dict[str, dict[str, str]] = {
         (*DDP, "zero1"), "depends on its batch, so that the workers' copies would part"
     ),
     "Again": dict.fromkeys((*DDP, *FSDP), "checkpoint with use_reentrant=False"),
-    "Complex": dict.fromkeys((*PS, "zero1-torch"), "several dtypes (complex64, float64)")
+    "Complex": dict.fromkeys(PS, "several dtypes (complex64, float64)")
+    | {"zero1-torch": "takes no complex parameters (turn)"}
     | {"local": "turn is complex"},
     "Routed": dict.fromkeys(ON_TWO, CHOOSES),
     "Branches": dict.fromkeys(ON_TWO, CHOOSES),
