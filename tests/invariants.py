@@ -676,8 +676,12 @@ def traffic(told: Told) -> None:
         stated = moved.get("busiest_server_bytes_per_s")
         told.same("busiest_server_bytes_per_s and its links'", stated, per_s)
     phases = told("time.breakdown_ms") or {}
-    for name, phase in (("exposed_ms", "exposed_communication"), ("server_wait_ms", "server_wait")):
-        told.same(f"communication.{name} and its phase", moved.get(name), phases.get(phase))
+    # Where more is exposed than backward took, all of backward is that phase.
+    if phases.get("backward") != 0:
+        shown = phases.get("exposed_communication")
+        told.same("communication.exposed_ms and its phase", moved.get("exposed_ms"), shown)
+    waited = phases.get("server_wait")
+    told.same("communication.server_wait_ms and its phase", moved.get("server_wait_ms"), waited)
     total, hidden, shown = (moved.get(f"{name}_ms") for name in ("total", "overlapped", "exposed"))
     longest = told("time.step_ms.max")
     for what, value, most in (

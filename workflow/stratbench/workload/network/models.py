@@ -275,9 +275,13 @@ def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     What lies in memory with gaps, or has one place for several numbers, gets dense memory of its own.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
 
     for t in [*model.parameters(), *model.buffers()]:
-        t.data = t.data.to(device, dtype if t.is_floating_point() else t.dtype)
+        placed = t.data.to(device, dtype if t.is_floating_point() else t.dtype)
+        t.data = placed
+        if isinstance(t, FakeTensor):  # it states its device itself, whatever memory it is given
+            t.fake_device = placed.fake_device
         if torch._debug_has_internal_overlap(t):
             t.data = t.data.clone(memory_format=torch.contiguous_format)
 
