@@ -599,7 +599,7 @@ class Odd(nn.Module):
         ("mixed", 2, "several dtypes (bfloat16, float32)"),
         ("read outside", 3, "stage 3 gathers a module's parameters only then"),
         ("read outside", 2, None),
-        ("by data", 2, "workers, whose data differ, would fill their buckets"),
+        ("by data", 2, "workers, whose data differ, would wait for one another in vain"),
         ("plain", 3, None),
     ],
 )
