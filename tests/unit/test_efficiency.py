@@ -219,7 +219,8 @@ def test_an_epoch_whose_workers_were_all_lost_has_no_train_loss():
          "train_time_s": 4.0, "updates": [8], "staleness": [[8]]},
     ]  # fmt: skip
     workers = [
-        {"per_epoch": [], "losses": losses} for losses in ({}, {"1": [6.0, 4]}, {"1": [3.0, 2]})
+        {"per_epoch": [], "losses": losses}
+        for losses in ({}, {"1": {"0": [6.0, 4]}}, {"1": {"0": [3.0, 2]}})
     ]
     epochs = [{"epoch": n, "train_loss": None} for n in (1, 2)]
     run = assemble.served_run(workers, servers, samples_per_step=6, evaluated=epochs)

@@ -133,7 +133,7 @@ def test_a_pause_of_the_agent_alone_is_none_of_the_workers(tmp_path, cpu_s, kept
         for t_s, used_s in zip((12, 15, 18), cpu_s, strict=True)
     ]
     lines = [",".join(str(row.get(column, "")) for column in SAMPLE_COLUMNS) for row in rows]
-    path = tmp_path / "samples0.csv"
+    path = tmp_path / "node.csv"
     path.write_text("\n".join([",".join(SAMPLE_COLUMNS), *lines]) + "\n")
     pause = Pause(110.0, 10.0, 0.0)
     assert list(pauses_of_workers([pause], path, 100.0)) == [pause] * kept
