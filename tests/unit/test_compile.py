@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -147,12 +148,19 @@ class Planted(torch.nn.Module):
         return self.network[-1](h if self.right else 0.0 * h + h.detach())
 
 
+class NumpyNoise(torch.nn.Module):
+    """Draws from numpy's generator, of which torch's knows nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.from_numpy(np.random.uniform(0.5, 1.5, x.shape)).to(x.dtype)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("noise", [torch.nn.Identity(), torch.nn.Dropout(0.5), NumpyNoise()])
 @pytest.mark.parametrize("right", [True, False])
-def test_gradients_are_compared_by_size_where_they_are_drawn_at_random(right, dropout, precision):
+def test_gradients_are_compared_by_size_where_they_are_drawn_at_random(right, noise, precision):
     torch.manual_seed(0)
-    layers = torch.nn.Linear(20, 40), torch.nn.Dropout(dropout), torch.nn.Linear(40, 3)
+    layers = torch.nn.Linear(20, 40), noise, torch.nn.Linear(40, 3)
     network = torch.nn.Sequential(*layers)
     s = settings("single", gpus=1, per_worker_batch=16, precision=precision)
     worker = Worker(s, 0, 1, 1, torch.device("cpu"), None, [])

@@ -87,9 +87,8 @@ def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
 
     It updates them by a gradient of zeros, which without momentum, decay and moments is no update.
     """
-    at_times = trial.by_chance or trial.by_data or (trial.reads_values and trial.unused)
     goes_on = s.momentum or s.weight_decay or s.betas
-    return bool(strategy.updates_by_zeros and at_times and goes_on)
+    return bool(strategy.updates_by_zeros and trial.at_times and goes_on)
 
 
 def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:

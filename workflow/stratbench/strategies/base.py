@@ -340,6 +340,11 @@ class Strategy:
         """What this worker holds of the model, as tensors that can be written to."""
         raise NotImplementedError
 
+    @property
+    def adds_again(self) -> bool:
+        """Whether backward adds to a gradient several times: it is final only when backward has ended."""
+        return bool(self.worker.trial and self.worker.trial.again)
+
     def frozen_written(self) -> list[Tensor]:
         """Frozen parameters that forward changes: they are kept and brought back as buffers are."""
         written = set(self.worker.trial.overwritten if self.worker.trial else ())
@@ -581,11 +586,11 @@ class Collective(Strategy):
         Of a task that weighs, as if each target weighed 1: what they do weigh is known when all parts of
         all workers are through, and then `divide_by_weight` sets it right.
         """
-        from stratbench.telemetry.shards import local_part
-
         loss, weight = loss_and_weight(self.worker.task, outputs, y)
         if weight is None:
             return loss
+        from stratbench.telemetry.shards import local_part
+
         self.part_weights.append(local_part(weight))
         return loss * (self.worker.settings.accumulate * self.parts / self.full_weight(y))
 
@@ -764,6 +769,25 @@ def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
 def sparse_gradient(names: Sequence[str], why: str) -> str:
     """Why a strategy refuses parameters with a sparse gradient, and the remedy."""
     return f"the gradient of {names_text(names)} is sparse, which {why}; make the layer with sparse=False"
+
+
+def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
+    """Yield why a strategy that trains parts of parameters would train a user's network wrongly.
+
+    Args:
+        trial: What a step of the network showed.
+        as_parameters: Whether the parts take the parameters' place in the network's modules.
+    """
+    if trial.hooked:
+        yield hooks_lost(trial.hooked)
+    if as_parameters and trial.elsewhere:
+        yield read_elsewhere(trial.elsewhere)
+    if as_parameters and trial.remade:
+        yield remade(trial.remade)
+    if trial.overwritten:
+        yield changes_lost(trial.overwritten)
+    if trial.again:
+        yield adds_again(trial.again)
 
 
 def hooks_lost(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from stratbench.workload.generators import Generators
 from stratbench.workload.network.precision import autocast_dtype
 from stratbench.workload.users_code import Refused
 
@@ -33,13 +34,13 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
     if not _fits_eager(worker):
         print("compiled gradients were not compared with eager ones, which may not fit", flush=True)
         return
-    before = _random_state(worker.device)
+    before = Generators.now(worker.device)
     compiled, strategy.compiled = strategy.compiled, getattr(strategy, "module", strategy.model)
     eager = strategy.gradients_of(x, y)
     strategy.compiled = compiled
     if not eager:
         return
-    is_random = not torch.equal(before, _random_state(worker.device))
+    is_random = before.differ_from(Generators.now(worker.device))
     found = strategy.gradients_of(x, y)
     if is_random:
         error, bound = _factor_between(found, eager), RANDOM_FACTOR
@@ -99,11 +100,3 @@ def _largest(value: Tensor, worker: Worker) -> float:
     if worker.world_size > 1 and dist.is_initialized():
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
-
-
-def _random_state(device: torch.device) -> Tensor:
-    """The state of the generators that forward may draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)

@@ -112,12 +112,7 @@ class DeepSpeed(Counted):
                 f"forward reads {names_text(early)} outside of a call of the module it belongs to, and stage "
                 "3 gathers a module's parameters only then; call the module itself, or use stage 1 or 2"
             )
-        if trial.hooked:
-            yield base.hooks_lost(trial.hooked)
-        if trial.overwritten:
-            yield base.changes_lost(trial.overwritten)
-        if trial.again:
-            yield base.adds_again(trial.again)
+        yield from base.refusals_of_parts(trial, as_parameters=False)
         if worker.world_size == 1:
             return
         if trial.by_chance:

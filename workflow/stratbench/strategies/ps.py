@@ -360,7 +360,7 @@ class ParameterServer(base.Strategy):
             self.worker.delay()
             mark("slowdown")
         self.flat.zero_grads()
-        if self._exchange is not None and not self._adds_again:
+        if self._exchange is not None and not self.adds_again:
             self.channel.arm()
         (loss if self.scale is None else loss * self.scale.value).backward()
         mark("backward")
@@ -374,11 +374,6 @@ class ParameterServer(base.Strategy):
         self.step(x, y)
         self._exchange = exchange
         return [self.flat.grads.clone()]
-
-    @property
-    def _adds_again(self) -> bool:
-        """Whether a gradient is final only when backward has ended: then nothing is sent before."""
-        return bool(self.worker.trial and self.worker.trial.again)
 
     @property
     def is_evaluator(self) -> bool:

@@ -123,16 +123,7 @@ class FSDP(Sharded):
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
                     "cannot gather together; use one, or shard them apart"
                 )
-        if trial.hooked:
-            yield base.hooks_lost(trial.hooked)
-        if trial.elsewhere:
-            yield base.read_elsewhere(trial.elsewhere)
-        if trial.remade:
-            yield base.remade(trial.remade)
-        if trial.overwritten:
-            yield base.changes_lost(trial.overwritten)
-        if trial.again:
-            yield base.adds_again(trial.again)
+        yield from base.refusals_of_parts(trial)
         # What is kept after a forward may be read until the next step.
         early = trial.uncalled
         if self.options.reshard_after_forward == "always":
@@ -149,10 +140,10 @@ class FSDP(Sharded):
                 "(h += r), so that FSDP does not gather it for backward; return .clone() of it, add out of "
                 "place, or set reshard_after_forward to never"
             )
-        s, at_times = worker.settings, trial.by_chance or (trial.reads_values and trial.unused)
-        if at_times and s.accumulate > 1 and self._make_policy(s.precision) is not None:
+        s = worker.settings
+        if trial.at_times and s.accumulate > 1 and self._make_policy(s.precision) is not None:
             yield (
-                f"{names_text(at_times)} may get no gradient in some parts of a batch, and with "
+                f"{names_text(trial.at_times)} may get no gradient in some parts of a batch, and with "
                 f"mixed_precision: policy and accumulate = {s.accumulate} FSDP cannot add up gradients of "
                 "different dtypes; set mixed_precision to autocast, or accumulate to 1"
             )

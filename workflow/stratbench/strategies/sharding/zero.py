@@ -133,18 +133,13 @@ class ZeRO1(base.Collective):
     def _begin_gradients(self) -> None:
         self._filled: set[nn.Parameter] = set()
         self._reductions: list[torch.distributed.Work] = []
-        self._reduced, self._is_last = 0, not self._adds_again
+        self._reduced, self._is_last = 0, not self.adds_again
         for bucket in self.buckets:
             bucket.missing, bucket.sent = set(bucket.views), False
 
     def synchronising(self, last: bool) -> AbstractContextManager:
-        self._is_last = last and not self._adds_again
+        self._is_last = last and not self.adds_again
         return nullcontext()
-
-    @property
-    def _adds_again(self) -> bool:
-        """Whether a gradient is final only when backward has ended: then nothing is sent before."""
-        return bool(self.worker.trial and self.worker.trial.again)
 
     def _take_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Add what backward has made to the bucket; it needs no memory of its own any longer."""

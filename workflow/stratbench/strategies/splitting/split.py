@@ -52,17 +52,7 @@ class Split(Counted):
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().refusals_of_model(model, worker)
-        trial = worker.trial
-        if trial.hooked:
-            yield base.hooks_lost(trial.hooked)
-        if trial.elsewhere:
-            yield base.read_elsewhere(trial.elsewhere)
-        if trial.remade:
-            yield base.remade(trial.remade)
-        if trial.overwritten:
-            yield base.changes_lost(trial.overwritten)
-        if trial.again:
-            yield base.adds_again(trial.again)
+        yield from base.refusals_of_parts(worker.trial)
 
     def divides(self, gpus: int) -> bool:
         """Whether `gpus` workers hold parts of the states."""

@@ -19,9 +19,12 @@ _MISSING = re.compile(
 
 def explain_unstarted(record: logging.LogRecord) -> bool:
     """Filter of Snakemake's messages: adds the reason to that of a failed job which never began."""
-    is_failure = getattr(record, "event", None) == LogEvent.JOB_ERROR
-    if is_failure and (why := describe_unstarted([Path(log) for log in record.log])):
-        record.rule_msg = f"{record.rule_msg or ''} {why}.".lstrip()
+    if getattr(record, "event", None) != LogEvent.JOB_ERROR:
+        return True
+    # An error in a filter would stop Snakemake's scheduler: fields may be absent in other versions.
+    logs = [Path(log) for log in getattr(record, "log", None) or ()]
+    if why := describe_unstarted(logs):
+        record.rule_msg = f"{getattr(record, 'rule_msg', None) or ''} {why}.".lstrip()
     return True
 
 

@@ -100,6 +100,11 @@ class Trial:
         """What is known to get no gradient in some steps: parameters, and modules that may not be called."""
         return self.unused + self.by_chance + self.by_data
 
+    @property
+    def at_times(self) -> tuple[str, ...]:
+        """Parameters and modules that may get a gradient in some steps, and none in others."""
+        return self.by_chance or self.by_data or (self.unused if self.reads_values else ())
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
         """The inverse of `dataclasses.asdict`, also after JSON."""
@@ -457,10 +462,9 @@ class _Reading(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor | tuple | list):  # others ask for a shape or a dtype
-            for p in _parameters_in([*args, *(kwargs or {}).values()]):
-                if p in self._names:
-                    self.read[self._names[p]] = None
+        for p in _parameters_read(result, args, kwargs):
+            if p in self._names:
+                self.read[self._names[p]] = None
         return result
 
 
@@ -527,11 +531,10 @@ class _Gathering(TorchFunctionMode):
     ) -> Any:
         self.reads_values = self.reads_values or _reads_values(func, args)
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor | tuple | list):  # others ask for a shape or a dtype
-            for p in _parameters_in([*args, *(kwargs or {}).values()]):
-                i = self._group_of.get(p)
-                if i is not None and not self._waiting[i]:
-                    (self.late if i in self.in_backward else self.uncalled)[p] = None
+        for p in _parameters_read(result, args, kwargs):
+            i = self._group_of.get(p)
+            if i is not None and not self._waiting[i]:
+                (self.late if i in self.in_backward else self.uncalled)[p] = None
         return result
 
 
@@ -542,6 +545,14 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
     if func is Tensor.__getitem__:
         return any(isinstance(t, Tensor) and t.dtype == torch.bool for t in tree_leaves(args[1]))
     return func in READS_VALUES
+
+
+def _parameters_read(
+    result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Iterator[nn.Parameter]:
+    """The parameters that a function reads; one that gives no tensor asks for a shape or a dtype."""
+    if isinstance(result, Tensor | tuple | list):
+        yield from _parameters_in([*args, *(kwargs or {}).values()])
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:
