@@ -1081,43 +1081,6 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
     assert there.deadline_s - there.origin_s == job.time_limit_s
 
 
-@pytest.mark.parametrize("in_image", [True, False])
-def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path, in_image):
-    """Three processes as there: a runtime between Snakemake and the launcher, which outlives Snakemake."""
-    launcher = (
-        "import os, time; from stratbench.cell import parent; parent.POLL_S = 0.05;"
-        "parent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
-    )
-    starts = (
-        "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(agent.__file__).parents[2])}
-    if in_image:
-        environment["APPTAINER_CONTAINER"] = "image.sif"
-    snakemake = subprocess.Popen(
-        [sys.executable, "-c", starts, starts, launcher],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    pid = int(snakemake.stdout.readline())
-    launched = psutil.Process(pid)
-    runtime = launched.parent()
-    try:
-        snakemake.kill()
-        snakemake.wait()
-        if in_image:
-            launched.wait(LIMIT_S)
-        else:
-            with pytest.raises(psutil.TimeoutExpired):
-                launched.wait(0.5)
-            assert runtime.is_running()
-    finally:
-        for process in (launched, runtime):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_room_on_the_disk_the_reason_names_the_file(start_cell):

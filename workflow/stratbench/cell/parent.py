@@ -10,19 +10,11 @@ from itertools import pairwise
 
 #: How often a process looks whether those above it live, in seconds.
 POLL_S = 0.5
-#: Variables that a runtime sets in its image.
-IN_IMAGE = {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}
 
 
 def end_with(ancestor: int) -> None:
-    """Send this process SIGTERM as soon as process `ancestor`, which it descends from, has ended.
-
-    In an image `ancestor` is the image's runtime, which stays when what has started it ends: there
-    the end of the runtime's own parent counts, too.
-    """
+    """Send this process SIGTERM as soon as process `ancestor`, which it descends from, has ended."""
     line = line_to(ancestor)
-    if line and IN_IMAGE & os.environ.keys():
-        line.append(parent_of(ancestor))
 
     def watch() -> None:
         while (
