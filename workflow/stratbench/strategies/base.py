@@ -405,9 +405,10 @@ class Strategy:
         raise NotImplementedError
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """The gradients of a step, as far as this worker holds them; nothing is updated.
+        """Return the gradients of a step, as far as this worker holds them; nothing is updated.
 
-        Zeros for what got none. Empty where it cannot say; then compiled ones are compared with nothing.
+        Parameters without a gradient have zeros. The list is empty if the strategy does not know its
+        gradients; compiled code is then not checked.
         """
         return []
 
@@ -533,7 +534,7 @@ class Collective(Strategy):
 
     def reset(self) -> None:
         self.steps, self.scaler = 0, None
-        #: Of a task that weighs: what each part of the batch that is computed now weighs.
+        #: The weights of the parts of the current batch (tasks that return a sum and a weight).
         self.part_weights: list[Tensor] = []
         if self.worker.settings.precision == "fp16":
             from stratbench.strategies.scaler import SharedScaler
@@ -581,10 +582,10 @@ class Collective(Strategy):
             return self.loss_of(self.compiled(x), y)
 
     def loss_of(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """The mean loss of a part of the batch, from which backward begins.
+        """Return the mean loss of a part of the batch, from which backward begins.
 
-        Of a task that weighs, as if each target weighed 1: what they do weigh is known when all parts of
-        all workers are through, and then `divide_by_weight` sets it right.
+        If the task returns a sum and a weight, each target counts as 1 here. The weight of the global batch
+        is known only after the last part of the last worker; `divide_by_weight` corrects by it.
         """
         loss, weight = loss_and_weight(self.worker.task, outputs, y)
         if weight is None:
@@ -595,11 +596,11 @@ class Collective(Strategy):
         return loss * (self.worker.settings.accumulate * self.parts / self.full_weight(y))
 
     def full_weight(self, y: Tensor) -> float:
-        """What the batch of a worker weighs where each target weighs 1; `y`: targets of some samples."""
+        """Return the weight of a worker's batch if each target weighs 1; `y`: targets of some samples."""
         return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
 
     def divide_by_weight(self, loss: Tensor, full: float) -> Tensor:
-        """Make gradients and loss those of the sum over the global batch, divided by what that weighs."""
+        """Scale gradients and loss to the sum over the global batch divided by its weight."""
         import torch
 
         own = torch.zeros((), dtype=torch.float64, device=self.worker.device)
@@ -615,7 +616,7 @@ class Collective(Strategy):
         return loss * factor.to(loss.dtype)
 
     def mean_weight(self, own: Tensor) -> Tensor:
-        """What the batches of the copies of the network weigh in the mean; `own`: this worker's."""
+        """Return the mean weight of the replicas' batches; `own`: the weight of this worker's batch."""
         import torch.distributed as dist
 
         w = self.worker

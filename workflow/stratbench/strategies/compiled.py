@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
     from stratbench.strategies.base import Strategy, Worker
 
-#: How far compiled gradients may be from eager ones, relative to these; in 16 bits, and TensorFloat-32, as
-#: far as the order of sums changes them.
+#: The largest relative difference between compiled and eager gradients. The second bound is for 16 bits
+#: and TensorFloat-32, where the order of sums changes more.
 BOUND, ROUNDED_BOUND = 1e-2, 0.2
-#: By what factor norms may differ where forward draws random numbers: compiled code draws others.
+#: The largest factor between norms if forward draws random numbers: compiled code draws other ones.
 RANDOM_FACTOR = 10.0
-#: Of a device's memory what a compiled step may take, so that an eager one, which takes more, is tried.
+#: The largest share of the device's memory in a compiled step at which an eager step is tried: it takes more.
 MOST_MEMORY = 0.5
 
 
 def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
-    """Refused where the compiled gradients of a batch are not the eager ones; all workers call it.
+    """Raise Refused if the compiled gradients of a batch are not the eager ones; all workers call it.
 
-    What it changes beside the random numbers, `Strategy.restore` brings back.
+    `Strategy.restore` undoes its changes, but for the generators of random numbers.
     """
     if not _fits_eager(worker):
         print("compiled gradients were not compared with eager ones, which may not fit", flush=True)

@@ -40,8 +40,8 @@ def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
     for variable, first in firsts.items():
         rest = [p for p in os.environ.get(variable, "").split(os.pathsep) if p and p != first]
         os.environ[variable] = os.pathsep.join([first, *rest])
-    # What a login shell may hold and no job can use: a notebook's backend, which only that has, and Python
-    # without the docstrings that explain the audit's rules.
+    # A login shell may hold variables that no job can use: a notebook's backend, and Python's option that
+    # drops docstrings, which explain the audit's rules.
     os.environ["MPLBACKEND"] = "agg"
     os.environ.pop("PYTHONOPTIMIZE", None)
     # SLURM's plugin removes every SLURM_* variable from its jobs; srun finds its cluster by this one.

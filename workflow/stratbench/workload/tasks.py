@@ -111,7 +111,7 @@ _WORD = re.compile(r"[A-Za-z0-9 %/._^()+-]{1,40}", re.ASCII)
 TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken}
 
 
-#: Of how many numbers, about, the outputs are whose loss is compared with that of their halves.
+#: The approximate size of the outputs whose loss is compared with the mean over their halves.
 TRIED_NUMBERS = 1 << 21
 
 
@@ -335,7 +335,7 @@ def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int
         each = math.prod(targets[1:])
         half = max(3, min(classes + 1, TRIED_NUMBERS // (2 * classes))) if each == 1 else 1
         number = torch.arange(half * each)
-        # What stands for no class is one of the first or the last, which come first.
+        # Labels that stand for no class are the first or the last; these come first.
         varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
         # Whichever class does not count, the halves have other numbers of it.
         y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *targets[1:])
@@ -407,7 +407,7 @@ def ratio(value: float | Tensor, weight: Tensor) -> Tensor:
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation gives; `error`: the score's standard error, `left_out`: answers without a score."""
+    """The result of an evaluation; `error`: the score's standard error, `left_out`: answers without one."""
 
     loss: float
     score: float
@@ -416,7 +416,7 @@ class Evaluated(NamedTuple):
 
 
 def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Of a test batch what `evaluated` takes, summed over the samples: float64 [8].
+    """Return the sums over a test batch that `evaluated` takes: float64 [8].
 
     The loss and its weight; with a, the sum of a sample's scores, and n, of how many answers: a, n, their
     squares a², an and n², and the answers left out. In float64, so that a sum over a large test set loses
@@ -439,7 +439,7 @@ def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluated(sums: Sequence[float]) -> Evaluated:
-    """What the sums over all test batches give: the mean loss, and the mean score of all answers that count.
+    """Return the mean loss and the mean score of all answers that count, from the sums of all batches.
 
     Samples are drawn independently, answers within one are not: the error is that of a ratio of two sums
     over samples (Cochran, Sampling techniques, 1977, section 6.4), with equal numbers of answers that of a

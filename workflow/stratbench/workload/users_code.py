@@ -134,7 +134,7 @@ def _imports_of(path: Path) -> list[str]:
 
 
 def fingerprint(call: str, folders: Iterable[Path]) -> dict[str, str | None]:
-    """What a model's code is known by: `sha256` of its files in `folders`, and a `version`.
+    """Return the identity of a model's code: `sha256` of its files in `folders`, and a `version`.
 
     Of the package that it comes from, or of those that its files import, such as `peft 0.21.2,
     transformers 5.24.0`.

@@ -13,9 +13,9 @@ from stratbench.analysis.records.facts import Facts, unless_at_most, unless_equa
 RESULTS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
 #: The share of its power limit that a training GPU draws at least and, for moments, at most.
 LEAST_POWER, MOST_POWER = 0.05, 1.1
-#: By how much the driver's energy counter is late at most, in s.
+#: The longest delay of the driver's energy counter, in s.
 COUNTER_S = 0.5
-#: By how much clocks of several processes may differ on a busy machine: a share, and seconds.
+#: The largest difference between clocks of several processes on a busy machine: a share, and seconds.
 CLOCKS, CLOCKS_S = 0.1, 0.5
 
 

@@ -181,7 +181,7 @@ def unlike_median(
 
 
 def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
-    """What cells have in common whose updates differ by rounding.
+    """Return what cells have in common whose updates differ by rounding alone.
 
     The number of workers is no part of it without BatchNorm, and where losses add up.
     """

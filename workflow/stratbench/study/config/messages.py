@@ -25,7 +25,7 @@ def place_of(path: Iterable[str | int]) -> str:
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
 
 
-#: What other trainers call it, and the key here.
+#: The name in other trainers -> the key here.
 ELSEWHERE = {
     "batch_size": "global_batch",
     "train_batch_size": "global_batch",
@@ -49,7 +49,7 @@ ELSEWHERE = {
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
     """The closest of `allowed`, as a question after a blank; empty if none is close.
 
-    What another trainer calls so is closest, then what begins with what was given, the shortest such.
+    A key that another trainer calls so is closest, then the shortest one that begins with what was given.
     """
     text, allowed = str(given), list(allowed)
     if ELSEWHERE.get(text) in allowed:

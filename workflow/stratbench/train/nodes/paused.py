@@ -1,4 +1,4 @@
-"""What the pauses of a cell mean for it: they count towards no limit, and may spoil what was measured."""
+"""Consequences of a cell's pauses: they count towards no limit, and may spoil its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forward changes in a network: told by name, and put back.
+"""Finds by name the state of a network that forward changes, and puts it back.
 
 Importing this file imports torch.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: What an nn.Module keeps for itself: everything else in it is its user's.
+#: The attributes that every nn.Module has; all others belong to its user.
 _OWN = frozenset(vars(nn.Module()))
 
 
@@ -130,7 +130,7 @@ class _Kept:
 
 
 class Changes(TorchDispatchMode):
-    """What forward changes of parameters, buffers and attributes, as long as the mode is entered.
+    """A mode that notes changes of parameters, buffers and attributes while it is entered.
 
     A parameter is copied before an operator writes to its memory, also by `.data` or a view; buffers and
     attributes are copied at the start. `put_back` makes all of them what they were then.

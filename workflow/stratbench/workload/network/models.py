@@ -134,7 +134,7 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
 def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """The network of fake tensors, in the fake mode that is active: it takes neither memory nor time.
 
-    What its code makes beside parameters and buffers is fake, too. A user's network that cannot be built
+    Plain tensors that its code makes are fake, too. A user's network that cannot be built
     so, since it reads a tensor's values, is first built on the CPU.
     """
     import torch
@@ -206,7 +206,7 @@ def for_training(
     return model
 
 
-#: Of networks that were made for training the number formats of real parameters, as their code makes them.
+#: Network -> the number formats of its real parameters as its code makes them.
 _made_in: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -272,7 +272,7 @@ def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     """Bring all parameters and buffers to `device`, and the real ones among them to `dtype`, in place.
 
     Hooks, attributes, other references and what layers share stay with them: only their memory is another.
-    What lies in memory with gaps, or has one place for several numbers, gets dense memory of its own.
+    A tensor with gaps in memory, or with one place for several numbers, gets dense memory of its own.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor

@@ -31,7 +31,7 @@ from stratbench.workload.users_code import ModelError, error_text
 SAMPLES = 2
 #: Random batches that are compared where forward may choose by its data what it calls.
 BATCHES = 4
-#: What of a tensor gives Python a value that forward may branch on, or a shape that depends on values.
+#: Functions that give Python a value to branch on, or a shape that depends on values.
 READS_VALUES = frozenset(
     {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
     | {Tensor.__index__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
@@ -52,45 +52,50 @@ class PassFailed(ModelError):
 
 @dataclass(frozen=True)
 class Trial:
-    """What the step showed. Parameters and buffers are told by their names in the network.
+    """The result of a trial. Parameters, buffers and modules are given by their names in the network."""
 
-    `unused`: trainable parameters that got no gradient. `sparse`: those whose gradient is sparse.
-    `again`: those whose gradient one backward adds up several times. `hooked`: parameters with hooks of
-    their gradients. `uncalled`: parameters of a shard group that were read before a module of that group
-    was called; `late`: after all of them had been. `elsewhere`: parameters that forward reads by other
-    references than their modules' attributes; `remade`: those that are more than an nn.Parameter, where
-    forward gives something else without it. `written`: buffers that forward changed in place; `replaced`:
-    buffers in whose place it put another tensor; `overwritten`: parameters that it changed, `parted`: by
-    its data; `attributes`: plain attributes that it changed. `kept_aside`: of these, and of buffers of
-    other than real numbers, what evaluation depends on; `counts`: of all that, what training does.
-    `by_chance`: modules that not every forward calls
-    (`modules_by_chance`); `by_data`: modules and parameters that only some batches reach. `unopened`:
-    labels of shard groups of which forward called no module; `reads_values`: whether it read values of
-    tensors, so that other data may make it call others. `draws`: whether it draws random numbers.
-    `in_backward`: the numbers of the groups that it called, in this order, and whether backward comes to
-    them: not where all before them is frozen, and they are themselves.
-    """
-
+    #: Trainable parameters without a gradient.
     unused: tuple[str, ...] = ()
+    #: Parameters whose gradient is sparse.
     sparse: tuple[str, ...] = ()
+    #: Parameters to whose gradient one backward adds several times.
     again: tuple[str, ...] = ()
+    #: Parameters with hooks of their gradients.
     hooked: tuple[str, ...] = ()
+    #: Parameters of a shard group that were read before a module of the group was called.
     uncalled: tuple[str, ...] = ()
+    #: Parameters of a shard group that were read after all its modules had been called.
     late: tuple[str, ...] = ()
+    #: Parameters that forward reads by other references than their modules' attributes.
     elsewhere: tuple[str, ...] = ()
+    #: Parameters that are more than an nn.Parameter, if forward gives another result without that.
     remade: tuple[str, ...] = ()
+    #: Buffers that forward changed in place.
     written: tuple[str, ...] = ()
+    #: Buffers in whose place forward put another tensor.
     replaced: tuple[str, ...] = ()
+    #: Parameters that forward changed.
     overwritten: tuple[str, ...] = ()
+    #: Parameters that forward changed by its data.
     parted: tuple[str, ...] = ()
+    #: Plain attributes that forward changed.
     attributes: tuple[str, ...] = ()
+    #: Changed state other than float buffers that evaluation depends on.
     kept_aside: tuple[str, ...] = ()
+    #: Changed state that training depends on.
     counts: tuple[str, ...] = ()
+    #: Modules that not every forward calls (`modules_by_chance`).
     by_chance: tuple[str, ...] = ()
+    #: Modules and parameters that only some batches reach.
     by_data: tuple[str, ...] = ()
+    #: Labels of shard groups of which forward called no module.
     unopened: tuple[str, ...] = ()
+    #: Whether forward read values of tensors, so that other data may make it call other modules.
     reads_values: bool = False
+    #: Whether forward draws random numbers.
     draws: bool = False
+    #: The numbers of the shard groups that forward called, in this order, and whether backward comes to
+    #: them: it does not if they and all before them are frozen.
     in_backward: dict[int, bool] = field(default_factory=dict)
     #: Labels of shard groups that give a view of a tensor, which forward then changes in place.
     written_views: tuple[str, ...] = ()
@@ -268,7 +273,7 @@ class _Trying:
     def by_data(
         self, gathering: _Gathering, overwritten: Sequence[str]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What only some of several batches reach; and parameters to which they write different numbers."""
+        """Return what only some of several batches reach, and parameters that they change differently."""
         if self.on_fakes or not (gathering.reads_values or overwritten):
             return (), ()
         reached: list[set[str]] = []
@@ -319,7 +324,7 @@ def _batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
 def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
     """Names of modules that some of eight forward passes of `x` call, and some do not.
 
-    Whoever skips a module throws dice, with the random numbers of torch, numpy or Python.
+    A network that skips modules draws random numbers of torch, numpy or Python.
     """
     called: list[set[str]] = []
     with torch.no_grad():
@@ -348,7 +353,7 @@ def _called(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _sometimes(reached: Sequence[set[str]]) -> tuple[str, ...]:
-    """What is in some of the sets and not in all; of what is within another, that one."""
+    """Return what is in some of the sets and not in all, without modules within others of these."""
     some = set.union(*reached) - set.intersection(*reached)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
 
@@ -416,7 +421,7 @@ def _raise_model_error(who: object, e: Exception, what: str) -> None:
 
 @dataclass
 class _Gradient:
-    """Of a parameter: how often one backward added to its gradient, and whether that is sparse."""
+    """How often one backward added to a parameter's gradient, and whether the gradient is sparse."""
 
     times: int = 0
     sparse: bool = False
