@@ -15,8 +15,8 @@ from stratbench.telemetry.machine.hardware import datasheet_of
 #: More bytes per second than hardware can move. Collectives: what one GPU sends over NVLink 5. Servers:
 #: all traffic of one server node; the node's memory moves a multiple of it.
 MOST_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
-#: NVLinks that carry less than this share of their datasheet's rate were not used: NCCL reaches 70 to 80 % of
-#: it, and over sockets or the host's memory 1 to 5 %.
+#: NVLinks that carry less than this share of their datasheet's rate were not used. NVLink 3 has 300 GB/s in
+#: one direction, PCIe 4.0 with 16 lanes 32, and 100 Gbit/s Ethernet 12.5.
 USED_LINK = 0.1
 #: From so many bytes on, the latency of a few all-reduces is less than their time over NVLinks.
 LONG_BYTES = 32 * 2**20
