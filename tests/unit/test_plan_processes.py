@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -61,6 +62,21 @@ def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind,
     assert made["mine"].fault == "its process was killed (out of memory?)"
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == "networks to check: 1\n  resnet: 1 of 1\n"
+
+
+def test_results_have_the_order_of_the_jobs_though_the_longest_ends_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "usable_cores", lambda: [0])
+    monkeypatch.setattr(cache, "pool_of", ThreadPoolExecutor)
+    jobs = {name: cache.Job(name, (name,), {"name": name}, 1 + i) for i, name in enumerate("abc")}
+    ended = []
+
+    def work(name: str) -> CheckResult:
+        ended.append(name)
+        return CheckResult()
+
+    made = cache.results_of("networks to check: {}", CheckResult, work, jobs, tmp_path)
+    assert ended == ["c", "b", "a"]
+    assert list(made) == ["a", "b", "c"]
 
 
 def test_a_folder_in_which_no_semaphore_can_be_made_is_named(monkeypatch):

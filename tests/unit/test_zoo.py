@@ -243,7 +243,7 @@ def torch_alone() -> contextlib.AbstractContextManager:
 
 def early_sends() -> contextlib.AbstractContextManager:
     """`zero1` takes the first part of a gradient for the whole."""
-    return mock.patch.object(ZeRO1, "_adds_again", False)
+    return mock.patch.object(ZeRO1, "adds_again", False)
 
 
 def nothing_frozen() -> contextlib.AbstractContextManager:

@@ -68,6 +68,7 @@ def results_of(
 ) -> dict[Key, Kept]:
     """The result of each job: read from `folder`, or made by `work` in a process, and written there.
 
+    The results have the order of `jobs`, not that in which the processes end.
     Prints what is missing (`doing`, with its number in place of `{}`) and how long it will take.
     """
     paths = {key: folder / f"{key_of(job.asked)}.json" for key, job in jobs.items()}
@@ -95,7 +96,7 @@ def results_of(
                 left_s = (time.monotonic() - begun) * (whole / done - 1)
                 left = f", about {seconds_text(left_s)} left" if i < len(missing) else ""
                 print(f"  {job.name}: {i} of {len(missing)}{left}", flush=True)
-    return results
+    return {key: results[key] for key in jobs}
 
 
 def key_parts(asked: Any) -> dict[str, Any]:
