@@ -680,8 +680,10 @@ def traffic(told: Told) -> None:
     if phases.get("backward") != 0:
         shown = phases.get("exposed_communication")
         told.same("communication.exposed_ms and its phase", moved.get("exposed_ms"), shown)
-    waited = phases.get("server_wait")
-    told.same("communication.server_wait_ms and its phase", moved.get("server_wait_ms"), waited)
+    # Likewise of the wait in the exchange with servers: the phase is a mean of timed steps, the wait of all.
+    if phases.get("push") != 0:
+        waited = phases.get("server_wait")
+        told.same("communication.server_wait_ms and its phase", moved.get("server_wait_ms"), waited)
     total, hidden, shown = (moved.get(f"{name}_ms") for name in ("total", "overlapped", "exposed"))
     longest = told("time.step_ms.max")
     for what, value, most in (
