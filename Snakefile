@@ -21,7 +21,9 @@ include: "workflow/rules/package.smk"
 include: "workflow/rules/syntax.smk"
 
 
-configfile: "config.yaml"
+if not IS_GIVEN_CONFIG:
+
+    configfile: "config.yaml"
 
 
 include: "workflow/rules/common.smk"

@@ -23,11 +23,11 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from cluster_conf import gres_conf, slurm_conf, slurmdbd_conf
+from cluster_conf import CGROUP_CONF, gres_conf, slurm_conf, slurmdbd_conf
 from cluster_host import (
     MARK,
     Refused,
@@ -68,11 +68,14 @@ class SlurmCluster:
         cpus: int = 16,
         gpus: int = 4,
         memory_mib: int = 24000,
+        control_groups: bool = False,
     ) -> None:
         """Describe a cluster in `directory`, whose nodes each offer `cpus`, `gpus`, `memory_mib`.
 
-        They are pretend figures: SLURM counts them, the host need not have them.
+        They are pretend figures: SLURM counts them, the host need not have them. With `control_groups` the
+        kernel keeps a job's limit of memory.
         """
+        self.control_groups = control_groups
         self.directory = Path(directory).resolve()
         self.accounting = accounting
         self.cpus = cpus
@@ -163,6 +166,17 @@ class SlurmCluster:
             stopped |= found
         return stopped
 
+    @contextlib.contextmanager
+    def controller_away(self) -> Iterator[None]:
+        """Kill the controller, and start it again at the end of the block: it knows its jobs as before."""
+        pid = int((self.directory / "run" / "slurmctld.pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+        self._wait("its end", lambda: not alive(pid))
+        try:
+            yield
+        finally:
+            self._start_controller()
+
     def restore_node(self, node: str) -> None:
         """Boot a node after `lose_node` or put it back after it was set down; wait for it."""
         if not node_processes(self.directory, self.name, node):
@@ -239,8 +253,11 @@ class SlurmCluster:
                 self.cpus,
                 self.gpus,
                 self.memory_mib,
+                self.control_groups,
             )
         )
+        if self.control_groups:
+            (self.directory / "cgroup.conf").write_text(CGROUP_CONF)
         (self.directory / "gres.conf").write_text(gres_conf(self.directory, NODES, self.gpus))
         if self.accounting:
             slurmdbd = self.directory / "slurmdbd.conf"
@@ -282,11 +299,14 @@ class SlurmCluster:
         self._wait("munged", (here / "run" / "munge.socket").exists, munged)
         if self.accounting:
             self._start_accounting()
-        slurmctld = self._daemon("slurmctld", "slurmctld", "-D", "-f", str(self.conf))
-        self._wait("slurmctld", lambda: "is UP" in self.run("scontrol", "ping"), slurmctld)
+        self._start_controller()
         for node in NODES:
             self._start_slurmd(node)
         self._wait("both nodes", lambda: set(self.node_states().values()) == {"idle"})
+
+    def _start_controller(self) -> None:
+        slurmctld = self._daemon("slurmctld", "slurmctld", "-D", "-f", str(self.conf))
+        self._wait("slurmctld", lambda: "is UP" in self.run("scontrol", "ping"), slurmctld)
 
     def _start_slurmd(self, node: str) -> None:
         self._daemon(f"slurmd-{node}", "slurmd", "-D", "-N", node, "-f", str(self.conf))

@@ -16,11 +16,13 @@ def slurm_conf(
     cpus: int,
     gpus: int,
     memory_mib: int,
+    control_groups: bool = False,
 ) -> str:
     """slurm.conf of a cluster in `directory` whose daemons run as `user` on `host`.
 
     `ports` has one for `slurmctld`, one for each node and, where there is accounting, one for
-    `slurmdbd`. `cpus`, `gpus` and `memory_mib` are those of one node.
+    `slurmdbd`. `cpus`, `gpus` and `memory_mib` are those of one node. With `control_groups` the kernel keeps
+    a job's limit of memory, as on most clusters, else SLURM does.
     """
     gres = f" Gres=gpu:{gpus}" if gpus else ""
     node_lines = "\n".join(
@@ -40,7 +42,7 @@ AuthType=auth/munge
 AuthInfo=socket={directory}/run/munge.socket
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={"task/cgroup" if control_groups else "task/none"}
 SwitchType=switch/none
 ReturnToService=2
 SlurmctldPidFile={directory}/run/slurmctld.pid
@@ -64,7 +66,7 @@ PreemptMode=CANCEL
 JobCompType=jobcomp/none
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=1
-JobAcctGatherParams=OverMemoryKill,UsePss
+JobAcctGatherParams={"UsePss" if control_groups else "OverMemoryKill,UsePss"}
 GresTypes=gpu
 {node_lines}
 PartitionName=gpu Nodes={",".join(nodes)} Default=YES MaxTime=INFINITE State=UP
@@ -81,6 +83,14 @@ AccountingStoragePass={directory}/run/munge.socket
 AccountingStorageTRES=gres/gpu
 AccountingStoreFlags=job_comment
 AccountingStorageEnforce=associations"""
+
+
+#: cgroup.conf with limits of memory, in the kernel's control groups of version 1.
+CGROUP_CONF = """CgroupPlugin=cgroup/v1
+CgroupMountpoint=/sys/fs/cgroup
+CgroupAutomount=no
+ConstrainRAMSpace=yes
+"""
 
 
 def gres_conf(directory: Path, nodes: Sequence[str], gpus: int) -> str:

@@ -147,8 +147,8 @@ def test_a_failure_leaves_no_result_and_is_named_with_its_log(
 def test_the_cause_is_told(disaster: Disaster) -> None:
     for sign in (
         "killed by SIGKILL",
-        "SLURM status is: 'TIMEOUT'",
-        "SLURM status is: 'CANCELLED'",
+        "failed: TIMEOUT on node",
+        "failed: CANCELLED on node",
         "exceeded memory limit",
         "No space left on device",
     ):

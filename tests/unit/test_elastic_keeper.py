@@ -16,6 +16,8 @@ import torch
 from launching import LIMIT_S, until
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.study.resources import JobRequest
+from stratbench.study.slurm import submission
+from stratbench.study.slurm.submission import Kind
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic import keeper
 from stratbench.train.elastic.keeper import GaveUp, Keeper, Refused, Seen
@@ -33,8 +35,14 @@ class Scripted(keeper.Backend):
     full: bool = False
     silent: bool = False
     looks: int = 0
+    #: Refusals that pass, one for each submission.
+    passing: list[Kind] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
 
     def submit(self, number: int, slot: int) -> str:
+        self.tried.append(number)
+        if self.passing:
+            raise Refused("not now", self.passing.pop(0))
         if self.full:
             raise Refused("QOSMaxSubmitJobPerUserLimit")
         self.slots[str(number)] = slot
@@ -268,6 +276,52 @@ def test_a_greeting_of_sbatch_is_no_jobs_number(
         jobs.submit(3, 0)
 
 
+def test_a_submission_that_may_pass_is_tried_again_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submission, "SHORTEST_PAUSE_S", 0.05)
+    backend = Scripted(passing=["silence", "limit", "silence"])
+    with Keeper(backend, 2, tmp_path / "jobs") as kept:
+        kept._postponed._pause_s = 0.05
+        until(lambda: len(backend.jobs) == 2)
+        kept.check()
+    assert backend.tried == [0, 0, 0, 0, 1]
+    assert capfd.readouterr().out.count("a worker job is not accepted now, and tried again") == 2
+
+
+def test_a_cell_is_given_up_when_sbatch_has_not_answered_for_ten_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "SILENCE_S", 0.2)
+    backend = Scripted(passing=["silence"] * 100)
+    kept = Keeper(backend, 1, tmp_path / "jobs")
+    kept._postponed._pause_s = 0.05
+    with kept:
+        until(lambda: kept._gave_up)
+        with pytest.raises(GaveUp, match="no worker job is accepted: not now"):
+            kept.check()
+    assert set(backend.tried) == {0}
+
+
+def test_a_worker_job_that_slurm_has_taken_without_an_answer_is_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed_out = "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1"
+    for name, script in {
+        "sbatch": f"cat > /dev/null; echo x >> {tmp_path}/asked; {timed_out}",
+        "squeue": "echo '41|worker 2 of a/b'; echo '42|worker 3 of a/b'",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    jobs = SlurmJobs(WorkerJob(1, 4, 2000, 90), RunFolder(tmp_path), "a/b")
+    with pytest.raises(Refused, match="Socket timed out") as refused:
+        jobs.submit(3, 0)
+    assert refused.value.passes == "silence"
+    assert jobs.submit(3, 0) == "42"
+    assert (tmp_path / "asked").read_text() == "x\n"
+
+
 def test_jobs_that_nobody_knows_are_not_submitted_again_without_an_end(tmp_path: Path) -> None:
     backend = Scripted()
     with Keeper(backend, 1, tmp_path / "jobs") as kept:
@@ -308,9 +362,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
             kept.check()
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
-    with pytest.raises(
-        Refused, match=r"^sbatch: error: Access denied \(sbatch on .* may not submit"
-    ):
+    with pytest.raises(Refused, match=r"^sbatch: Access denied \(on .* may not submit"):
         SlurmJobs(asked, folder, "a/b").submit(0, 0)
 
 

@@ -873,6 +873,51 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     assert ending.classify(job, exits, kills_before=5).status == "error"  # one of a cell before
 
 
+GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [192.0.2.2]:9944"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "timed_out", "cause"),
+    [
+        ([None, GONE], True, None),  # node 0 ended its worker at the limit, a moment before
+        ([None, GONE], False, GONE),
+        ([GONE, "ValueError: broken"], False, "ValueError: broken"),
+        ([GONE, "ValueError: broken"], True, "ValueError: broken"),
+    ],
+)
+def test_the_loss_of_a_worker_is_no_cause_of_an_end(tmp_path, reasons, timed_out, cause):
+    results = [r and {"status": "error", "reason": r} for r in reasons]
+    job = job_with(tmp_path, results, time.monotonic() - 30)
+    exits = Exits([ProcessExit(f"rank{i}", r and 1) for i, r in enumerate(reasons)], timed_out)
+    reason = ending.classify(job, exits).reason
+    assert reason.startswith(cause or "no step within the cell's limit of 10 s")
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "text"),
+    [
+        ("0::/slurm/job_7\n", "slurm/job_7/memory.events", "low 0\noom 2\noom_kill 3\n"),
+        (
+            "5:cpuset:/\n4:memory:/slurm/job_7/step_batch\n0::/\n",
+            "memory/slurm/job_7/step_batch/memory.oom_control",
+            "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_kills_for_memory_are_counted_in_control_groups_of_both_versions(
+    tmp_path, groups, file, text
+):
+    proc = tmp_path / "cgroup"
+    assert ending.oom_kills(proc, tmp_path) == 0
+    proc.write_text(groups)
+    assert ending.oom_kills(proc, tmp_path) == 0
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert ending.oom_kills(proc, tmp_path) == 3
+
+
 @pytest.mark.parametrize(("joins", "expected"), [(False, "error"), (True, "timeout")])
 def test_an_error_of_a_worker_that_servers_wait_for_wins_over_the_deadline(
     tmp_path, joins, expected

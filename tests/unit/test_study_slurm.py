@@ -50,7 +50,6 @@ def snakemake(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_machine_without_slurm_has_no_live_jobs(fake, snakemake, tmp_path, capfd):
     live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")])
-    live_jobs.warn_of_forgetful_slurm()
     assert snakemake.log == []
     assert capfd.readouterr() == ("", "")
 
@@ -93,13 +92,6 @@ def test_a_slurm_that_does_not_answer_is_told(fake, snakemake, tmp_path, capfd):
     live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a")])
     assert snakemake.log == []
     assert "squeue does not answer" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("age", "told"), [("20 sec", True), ("300 sec", False)])
-def test_a_forgetful_slurm_is_told(fake, capfd, age, told):
-    fake("scontrol", f"echo 'MinJobAge               = {age}'")
-    live_jobs.warn_of_forgetful_slurm()
-    assert ("MinJobAge" in capfd.readouterr().err) == told
 
 
 def test_the_comment_is_the_one_that_the_plugin_gives():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
-from snakemake_interface_logger_plugins.common import LogEvent
 
 from stratbench.study.slurm import unstarted_jobs
 
@@ -50,22 +48,6 @@ def test_a_node_that_does_not_see_the_folder_is_named_with_it(logs: list[Path]) 
     sentence = unstarted_jobs.describe_unstarted(logs)
     assert "began on node7 and left no log" in sentence
     assert f"does not see {Path.cwd()}, put this folder where all nodes see it" in sentence
-
-
-@pytest.mark.parametrize("began", [False, True])
-def test_snakemakes_message_of_a_job_that_never_began_has_the_reason(
-    logs: list[Path], began: bool
-) -> None:
-    if began:
-        logs[0].parent.mkdir(parents=True)
-        logs[0].write_text("cell: began\n")
-    record = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, "Error in rule", (), None)
-    record.event, record.log = LogEvent.JOB_ERROR, list(map(str, logs))
-    record.rule_msg = "SLURM-job '12' failed."
-    assert unstarted_jobs.explain_unstarted(record)
-    told = record.rule_msg.removeprefix("SLURM-job '12' failed.")
-    assert told.startswith(" SLURM job 12 began on node7 and left no log;") is not began
-    assert (told == "") is began
 
 
 def test_of_other_jobs_nothing_is_said(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

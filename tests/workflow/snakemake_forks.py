@@ -165,11 +165,11 @@ def _become(args: list[str], cwd: str, env: dict[str, str], output: str, ends: s
 
 
 def _look_every(seconds: float) -> None:
-    """Have Snakemake look at a cluster's jobs so often, whatever its plugin wants."""
+    """Have Snakemake look at a cluster's jobs so often, once it follows them, whatever it wants."""
     from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 
     RemoteExecutor.next_seconds_between_status_checks = property(
-        lambda _: seconds, lambda _, wanted: None
+        lambda executor: seconds if hasattr(executor, "followed") else 1, lambda _, wanted: None
     )
 
 

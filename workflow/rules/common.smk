@@ -188,11 +188,15 @@ def verdict_of(wildcards):
     return list(filter(None, [told_verdict(wildcards)]))
 
 
+def on_slurm():
+    """Whether jobs are submitted to SLURM."""
+    return not workflow.local_exec and workflow.executor_plugin.name == "slurm"
+
+
 @cache
 def links_request():
     """What the measurement of links asks a scheduler for; of one node where there is no SLURM."""
-    on_slurm = not workflow.local_exec and workflow.executor_plugin.name == "slurm"
-    return JOBS.links_request(cluster_nodes() if on_slurm else [])
+    return JOBS.links_request(cluster_nodes() if on_slurm() else [])
 
 
 def measured_links(wildcards):

@@ -1,10 +1,14 @@
-# Says where config.yaml is not YAML, before Snakemake reads it, which does not say where.
+# Says where config.yaml is not YAML, before Snakemake reads it, which does not say where. A job that was given
+# the config of its run reads no config.yaml.
 from snakemake.exceptions import WorkflowError
 
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.yaml_traps import check_syntax
+from stratbench.study.job_values import is_given_config
 
+IS_GIVEN_CONFIG = is_given_config(workflow)
 try:
-    check_syntax("config.yaml")
+    if not IS_GIVEN_CONFIG:
+        check_syntax("config.yaml")
 except ConfigError as error:
     raise WorkflowError(str(error)) from None

@@ -2,10 +2,8 @@ import signal
 from threading import Thread
 
 from stratbench.study import job_values, order, resume
-from stratbench.study.slurm import stuck_jobs
+from stratbench.study.slurm.job_requests import Submission, submit_what_fits
 from stratbench.train import forkserver
-
-live_jobs.wake_to_end()
 
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
@@ -20,8 +18,14 @@ onstart:
     planned = [job for job in training if workflow.dag.needrun(job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
     trained = [cell for cell, _ in cells]
-    requests = [
-        (job, cell, JOBS.settings_of(cell), JOBS.request_of(cell))
+    submissions = [
+        Submission(
+            job,
+            cell,
+            JOBS.settings_of(cell),
+            JOBS.request_of(cell),
+            JOBS.longest_s(cell),
+        )
         for cell, job in cells
     ]
     for job in jobs_of(rules.run_block):
@@ -30,23 +34,23 @@ onstart:
             plan = block_of(job.wildcards)
             trained += map(plan.cell, plan.order)
             cell = plan.cell(plan.order[0])
-            requests.append(
-                (job, cell, JOBS.settings_of(cell), ROUND.request_of(plan))
+            submissions.append(
+                Submission(
+                    job, cell, JOBS.settings_of(cell), ROUND.request_of(plan)
+                )
             )
     if lacking := missing_needs(trained):
         raise WorkflowError("\n".join(lacking))
-    if unheld := stuck_jobs.before_submission(workflow, requests):
+    if on_slurm() and (unheld := submit_what_fits(workflow, submissions)):
         raise WorkflowError("\n".join(unheld))
     if not workflow.local_exec:
         # Snakemake does not know its SLURM jobs again after it was killed.
         live_jobs.hold_until_ended(workflow, planned)
-        live_jobs.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
-    if not workflow.local_exec and workflow.executor_plugin.name == "slurm":
-        live_jobs.cancel_all(workflow)
     order.start_by_priority(workflow)
+    job_values.keep_config(workflow)
     job_values.write_values(workflow.dag.needrun_jobs())
-    if workflow.local_exec and requests:
+    if workflow.local_exec and submissions:
         forkserver.share_until_exit()
 
 

@@ -1,11 +1,13 @@
-"""Values that are too long for a job's command line: a file beside the job's log holds them.
+"""Files by which a job gets what the run had that submitted it: its values, and the whole config.
 
-The command has `--values FILE`, and `@NAME` in place of each value. The file is written before the first job
-starts. So a job on SLURM trains what it was submitted with, even if config.yaml has changed since.
+The command of a job has `--values FILE`, and `@NAME` in place of each value that is too long for a command
+line. Both files are written before the first job starts. So a job on SLURM trains what it was submitted with,
+whatever has become of config.yaml since.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -18,6 +20,27 @@ from stratbench.cell.files import replacing
 OPTION = "--values"
 #: The option in the command of a rule.
 OF_JOB = f"{OPTION} {{log:q}}.json"
+#: The folder of the configs that jobs are given. Each file is named by its content.
+CONFIGS = Path(".snakemake/configs")
+
+
+def keep_config(workflow: Any) -> None:
+    """Have the jobs of a run be given its config, in place of files and options that name it.
+
+    Args:
+        workflow: Snakemake's, before its first job.
+    """
+    text = json.dumps(workflow.globals["config"], default=str)
+    path = CONFIGS / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    settings = workflow.config_settings
+    settings.configfiles, settings.config_args = [path.absolute()], []
+
+
+def is_given_config(workflow: Any) -> bool:
+    """Return whether this process is a job that was given its run's config."""
+    return any(Path(p).parent.parts[-2:] == CONFIGS.parts for p in workflow.overwrite_configfiles)
 
 
 def write_values(jobs: Iterable[Any]) -> None:

@@ -138,7 +138,11 @@ class Jobs:
                 cluster,
                 self._study.time_limit_s(cell),
                 self._plan.host_mem_mib(cell),
-                self._plan.longest_s(cell, settings, cluster),
+                self.longest_s(cell),
                 self._plan.servers_mem_mib(cell),
             )
         return self._requests[cell]
+
+    def longest_s(self, cell: Cell) -> float | None:
+        """The plan's upper estimate of a cell's time, in seconds; None where there is none."""
+        return self._plan.longest_s(cell, self.settings_of(cell), self._cluster)

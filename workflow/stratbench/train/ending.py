@@ -84,12 +84,31 @@ def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str |
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
+#: What gloo and NCCL say where a worker's peer is gone.
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process (exited|has terminated)"
+)
+
+
+def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
+    """Return the first worker's error that is not the loss of another worker; else the first error.
+
+    Args:
+        workers: The workers' results by rank.
+        was_ended: Whether the cell reached its limit: then the loss of a worker is no error. On several nodes
+            one is ended a moment before the others.
+    """
+    errors = [w["reason"] for w in workers.values() if w["status"] == "error"]
+    causes = [reason for reason in errors if not _LOST_PEER.search(reason)]
+    return next(iter(causes or ([] if was_ended else errors)), None)
+
+
 def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
     """How a cell ended whose workers need one another, and none of whom lacked memory."""
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
         return Ending("error", watchdog_reason(job, killed) or str(killed[0]))
-    if reason := first_reason(workers, "error"):
+    if reason := cause_of_error(workers, was_ended=exits.timed_out):
         # A peer did not come to a collective in time. Whoever still runs is the one.
         waits = why_hung(standings_of(job)) if "Timed out waiting" in reason else None
         return Ending("error", f"{reason}; {waits}" if waits else reason)
@@ -213,13 +232,22 @@ def has_killed(kills_before: int | None) -> bool:
     return kills_before is not None and oom_kills() > kills_before
 
 
-def oom_kills() -> int:
-    """Out-of-memory kills in this process's control group (version 2); 0 where that cannot be read."""
+def oom_kills(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the out-of-memory kills in this process's control group; 0 where that cannot be read.
+
+    Args:
+        proc: The kernel's list of this process's groups, of both versions.
+        root: Where control groups are mounted.
+    """
     try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        folder = Path("/sys/fs/cgroup", groups[0].rpartition("::")[2].lstrip("/"))
-        events = (folder / "memory.events").read_text(encoding="utf-8")
-    except (OSError, IndexError):
+        groups = [line.split(":", 2) for line in proc.read_text(encoding="utf-8").splitlines()]
+        for _, controllers, group in groups:
+            if "memory" in controllers.split(","):  # version 1
+                file = root / "memory" / group.lstrip("/") / "memory.oom_control"
+                break
+        else:
+            file = root / groups[0][2].lstrip("/") / "memory.events"
+        counts = dict(line.split() for line in file.read_text(encoding="utf-8").splitlines())
+    except (OSError, IndexError, ValueError):
         return 0
-    counts = dict(line.split() for line in events.splitlines())
     return int(counts.get("oom_kill", 0))

@@ -8,6 +8,8 @@ import subprocess
 TIMEOUT_S = 120.0
 #: The exit code of a command that is not there.
 NOT_THERE = 127
+#: Variables that change what the commands show.
+_FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 
 
 def ask_slurm(
@@ -15,11 +17,11 @@ def ask_slurm(
 ) -> subprocess.CompletedProcess[str] | None:
     """Run one of SLURM's commands; None where it does not answer, exit code NOT_THERE where it is not there.
 
-    What SLURM told a process of its own job would be taken for options; a user's own options outside of
-    jobs, as SLURM_CLUSTERS, are kept.
+    What SLURM told a process of its own job would be taken for options, and a user's own for squeue, sinfo
+    and sacct would hide jobs; other options outside of jobs, as SLURM_CLUSTERS, are kept.
     """
-    of_job = ("SLURM_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(of_job)}
+    unwanted = _FILTERS + (("SLURM_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ())
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
     conf = os.environ.get("SLURM_CONF") or os.environ.get("STRATBENCH_SLURM_CONF")
     env = kept | ({"SLURM_CONF": conf} if conf else {})
     stdin = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}

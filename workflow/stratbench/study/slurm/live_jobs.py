@@ -1,13 +1,10 @@
-"""Jobs that Snakemake does not know of, before it submits to SLURM and when it ends.
+"""Jobs that Snakemake does not know of before it submits to SLURM.
 
-A Snakemake that was killed does not remember its SLURM jobs: it would submit them again. One that Ctrl-C
-interrupts while it asks SLURM for its jobs' states cancels none of them.
+A Snakemake that was killed does not remember its SLURM jobs: it would submit them again.
 """
 
 from __future__ import annotations
 
-import asyncio
-import re
 import shutil
 import sys
 import time
@@ -16,15 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.study.resume import restart
-from stratbench.study.slurm.commands import ask_slurm, printed_by
+from stratbench.study.slurm.commands import printed_by
 
 #: The time between two status requests, each for all jobs, in seconds.
 POLL_S = 15
-#: The longest time between two requests of Snakemake's SLURM plugin for the states of its jobs, in
-#: seconds. A job that ends and is forgotten in between never ends for Snakemake.
-LONGEST_POLL_S = 180
-#: How often the wait between two requests looks whether Snakemake ends, in seconds.
-_WAKE_S = 0.5
 
 
 def comment_of(rule: str, wildcards: list[str]) -> str:
@@ -45,19 +37,6 @@ def live_jobs(directory: Path) -> dict[str, str] | None:
     rows = [line.split("|", 2) for line in shown.splitlines() if line.count("|") >= 2]
     here = directory.resolve()
     return {job: comment for job, folder, comment in rows if Path(folder).resolve() == here}
-
-
-def warn_of_forgetful_slurm() -> None:
-    """Warns the user if SLURM forgets ended jobs before Snakemake is sure to have asked for them."""
-    shown = printed_by(["scontrol", "show", "config"])
-    age = re.search(r"^MinJobAge\s*=\s*(\d+)", shown or "", re.MULTILINE)
-    if age and int(age[1]) <= LONGEST_POLL_S:
-        tell(
-            f"this SLURM forgets ended jobs after {age[1]} s (MinJobAge), and Snakemake may ask for "
-            f"them {LONGEST_POLL_S} s later. If it waits for a job that squeue does not show any "
-            "more: kill -9 it, which leaves running jobs alone, then snakemake --unlock, and start "
-            "it again"
-        )
 
 
 def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
@@ -92,46 +71,6 @@ def wait_for_live(cells: Mapping[str, str], directory: Path) -> bool:
             tell(describe_live_jobs(live))
             waited = True
         time.sleep(POLL_S)
-
-
-def wake_to_end() -> None:
-    """From now on have an executor that waits between two requests for its jobs' states wake when it ends.
-
-    It would first sleep to the end, for up to LONGEST_POLL_S. To be called before there is an executor,
-    since it begins to wait as soon as it is there.
-    """
-    from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
-
-    async def sleep(executor: Any) -> None:
-        until = time.monotonic() + executor.next_seconds_between_status_checks
-        while executor.wait and time.monotonic() < until:
-            await asyncio.sleep(_WAKE_S)
-
-    RemoteExecutor.sleep = sleep
-
-
-def cancel_all(workflow: Any) -> None:
-    """From now on have Ctrl-C cancel all SLURM jobs of this run.
-
-    Snakemake knows none of its jobs while it asks for their states, and not yet the one that it is just
-    submitting: all have the run's id as their name. `workflow` is Snakemake's.
-    """
-    executor = workflow.scheduler._executor
-    cancel_known, run = executor.cancel_jobs, executor.run_uuid
-
-    def cancel_jobs(known: list[Any]) -> None:
-        try:
-            cancel_known(known)
-        finally:
-            shown = printed_by(["squeue", "--me", "--noheader", f"--name={run}", "--format=%i %T"])
-            jobs = [line.split() for line in (shown or "").splitlines()]
-            if left := [job for job, state in jobs if state != "COMPLETING"]:
-                ask_slurm(["scancel", "--quiet", *left])
-                tell(
-                    f"SLURM jobs that Snakemake had lost from view are cancelled: {' '.join(left)}"
-                )
-
-    executor.cancel_jobs = cancel_jobs
 
 
 def tell(text: str) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-
-from snakemake_interface_logger_plugins.common import LogEvent
 
 from stratbench.study.slurm.commands import printed_by
 
@@ -15,17 +12,6 @@ from stratbench.study.slurm.commands import printed_by
 _MISSING = re.compile(
     r"(/\S+): (?:not found|No such file or directory)|couldn't chdir to `(.+?)': No such file"
 )
-
-
-def explain_unstarted(record: logging.LogRecord) -> bool:
-    """Filter of Snakemake's messages: adds the reason to that of a failed job which never began."""
-    if getattr(record, "event", None) != LogEvent.JOB_ERROR:
-        return True
-    # An error in a filter would stop Snakemake's scheduler: fields may be absent in other versions.
-    logs = [Path(log) for log in getattr(record, "log", None) or ()]
-    if why := describe_unstarted(logs):
-        record.rule_msg = f"{getattr(record, 'rule_msg', None) or ''} {why}.".lstrip()
-    return True
 
 
 def describe_unstarted(logs: Sequence[Path]) -> str | None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from stratbench.cell.files import read_json_lines
+from stratbench.study.slurm import submission
 
 #: The shortest and the longest time between two looks at the jobs, in seconds: it doubles while nothing
 #: changes.
@@ -37,7 +38,15 @@ class GaveUp(RuntimeError):
 
 
 class Refused(RuntimeError):
-    """A job was not accepted; the text is the reason that was given."""
+    """A job was not accepted; the text is the reason that was given.
+
+    Attributes:
+        passes: Why it may be accepted later; None where it stays refused.
+    """
+
+    def __init__(self, reason: str, passes: submission.Kind | None = None) -> None:
+        super().__init__(reason)
+        self.passes = passes
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,10 @@ class Backend(Protocol):
     """Where worker jobs run: SLURM, or this machine."""
 
     def submit(self, number: int, slot: int) -> str:
-        """Start or queue worker `number`; returns the job's id. Raises `Refused`."""
+        """Start or queue worker `number`; returns the job's id. Raises `Refused`.
+
+        A number whose refusal may pass is tried again: where there is a job of it all the same, that is it.
+        """
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
         """The jobs by id; one that is absent has ended. None: nobody answers now."""
@@ -95,6 +107,7 @@ class Keeper:
         self._not_before = dict.fromkeys(range(slots), 0.0)  # by time.monotonic
         self._failures = dict.fromkeys(range(slots), 0)
         self._unknown = dict.fromkeys(range(slots), 0)
+        self._postponed = submission.Postponed()  # its jobs are slots
         self._next_number = 0
         #: When the jobs of lost workers are cancelled, by number.
         self._parting: dict[int, float] = {}
@@ -170,7 +183,7 @@ class Keeper:
         """Seconds until the next look: sooner where a slot's job is due, or has just become so."""
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
-        due = [self._not_before[slot] - now for slot in empty]
+        due = [max(self._not_before[s], self._postponed.not_before) - now for s in empty]
         live = {self._entries[id_].number for id_ in self._live.values()}
         due += [t - now for n, t in list(self._parting.items()) if n in live]
         return min([pause_s, *(max(x, 0.05) for x in due)])
@@ -234,6 +247,9 @@ class Keeper:
     def _submit(self) -> bool:
         """Submit a job for each slot without one; returns whether any was submitted."""
         submitted = False
+        if self._postponed.waits(time.monotonic()):
+            return submitted
+        self._postponed.jobs.clear()
         for slot in range(self._slots):
             if self._stopped or self._finishing or self._gave_up is not None:
                 return submitted
@@ -243,6 +259,8 @@ class Keeper:
             try:
                 id_ = self._backend.submit(number, slot)
             except Refused as refused:
+                if self._postpone(slot, refused):
+                    return submitted
                 self._next_number += 1  # there may be a job all the same, where the answer was lost
                 if not self._entries:
                     self._gave_up = f"no worker job is accepted: {refused}"
@@ -251,11 +269,25 @@ class Keeper:
                 self._not_before[slot] = time.monotonic() + LONGEST_LOOK_S
                 continue
             self._next_number += 1
+            self._postponed.hurry()
             self._live[slot] = id_
             self._keep(WorkerJobEntry(number, slot, id_, asked_unix_s), new=True)
             print(f"worker {number} is job {id_}", flush=True)
             submitted = True
         return submitted
+
+    def _postpone(self, slot: int, refused: Refused) -> bool:
+        """Try again later, where the refusal may pass; returns whether it may."""
+        now, kind = time.monotonic(), refused.passes
+        if kind is None:
+            return False
+        self._postponed.add(slot, kind, now)
+        if self._postponed.is_over(now):
+            return False
+        if kind not in self._postponed.told:
+            self._postponed.told.add(kind)
+            print(f"a worker job is not accepted now, and tried again: {refused}", flush=True)
+        return True
 
     # ------------------------------------------------------------ the journal
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from stratbench.cell.run_folder import RunFolder, worker_name
-from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm
+from stratbench.study.slurm import submission
+from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm, printed_by
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic.keeper import Backend, Refused, Seen
 
@@ -43,15 +44,19 @@ class SlurmJobs(Backend):
     def __init__(self, asked: WorkerJob, folder: RunFolder, cell: str) -> None:
         """`cell`: its path among the results, which `squeue` shows."""
         self._asked, self._folder, self._cell = asked, folder, cell
+        #: Workers of which sbatch has not said whether it took their job.
+        self._unanswered: set[int] = set()
 
     def submit(self, number: int, slot: int) -> str:
+        if number in self._unanswered and (taken := self._taken(number)):
+            return taken
         output = str(self._folder.log(worker_name(number))).replace("%", "%%")
         command = [
             "sbatch",
             "--parsable",
             "--no-requeue",
             "--job-name=stratbench-worker",
-            f"--comment=worker {number} of {self._cell}",
+            f"--comment={self._comment(number)}",
             f"--output={output}",
             "--open-mode=append",
             f"--signal=USR1@{WARNING_S}",
@@ -59,17 +64,32 @@ class SlurmJobs(Backend):
         ]
         done = ask_slurm(command, self.script(number))
         if done is None:
-            raise Refused(f"sbatch did not answer in {TIMEOUT_S:g} s")
+            self._unanswered.add(number)
+            raise Refused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
         if done.returncode != 0:
-            raise Refused(
-                f"{' '.join(done.stderr.split())} (sbatch on {socket.gethostname()}); {_REMEDY}"
-            )
+            why = submission.reason_of(done.stderr)
+            kind = submission.kind_of_refusal(why)
+            if kind == "silence":
+                self._unanswered.add(number)
+            remedy = "" if kind else f"; {_REMEDY}"
+            raise Refused(f"sbatch: {why} (on {socket.gethostname()}){remedy}", kind)
         lines = [line.strip() for line in done.stdout.splitlines()]
         numbers = [line for line in lines if re.fullmatch(r"\d+(;.+)?", line)]  # a site's may greet
         if not numbers:
             said = " ".join(done.stdout.split())[:200]
             raise Refused(f"sbatch printed {said!r} and no job's number")
         return numbers[-1].partition(";")[0]
+
+    def _comment(self, number: int) -> str:
+        return f"worker {number} of {self._cell}"
+
+    def _taken(self, number: int) -> str | None:
+        """The job of a worker whose sbatch did not answer, if SLURM has taken it."""
+        shown = printed_by(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%k"])
+        if shown is None:
+            raise Refused("squeue does not answer", "silence")
+        rows = [line.split("|", 1) for line in shown.splitlines() if "|" in line]
+        return next((id_ for id_, comment in rows if comment == self._comment(number)), None)
 
     def script(self, number: int) -> str:
         """What the job of worker `number` runs: nothing where it starts after the end."""

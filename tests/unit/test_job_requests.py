@@ -1,8 +1,7 @@
-"""What SLURM will never start is told: against recorded output of sinfo, squeue and sbatch."""
+"""Jobs that no node can hold are told before the first submission: against recorded output of sinfo."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.study import resources
 from stratbench.study.config import config
-from stratbench.study.slurm import commands, nodes, stuck_jobs
+from stratbench.study.slurm import commands, job_requests, nodes
 from stratbench.study.slurm.worker_job import WorkerJob
 
 #: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.
@@ -130,7 +129,7 @@ def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
     ("gres", "gpu_type"), [("gpu:a100:2", "a100"), ("gpu:2", None), ("gpu:a:1,gpu:b:1", None)]
 )
 def test_the_type_in_a_profile_is_read(gres, gpu_type):
-    submitted = stuck_jobs.submitted_request({"nodes": 1, "gres": gres})
+    submitted = job_requests.submitted_request({"nodes": 1, "gres": gres})
     assert (submitted.gpus, submitted.gpu_type) == (2, gpu_type)
 
 
@@ -235,9 +234,8 @@ def test_what_the_profile_asks_for_is_judged_and_named():
 
     def refusal(**given):
         job = snakemake_job(cell, **(same | given))
-        return stuck_jobs.refusals([(job, cell, settings, asked)], offered, anywhere=False).get(
-            cell
-        )
+        submission = job_requests.Submission(job, cell, settings, asked)
+        return job_requests.refusals([submission], offered, anywhere=False).get(cell)
 
     assert refusal() is None
     assert "lower it in the profile" in refusal(mem_mb=900_000)
@@ -246,124 +244,9 @@ def test_what_the_profile_asks_for_is_judged_and_named():
     assert "4 GPUs, 4 CPU cores" in refusal(gres="gpu:4")
 
 
-# ---------------------------------------------------------------- refused by sbatch
-
-REFUSED = """SLURM sbatch failed. \
-The error message was 'sbatch: error: CPU count per node can not be satisfied
-sbatch: error: Batch job submission failed: Requested node configuration is not available'.
-    sbatch call:
-        sbatch --parsable --export=ALL --job-name 1 --wrap="/usr/bin/python3 -m snakemake ..."
-For further error details see the cluster/cloud log and the log files of the involved rule(s)."""
-
-
-def test_a_refused_sbatch_is_two_sentences():
-    record = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, "Error in rule", (), None)
-    record.rule_msg, record.output, record.shellcmd = REFUSED, ["a/record.json"], "python -m x"
-    asks = {"a/record.json": "s/e: ddp asks for a node with 32 CPU cores"}
-    assert stuck_jobs.RefusalFilter(asks).filter(record)
-    assert record.rule_msg == (
-        "SLURM refuses it: CPU count per node can not be satisfied; Batch job submission failed: "
-        "Requested node configuration is not available. s/e: ddp asks for a node with 32 CPU cores."
-    )
-    assert record.shellcmd is None
-
-
-def test_other_reports_are_left_alone():
-    record = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, "Error in rule", (), None)
-    record.rule_msg, record.shellcmd = "SLURM-job '7' failed", "python -m x"
-    assert stuck_jobs.RefusalFilter({}).filter(record)
-    assert (record.rule_msg, record.shellcmd) == ("SLURM-job '7' failed", "python -m x")
-
-
-def test_the_plugin_reports_a_refusal_in_these_words():
-    """As pinned in envs/: the filter reads the plugin's report."""
-    pytest.importorskip("snakemake_executor_plugin_slurm")
-    import snakemake_executor_plugin_slurm as plugin
-
-    source = Path(plugin.__file__).read_text()
-    assert '"SLURM sbatch failed. "\n' in source
-    assert "f\"The error message was '{e.output.strip()}'.\\n\"" in source
-
-
-# ---------------------------------------------------------------- pending for ever
-
-
-def queue(here: Path, *rows: str) -> str:
-    return "".join(row.replace("HERE", str(here)) + "\n" for row in rows)
-
-
-def test_reasons_that_do_not_pass_are_told_from_those_that_do(tmp_path):
-    text = queue(
-        tmp_path,
-        "1|HERE|PENDING|PartitionConfig|a",
-        "2|HERE|PENDING|Resources|b",
-        "3|HERE|PENDING|Priority|c",
-        "4|HERE|PENDING|QOSMaxWallDurationPerJobLimit|d",
-        "5|HERE|PENDING|QOSMaxJobsPerUserLimit|e",
-        "6|/elsewhere|PENDING|BadConstraints|f",
-        "7|HERE|RUNNING|None|g",
-        "8|HERE|PENDING|JobHeldUser|h",
-        "9|HERE|PENDING|AssocMaxCpuPerJobLimit|i",
-        "10|HERE|PENDING|BadConstraints|j",
-    )
-    found = {job: reason for (job, _), (reason, _) in stuck_jobs.stuck_jobs(text, tmp_path)}
-    assert found == {
-        "1": "PartitionConfig",
-        "4": "QOSMaxWallDurationPerJobLimit",
-        "8": "JobHeldUser",
-        "9": "AssocMaxCpuPerJobLimit",
-        "10": "BadConstraints",
-    }
-
-
-def test_a_limit_on_all_jobs_together_is_told_once_none_of_them_runs(tmp_path):
-    text = queue(tmp_path, "5|HERE|PENDING|AssocGrpCpuLimit|e")
-    ((_, (reason, remedy)),) = stuck_jobs.stuck_jobs(text, tmp_path)
-    assert reason == "AssocGrpCpuLimit"
-    assert "no job of yours runs" in remedy
-
-
-def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
-    said = [queue(tmp_path, "12|HERE|PENDING|PartitionConfig|c1", "13|HERE|PENDING|Priority|c2")]
-    monkeypatch.setattr(
-        commands.subprocess,
-        "run",
-        lambda *_, **__: SimpleNamespace(returncode=0, stdout=said[-1]),
-    )
-    cells, seen = {"c1": "results/a/record.json", "c2": "results/b/record.json"}, {}
-
-    def look(now_s):
-        return stuck_jobs.newly_stuck(seen, cells, tmp_path, now_s)
-
-    assert look(0.0) == []
-    assert look(59.0) == []
-    ((job, sentence),) = look(61.0)
-    assert job == "12"
-    assert sentence.startswith(
-        "SLURM job 12 (results/a/record.json) waits for a reason that does not pass by itself, "
-        "PartitionConfig: no node of the partition has what it asks for"
-    )
-    assert sentence.endswith("scancel 12 gives it up")
-    # A job that waits for something else in between starts anew.
-    said.append(queue(tmp_path, "12|HERE|PENDING|Priority|c1"))
-    assert look(70.0) == []
-    said.append(said[0])
-    assert look(80.0) == []
-
-
-def test_a_silent_slurm_stops_nothing(tmp_path, monkeypatch):
+def test_a_silent_slurm_stops_nothing(monkeypatch):
     def fail(*_, **__):
-        raise commands.subprocess.TimeoutExpired("squeue", 60)
+        raise commands.subprocess.TimeoutExpired("sinfo", 60)
 
     monkeypatch.setattr(commands.subprocess, "run", fail)
-    assert stuck_jobs.newly_stuck({}, {}, tmp_path, 0.0) == []
     assert nodes.cluster_nodes() == []
-
-
-def test_a_slurm_that_fails_once_lets_no_job_wait_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        commands.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="")
-    )
-    seen = {("12", "PartitionConfig"): 0.0}
-    assert stuck_jobs.newly_stuck(seen, {}, tmp_path, 30.0) == []
-    assert seen == {("12", "PartitionConfig"): 0.0}

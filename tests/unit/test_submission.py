@@ -1,0 +1,86 @@
+"""Refusals by sbatch: which pass, and when the job is submitted again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stratbench.study.slurm import submission
+from stratbench.study.slurm.submission import SILENCE_S, Postponed
+
+REFUSED = """SLURM sbatch failed. \
+The error message was 'sbatch: error: CPU count per node can not be satisfied
+sbatch: error: Batch job submission failed: Requested node configuration is not available'.
+    sbatch call:
+        sbatch --parsable --export=ALL --job-name 1 --wrap="/usr/bin/python3 -m snakemake ..."
+For further error details see the cluster/cloud log and the log files of the involved rule(s)."""
+
+
+def test_the_reason_of_a_refusal_is_read_from_the_plugins_report():
+    assert submission.refusal_by_sbatch(REFUSED) == (
+        "CPU count per node can not be satisfied; Batch job submission failed: Requested node "
+        "configuration is not available"
+    )
+    assert submission.refusal_by_sbatch("SLURM-job '7' failed") is None
+
+
+def test_the_plugin_reports_a_refusal_in_these_words():
+    """As pinned in envs/: the executor reads the plugin's report."""
+    plugin = pytest.importorskip("snakemake_executor_plugin_slurm")
+    source = Path(plugin.__file__).read_text()
+    assert '"SLURM sbatch failed. "\n' in source
+    assert "f\"The error message was '{e.output.strip()}'.\\n\"" in source
+
+
+@pytest.mark.parametrize(
+    ("printed", "kind"),
+    [
+        # As SLURM's programs and its public reports have them.
+        ("Batch job submission failed: Socket timed out on send/recv operation", "silence"),
+        ("Batch job submission failed: Unable to contact slurm controller (connect failure)", "silence"),
+        ("Slurm temporarily unable to accept job, sleeping and retrying", "silence"),
+        ("slurm_persist_conn_open_without_init: failed to open persistent connection", "silence"),
+        ("Batch job submission failed: Unexpected message received", "silence"),
+        ("Batch job submission failed: Zero Bytes were transmitted or received", "silence"),
+        ("Batch job submission failed: Resource temporarily unavailable", "silence"),
+        ("AssocMaxSubmitJobLimit; Batch job submission failed: Job violates accounting/QOS policy "
+         "(job submit limit, user's size and/or time limits)", "limit"),
+        ("QOSMaxSubmitJobPerUserLimit", "limit"),
+        ("AssocGrpSubmitJobsLimit", "limit"),
+        ("QOSGrpSubmitJobsLimit", "limit"),
+        ("Batch job submission failed: Invalid partition name specified", None),
+        ("Batch job submission failed: Requested node configuration is not available", None),
+        ("Batch job submission failed: Invalid account or account/partition combination", None),
+        ("Batch job submission failed: Requested time limit is invalid (exceeds some limit)", None),
+    ],
+)  # fmt: skip
+def test_refusals_that_pass_are_told_from_those_that_stay(printed, kind):
+    assert submission.kind_of_refusal(printed) == kind
+
+
+def test_pauses_grow_while_slurm_refuses_and_end_with_the_next_success():
+    waits = Postponed()
+    now, pauses = 100.0, []
+    for _ in range(6):
+        waits.add("job", "silence", now)
+        assert waits.waits(now)
+        pauses.append(waits.not_before - now)
+        now = waits.not_before
+        assert not waits.waits(now)
+    assert pauses == [5, 10, 20, 40, 60, 60]
+    waits.add("another", "silence", now - 1)  # refused meanwhile: no longer pause for that
+    assert waits.not_before == now
+    waits.hurry()
+    assert not waits.waits(0.0)
+    waits.add("job", "silence", now)
+    assert waits.not_before == now + 5
+
+
+def test_silence_ends_after_ten_minutes_and_a_limit_never():
+    waits = Postponed()
+    waits.add("job", "silence", 0.0)
+    assert not waits.is_over(SILENCE_S - 1)
+    assert waits.is_over(SILENCE_S)
+    waits.add("job", "limit", SILENCE_S)  # SLURM has answered
+    assert not waits.is_over(10 * SILENCE_S)

@@ -1,0 +1,401 @@
+"""Follows a run's jobs on SLURM: submits them patiently, and judges each by SLURM's answer and by its files.
+
+Snakemake's SLURM plugin loses all jobs when one request for their states fails, fails a cell at once where
+SLURM is busy, waits for ever for a preempted job, and takes a cell that ran out of memory for a crash.
+`FollowsJobs` overrides methods that Snakemake's executor interface documents, and leaves the plugin the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
+
+from stratbench.cell.text.words import counted
+from stratbench.study.slurm import job_states, submission
+from stratbench.study.slurm.commands import ask_slurm, printed_by
+from stratbench.study.slurm.job_states import JobState
+from stratbench.study.slurm.live_jobs import comment_of, tell
+from stratbench.study.slurm.unstarted_jobs import describe_unstarted
+from stratbench.study.slurm.waiting import Waiting, describe_progress
+
+#: Seconds between two requests for the states of all jobs: the first, and the most, while none ends.
+FIRST_LOOK_S, LONGEST_LOOK_S = 5.0, 60.0
+#: How often the wait between two requests looks whether Snakemake ends, in seconds.
+WAKE_S = 0.5
+#: After so many seconds without an answer the user is told.
+SILENCE_S = 120.0
+#: After so many seconds in which nothing else is told, a line says how far the run is.
+PROGRESS_S = 600.0
+#: A job that so many answers in a row omit has ended.
+OMISSIONS = 2
+#: What a state means, and what helps.
+MEANINGS = {
+    "CANCELLED": "it was cancelled",
+    "DEADLINE": "its deadline passed",
+    "NODE_FAIL": "node failure; it is tried again elsewhere if `retries` in the profile allows",
+    "OUT_OF_MEMORY": "it used more memory than it asked for: raise cluster.mem_mib_per_gpu or "
+    "cluster.mem_mib_per_cpu_worker",
+    "PREEMPTED": "SLURM gave its node to another job; it is tried again if `retries` in the profile allows",
+    "TIMEOUT": "SLURM's time limit came before the cell's own; if its log does not say where it hung, raise "
+    "cluster.startup_allowance_s",
+}
+
+
+@dataclass
+class Followed:
+    """What is known of the run's jobs.
+
+    Attributes:
+        asks: What each job asks SLURM for, in words, by the first file that it makes.
+        longest_s: The plan's upper estimate of its time, by the same; only where there is one.
+        planned: How many jobs the run has on SLURM.
+    """
+
+    asks: Mapping[str, str] = field(default_factory=dict)
+    longest_s: Mapping[str, float] = field(default_factory=dict)
+    planned: int = 0
+    postponed: submission.Postponed = field(default_factory=submission.Postponed)
+    waiting: Waiting = field(default_factory=Waiting)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    #: Set once Snakemake cancels its jobs: none is submitted any more.
+    ends: threading.Event = field(default_factory=threading.Event)
+    #: The ids of all jobs that were submitted, and by Snakemake's job the files as they were before.
+    submitted: set[str] = field(default_factory=set)
+    before: dict[Any, Any] = field(default_factory=dict)
+    omitted: dict[str, int] = field(default_factory=dict)
+    done: int = 0
+    failed: set[Any] = field(default_factory=set)
+    silent_since: float | None = None
+    silence_told: bool = False
+    told_at: float = field(default_factory=time.monotonic)
+
+    def tell(self, text: str) -> None:
+        self.told_at = time.monotonic()
+        tell(text)
+
+
+class FollowsJobs(RemoteExecutor):
+    """The methods that take the place of those of the plugin's executor. To be put in front of its class."""
+
+    followed: Followed
+
+    # ------------------------------------------------------------ submission
+
+    def run_job(self, job: Any) -> None:
+        """Submit a job, or postpone it where SLURM has just refused another for now."""
+        now, f = time.monotonic(), self.followed
+        if f.ends.is_set():
+            return
+        with f.lock:
+            f.before[job] = _signatures(job.output)
+            f.failed.discard(job)
+            if f.postponed.waits(now):
+                f.postponed.jobs.append(job)
+                return
+        super().run_job(job)
+
+    def report_job_submission(self, job_info: Any, register_job: bool = True) -> None:
+        f = self.followed
+        with f.lock:
+            f.submitted.add(job_info.external_jobid)
+            f.waiting.cells[job_info.external_jobid] = _first(job_info.job)
+            f.before.setdefault(job_info.job, _signatures(job_info.job.output))
+            f.told_at = time.monotonic()
+            if not (job_info.aux or {}).get("adopted"):
+                f.postponed.hurry()
+        super().report_job_submission(job_info, register_job=register_job)
+
+    def report_job_success(self, job_info: Any) -> None:
+        self._ended(job_info)
+        self.followed.done += 1
+        super().report_job_success(job_info)
+
+    def report_job_error(self, job_info: Any, msg: str | None = None, **kwargs: Any) -> None:
+        """Report a failed job, unless SLURM has refused it for a reason that passes."""
+        f = self.followed
+        if job_info.external_jobid is None and (why := submission.refusal_by_sbatch(msg or "")):
+            if self._postpone(job_info.job, why):
+                return
+            self._ended(job_info)
+            f.failed.add(job_info.job)
+            first = _first(job_info.job)
+            f.tell(f"SLURM refuses it: {why}. {f.asks.get(first, first)}.")
+            # Without Snakemake's report, a page of its command line.
+            self.workflow.scheduler.error_callback(job_info.job)
+            return
+        self._ended(job_info)
+        f.failed.add(job_info.job)
+        super().report_job_error(job_info, msg=msg, **kwargs)
+
+    def _ended(self, job_info: Any) -> None:
+        f = self.followed
+        with f.lock:
+            f.told_at = time.monotonic()
+            f.waiting.cells.pop(job_info.external_jobid, None)
+            f.postponed.not_before = 0.0  # under a limit there is room for one more
+
+    def _postpone(self, job: Any, why: str) -> bool:
+        """Keep a refused job for later; returns whether that makes sense."""
+        f, now = self.followed, time.monotonic()
+        kind = submission.kind_of_refusal(why)
+        if kind is None or (kind == "limit" and job_states.has_live_jobs() is False):
+            return False
+        with f.lock:
+            f.postponed.add(job, kind, now)
+            if kind not in f.postponed.told:
+                f.postponed.told.add(kind)
+                f.tell(self._sentence_on(kind, why))
+        return True
+
+    def _sentence_on(self, kind: submission.Kind, why: str) -> str:
+        if kind == "silence":
+            return (
+                f"sbatch fails for now ({why}); what is left is submitted later: it is tried again for "
+                f"{submission.SILENCE_S / 60:.0f} minutes"
+            )
+        live = len(self.followed.waiting.cells) or 1
+        return (
+            f"SLURM takes no more jobs of yours at a time ({why}); the others are submitted as these end; "
+            f"`jobs: {live}` in the profile asks for no more at a time"
+        )
+
+    def _submit_postponed(self) -> None:
+        """Try the jobs that were refused, until one is refused again."""
+        f = self.followed
+        while not f.ends.is_set():
+            now = time.monotonic()
+            with f.lock:
+                if not f.postponed.jobs or f.postponed.waits(now):
+                    return
+                if f.postponed.is_over(now):
+                    given_up, f.postponed = f.postponed.jobs, submission.Postponed()
+                    break
+                job = f.postponed.jobs.pop(0)
+            # sbatch may have failed after SLURM took the job.
+            states = job_states.states_of_run(self.run_uuid, self._clusters([job]))
+            if states is None:
+                with f.lock:
+                    f.postponed.add(job, "silence", now)
+                return
+            if not self._adopt(job, states):
+                super().run_job(job)
+                self._until_reported(job)
+        else:
+            return
+        for job in given_up:
+            why = f"SLURM has taken no job for {submission.SILENCE_S / 60:.0f} minutes"
+            super().report_job_error(SubmittedJobInfo(job), msg=f"{why}: sbatch failed each time. ")
+
+    def _until_reported(self, job: Any) -> None:
+        """Wait a moment until the plugin has reported a submission from its other thread."""
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until and not self.followed.ends.is_set():
+            with self.followed.lock:
+                reported = [*self.followed.postponed.jobs, *self.followed.failed]
+                if job in reported or any(info.job is job for info in self.active_jobs):
+                    return
+            time.sleep(0.01)
+
+    def _adopt(self, job: Any, states: Mapping[str, JobState]) -> bool:
+        """Follow the SLURM job that an unanswered sbatch has made of `job`, if there is one."""
+        comment = self._comment(job)
+        for id_, state in states.items():
+            if state.comment == comment and id_ not in self.followed.submitted:
+                shown = printed_by(["scontrol", "--oneliner", "show", "job", id_]) or ""
+                log = shown.partition(" StdOut=")[2].partition(" ")[0]
+                aux = {"slurm_logfile": Path(log), "adopted": True}
+                self.report_job_submission(SubmittedJobInfo(job, external_jobid=id_, aux=aux))
+                return True
+        return False
+
+    # ------------------------------------------------------------ until it ends
+
+    async def check_active_jobs(self, active_jobs: list[Any]) -> AsyncIterator[Any]:
+        """Report jobs that have ended, and yield all others: also while SLURM does not answer."""
+        f = self.followed
+        await asyncio.to_thread(self._submit_postponed)
+        if not active_jobs and not f.postponed.jobs:
+            self.next_seconds_between_status_checks = FIRST_LOOK_S
+            return
+        clusters = self._clusters([info.job for info in active_jobs])
+        states = await asyncio.to_thread(job_states.states_of_run, self.run_uuid, clusters)
+        now = time.monotonic()
+        if states is None:
+            self._tell_silence(now, len(active_jobs))
+            for info in active_jobs:
+                yield info
+            self.next_seconds_between_status_checks = FIRST_LOOK_S
+            return
+        f.silent_since, f.silence_told = None, False
+        has_ended, live = False, {}
+        for info in active_jobs:
+            state = states.get(info.external_jobid)
+            why = self._failure(info, state)
+            if why is None:
+                live[info.external_jobid] = state or JobState("RUNNING")
+                yield info
+                continue
+            has_ended = True
+            if why:
+                logs = [str(info.aux["slurm_logfile"])] if info.aux else []
+                self.report_job_error(info, msg=why, aux_logs=logs)
+            else:
+                self.report_job_success(info)
+                self._remove_log(info)
+        for sentence in f.waiting.sentences(live, now):
+            f.tell(sentence)
+        if now - f.told_at >= PROGRESS_S:
+            f.tell(self._progress(live))
+        self._look_again(has_ended)
+
+    def _look_again(self, has_ended: bool) -> None:
+        looked_s = self.next_seconds_between_status_checks
+        pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, LONGEST_LOOK_S)
+        with self.followed.lock:
+            if self.followed.postponed.jobs:
+                until_s = self.followed.postponed.not_before - time.monotonic()
+                pause_s = min(pause_s, max(until_s, 1.0))
+        self.next_seconds_between_status_checks = pause_s
+
+    def _failure(self, info: Any, state: JobState | None) -> str | None:
+        """Return why a job has failed; an empty text where it has succeeded, None while it has not ended."""
+        job, word = info.external_jobid, state.word if state else ""
+        self.followed.omitted[job] = 0 if state else self.followed.omitted.get(job, 0) + 1
+        if not state:
+            if self.followed.omitted[job] < OMISSIONS:
+                return None
+            word = job_states.accounted_state(job) or ""
+        if word == job_states.COMPLETED:
+            return ""
+        if state and word not in job_states.FAILED:
+            return None
+        if self._has_left_all(info.job):
+            return ""  # a result, whatever killed the job afterwards
+        settings = self.workflow.executor_settings
+        if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
+            return None  # SLURM starts it again
+        if word == "NODE_FAIL" and state:
+            getattr(self, "_failed_nodes", set()).add(
+                state.nodes
+            )  # left out by the plugin from now on
+        if not word:
+            said = "SLURM does not know it any more, and it left no result"
+        else:
+            where = f" on {state.nodes}" if state and state.nodes else ""
+            said = f"{word}{where}" + (f": {MEANINGS[word]}" if word in MEANINGS else "")
+        log = info.aux.get("slurm_logfile") if info.aux else None
+        own = [Path(path) for path in getattr(info.job, "log", None) or ()]
+        unstarted = describe_unstarted([*own, Path(log)]) if log else None
+        return f"SLURM job {job} failed: {said}. " + (f"{unstarted}. " if unstarted else "")
+
+    def _has_left_all(self, job: Any) -> bool:
+        """Return whether all files of a job are there, and are not those from before its submission."""
+        before = self.followed.before.get(job) or {}
+        now = _signatures(job.output)
+        return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
+
+    def _tell_silence(self, now: float, jobs: int) -> None:
+        f = self.followed
+        f.silent_since = f.silent_since or now
+        if now - f.silent_since >= SILENCE_S and not f.silence_told:
+            f.silence_told = True
+            f.tell(
+                f"SLURM has not answered for {SILENCE_S / 60:.0f} minutes; {counted(jobs, 'job')} of this "
+                "run may train on, and they are waited for"
+            )
+
+    def _progress(self, live: Mapping[str, JobState]) -> str:
+        f = self.followed
+        with f.lock:
+            n = len(f.postponed.jobs)
+            text = describe_progress(f.planned, f.done, len(f.failed), n, live)
+            done_or_failed = f.planned - f.done - len(f.failed)
+        running = sum(s.word not in job_states.QUEUED for s in live.values())
+        times = [f.longest_s.get(f.waiting.cells.get(job, "")) for job in live]
+        if running and n == 0 and done_or_failed == len(live) and None not in times:
+            most_h = sum(times) / running / 3600
+            text += f"; at most {most_h:.1f} h more, by the plan, while {running} run at a time"
+        return text
+
+    def _remove_log(self, info: Any) -> None:
+        """Remove SLURM's log of a job that has succeeded, unless the profile keeps it."""
+        log = info.aux.get("slurm_logfile") if info.aux else None
+        if log and not getattr(self.workflow.executor_settings, "keep_successful_logs", False):
+            Path(log).unlink(missing_ok=True)
+
+    async def sleep(self) -> None:
+        """Wait until the next request, or until Snakemake ends: it would sleep to the end first."""
+        until = time.monotonic() + self.next_seconds_between_status_checks
+        while self.wait and time.monotonic() < until:
+            await asyncio.sleep(WAKE_S)
+
+    # ------------------------------------------------------------ the end
+
+    def cancel_jobs(self, active_jobs: list[Any]) -> None:
+        """Cancel all jobs of the run: also those that Snakemake does not know at the moment."""
+        self.followed.ends.set()
+        self._cancel()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        # A job may have been on its way to SLURM when all were cancelled.
+        if self.followed.ends.is_set() and not self._cancel():
+            tell(
+                "SLURM did not answer, and this run's jobs may train on; later: scancel "
+                f"--name={self.run_uuid}"
+            )
+
+    def _cancel(self) -> bool:
+        names = ",".join(sorted(self._clusters(self.followed.before)))
+        where = [f"--clusters={names}"] if names else []
+        done = ask_slurm(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
+        return done is not None and done.returncode == 0
+
+    # ------------------------------------------------------------ Snakemake's jobs
+
+    @staticmethod
+    def _comment(job: Any) -> str:
+        return comment_of(job.name, list(getattr(job, "wildcards", ())))
+
+    @staticmethod
+    def _clusters(jobs: Iterable[Any]) -> set[str]:
+        keys = ("cluster", "clusters", "slurm_cluster")
+        return {str(j.resources[k]) for j in jobs for k in keys if j.resources.get(k)}
+
+
+def follow(workflow: Any, followed: Followed) -> None:
+    """Have Snakemake's executor follow its jobs from now on: before the first is submitted.
+
+    Args:
+        workflow: Snakemake's, which submits to SLURM.
+        followed: What is known of its jobs.
+    """
+    executor = workflow.scheduler._executor
+    plugins = type(executor)
+    executor.followed = followed
+    executor.__class__ = type("FollowingExecutor", (FollowsJobs, plugins), {})
+
+
+def _first(job: Any) -> str:
+    """The first file that a job makes."""
+    return str(next(iter(job.output), ""))
+
+
+def _signatures(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
+    """By path what tells a file from another one of that name; None where there is none."""
+    signatures: dict[str, tuple[int, int, int] | None] = {}
+    for path in map(str, paths):
+        try:
+            s = Path(path).stat()
+            signatures[path] = s.st_mtime_ns, s.st_ino, s.st_size
+        except OSError:
+            signatures[path] = None
+    return signatures

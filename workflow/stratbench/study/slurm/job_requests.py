@@ -1,0 +1,98 @@
+"""Tells the user before the first submission which jobs no node can hold, and follows the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.study.resources import JobRequest
+from stratbench.study.slurm import nodes
+from stratbench.study.slurm.executor import Followed, follow
+from stratbench.study.slurm.live_jobs import tell
+
+
+def submitted_request(resources: Any) -> JobRequest:
+    """The request of a Snakemake job to SLURM, including the profile's changes."""
+    gres = str(resources.get("gres") or "")
+    types = list(nodes.gpu_types(gres))
+    return JobRequest(
+        nodes=int(resources.get("nodes") or 1),
+        gpus=nodes.count_gpus(gres),
+        gpu_type=types[0] if len(types) == 1 else None,
+        cpus=int(resources.get("cpus_per_task") or 1),
+        mem_mib=int(resources.get("mem_mb") or 0),
+        runtime_min=int(resources.get("runtime") or 0),
+    )
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job that is to be submitted.
+
+    Attributes:
+        job: Snakemake's.
+        cell: The job's cell, or the first one of a block.
+        settings: Those of the cell.
+        asked: The request that the config makes for it.
+        longest_s: The plan's upper estimate of its time, in seconds; None where there is none.
+    """
+
+    job: Any
+    cell: Cell
+    settings: Settings
+    asked: JobRequest
+    longest_s: float | None = None
+
+
+def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
+    """Return sentences on why no node can hold some jobs; if there are none, follow the jobs from now on.
+
+    `workflow` is Snakemake's, about to submit to SLURM.
+    """
+    # The plugin chooses among the partitions of such a file, and this function does not read it.
+    anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
+    offered = nodes.cluster_nodes()
+    if refused := refusals(submissions, offered, anywhere):
+        return nodes.lines_of_refusals(refused)
+    partitions = {"*" if anywhere else s.job.resources.get("slurm_partition") for s in submissions}
+    there = [n for p in partitions for n in nodes.nodes_of_partition(offered, p)]
+    asked = [submitted_request(s.job.resources) for s in submissions]
+    if mixed := nodes.describe_types(there, asked):
+        tell(mixed)
+    firsts = [str(s.job.output[0]) for s in submissions]
+    asks = map(nodes.describe_request, (s.cell for s in submissions), asked)
+    times = {f: s.longest_s for f, s in zip(firsts, submissions, strict=True) if s.longest_s}
+    follow(workflow, Followed(dict(zip(firsts, asks, strict=True)), times, len(submissions)))
+    return []
+
+
+def refusals(
+    submissions: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
+) -> dict[Cell, str]:
+    """Return why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
+    reasons = {}
+    for s in submissions:
+        resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.asked
+        asked = submitted_request(resources)
+        partition = "*" if anywhere else resources.get("slurm_partition")
+        in_profile = _plain(asked) != _plain(from_config)
+        sentence = nodes.refusal(
+            cell,
+            settings,
+            asked if in_profile else from_config,
+            nodes.nodes_of_partition(offered, partition),
+            in_profile,
+        )
+        if sentence is None and from_config.worker:  # its workers may go to another partition
+            sentence = nodes.refusal(cell, settings, from_config.worker, offered)
+        if sentence:
+            reasons[cell] = sentence
+    return reasons
+
+
+def _plain(asked: JobRequest) -> tuple[Any, ...]:
+    gpus = asked.gpus, asked.gpu_type
+    return asked.nodes, *gpus, asked.cpus, asked.mem_mib, asked.runtime_min
