@@ -171,16 +171,38 @@ def test_a_refused_sbatch_says_why_and_not_its_command_line(
     assert "stratbench.train.launch" not in output
 
 
-def test_a_job_that_never_starts_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reason", "meaning"),
+    [
+        ("PartitionTimeLimit", "no node of the partition has what it asks for"),
+        ("Nodes required for job are DOWN", "down, drained or kept for others"),
+        ("ReqNodeNotAvail, UnavailableNodes:node2", "a node that it names is not available"),
+        ("Reservation", "its reservation has not begun"),
+    ],
+)
+def test_a_job_that_does_not_start_is_named(
+    slurm: SlurmCluster, tmp_path: Path, reason: str, meaning: str
+) -> None:
     """After two minutes; here, after 2 s."""
     workflow = ClusterWorkflow(tmp_path, study({"one": {}}), slurm)
     code = "workflow/stratbench/study/slurm/waiting.py"
     workflow.change_code(code, "PATIENCE_S = 120.0", "PATIENCE_S = 2.0")
-    slurm.run("scontrol", "update", f"nodename={','.join(NODES)}", "state=drain", "reason=test")
+    extra = {"ReqNodeNotAvail, UnavailableNodes:node2": "--nodelist=node2"}
+    extra["Reservation"] = "--reservation=later"
+    if reason in extra:
+        line = "  # slurm_extra: \"'--exclusive'\""
+        workflow.change_code(PROFILE, line, f"  slurm_extra: \"'{extra[reason]}'\"")
+    drained = f"nodename={','.join(NODES)}"
+    if reason == "Reservation":
+        slurm.run("scontrol", "create", "reservation", "ReservationName=later", "Users=root",
+                  "StartTime=now+2days", "Duration=60", "Nodes=node1")  # fmt: skip
+    else:
+        slurm.run("scontrol", "update", drained, "state=drain", "reason=test")
     run = workflow.start()
     try:
         (job,) = until(workflow.slurm_jobs)
-        slurm.run("scontrol", "update", "PartitionName=gpu", "MaxTime=1")
+        if reason == "PartitionTimeLimit":
+            slurm.run("scontrol", "update", "PartitionName=gpu", "MaxTime=1")
         os.set_blocking(run.stdout.fileno(), False)
         said = bytearray()
 
@@ -192,16 +214,17 @@ def test_a_job_that_never_starts_is_named(slurm: SlurmCluster, tmp_path: Path) -
 
         sentence = until(told)
         assert f"SLURM job {job['id']} (results/tiny/cells/one/" in sentence
-        assert (
-            "the reason PartitionTimeLimit: no node of the partition has what it asks for"
-            in sentence
-        )
+        assert f"waits for the reason {reason}" in sentence
+        assert f": {meaning}" in sentence
     finally:
         os.killpg(run.pid, signal.SIGKILL)
         run.wait(timeout=300)
         slurm.run("scontrol", "update", "PartitionName=gpu", "MaxTime=INFINITE")
         slurm.cancel_all()
-        slurm.run("scontrol", "update", f"nodename={','.join(NODES)}", "state=resume")
+        if reason == "Reservation":
+            slurm.run("scontrol", "delete", "ReservationName=later")
+        else:
+            slurm.run("scontrol", "update", drained, "state=resume")
 
 
 @pytest.mark.parametrize("since", ["other settings", "another experiment", "half a file"])
