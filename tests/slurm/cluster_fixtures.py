@@ -6,6 +6,7 @@ one that the unit tests import from.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ from cluster import NODES, SlurmCluster
 from cluster_host import Unavailable
 
 
-def _session(request: pytest.FixtureRequest, accounting: bool) -> Iterator[SlurmCluster]:
+def _session(request: pytest.FixtureRequest, **options: bool) -> Iterator[SlurmCluster]:
     # A short path: a unix socket lies below it.
     directory = Path(tempfile.mkdtemp(prefix="stratbench-slurm-"))
     failed_before = request.session.testsfailed
-    cluster = SlurmCluster(directory, accounting=accounting)
+    cluster = SlurmCluster(directory, **options)
     try:
         cluster.start()
     except Unavailable as error:
@@ -39,7 +40,7 @@ def _session(request: pytest.FixtureRequest, accounting: bool) -> Iterator[Slurm
 @pytest.fixture(scope="session")
 def slurm_session(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
     """The cluster without accounting, as the tests before left it."""
-    yield from _session(request, accounting=False)
+    yield from _session(request)
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +56,11 @@ def slurm(slurm_session: SlurmCluster) -> Iterator[SlurmCluster]:
     slurm_session.cancel_all()
     for node in NODES:
         slurm_session.restore_node(node)
+
+
+@pytest.fixture
+def limiting(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
+    """A cluster on which the kernel keeps jobs' limits of memory, as most clusters are."""
+    if not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
+        pytest.skip("no control groups of version 1 can be made here")
+    yield from _session(request, control_groups=True)

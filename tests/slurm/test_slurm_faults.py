@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shlex
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
-from cluster_host import Unavailable
+from cluster_faults import TIMES_OUT, hungry_config, stub
 from cluster_workflow import CELLS_ONLY, ENDLESS, NEVER_S, ClusterWorkflow, study
 
 from launching import until
@@ -23,18 +19,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 HELD = {"time_limit_s": NEVER_S}
 EXECUTOR = "workflow/stratbench/study/slurm/executor.py"
 SUBMISSION = "workflow/stratbench/study/slurm/submission.py"
-
-
-def stub(workflow: ClusterWorkflow, folder: Path, name: str, script: str) -> None:
-    """Put a shell script before one of SLURM's commands; `REAL` in it is the command itself."""
-    path = workflow.variables.get("PATH", workflow.cluster.env["PATH"])
-    real = shutil.which(name, path=workflow.cluster.env["PATH"])
-    file = folder / "bin" / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"#!/bin/sh\n{script.replace('REAL', shlex.quote(real))}\n")
-    file.chmod(0o755)
-    if str(file.parent) not in path.split(":"):
-        workflow.variables["PATH"] = f"{file.parent}:{path}"
 
 
 @contextlib.contextmanager
@@ -118,17 +102,6 @@ def test_a_preempted_cell_is_trained_again(slurm: SlurmCluster, tmp_path: Path, 
         slurm.run("scontrol", "delete", "PartitionName=low")
 
 
-#: Fails until a file is there; what it printed is SLURM's own.
-TIMES_OUT = """
-case "$*" in *--parsable*) ;; *) exec REAL "$@" ;; esac
-[ -e OVER ] && exec REAL "$@"
-echo x >> TRIES
-BEFORE
-echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
-exit 1
-"""
-
-
 @pytest.mark.parametrize("taken", [False, True], ids=["not taken", "taken all the same"])
 def test_a_submission_without_an_answer_is_tried_again_and_no_cell_twice(
     slurm: SlurmCluster, tmp_path: Path, warm, taken: bool
@@ -182,32 +155,11 @@ def test_a_limit_on_the_number_of_jobs_is_waited_for(slurm: SlurmCluster, tmp_pa
     assert [workflow.status(name) for name in "abcde"] == ["ok"] * 5
 
 
-@pytest.fixture
-def limiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """A cluster on which the kernel keeps jobs' limits of memory, as most clusters are."""
-    if not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
-        pytest.skip("no control groups of version 1 can be made here")
-    folder = Path(tempfile.mkdtemp(prefix="stratbench-slurm-"))
-    cluster = SlurmCluster(folder, control_groups=True)
-    try:
-        cluster.start()
-        yield cluster
-    except Unavailable as error:
-        pytest.skip(f"no SLURM cluster here: {error}")
-    finally:
-        cluster.stop()
-        shutil.rmtree(folder)
-
-
 def test_a_cell_that_the_kernel_kills_for_its_memory_is_a_result(
     limiting: SlurmCluster, tmp_path: Path
 ):
     """SLURM calls the job OUT_OF_MEMORY, although its launcher has written the record and ended in order."""
-    config = study({"hungry": {"dataset": "big-batch", "global_batch": 8192}})
-    config["cluster"]["mem_mib_per_cpu_worker"] = 1500
-    images = config["datasets"]["tiny-images"]
-    config["datasets"]["big-batch"] = images | {"train_samples": 8192, "channels": 3, "size": 32}
-    workflow = ClusterWorkflow(tmp_path / "w", config, limiting)
+    workflow = ClusterWorkflow(tmp_path / "w", hungry_config(study({"hungry": {}})), limiting)
     run = workflow.run(*CELLS_ONLY)
     assert run.returncode == 0, run.stdout
     assert workflow.status("hungry") == "oom"
