@@ -44,8 +44,10 @@ def test_thirty_cells_survive_a_night(limiting: SlurmCluster, tmp_path: Path, wa
     workflow = ClusterWorkflow(tmp_path / "w", hungry_config(study(experiments)), slurm)
     workflow.share_import(warm, *plain)
     workflow.hold("preempted")
-    slurm.run("scontrol", "create", "PartitionName=low", "Nodes=node1,node2", "State=UP",
-              "MaxTime=INFINITE", "PriorityTier=0", "PreemptMode=CANCEL")  # fmt: skip
+    # In the file, since a controller that starts again reads that.
+    low = "PartitionName=low Nodes=node1,node2 MaxTime=INFINITE PriorityTier=0 PreemptMode=CANCEL"
+    slurm.conf.write_text(f"{slurm.conf.read_text()}{low}\n")
+    slurm.run("scontrol", "reconfigure")
     workflow.change_code(PROFILE, "  # slurm_partition: gpu #", "  slurm_partition: low #")
     over, tries = tmp_path / "over", tmp_path / "tries"
     script = TIMES_OUT.replace("OVER", str(over)).replace("TRIES", str(tries))

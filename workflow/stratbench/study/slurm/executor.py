@@ -71,6 +71,7 @@ class Followed:
     submitted: set[str] = field(default_factory=set)
     before: dict[Any, Any] = field(default_factory=dict)
     omitted: dict[str, int] = field(default_factory=dict)
+    refusals: set[str] = field(default_factory=set)
     done: int = 0
     failed: set[Any] = field(default_factory=set)
     silent_since: float | None = None
@@ -127,7 +128,13 @@ class FollowsJobs(RemoteExecutor):
             self._ended(job_info)
             f.failed.add(job_info.job)
             first = _first(job_info.job)
-            f.tell(f"SLURM refuses it: {why}. {f.asks.get(first, first)}.")
+            known = why in f.refusals
+            f.refusals.add(why)
+            f.tell(
+                f"SLURM refuses {first} for the same reason"
+                if known
+                else f"SLURM refuses it: {why}. {f.asks.get(first, first)}."
+            )
             # Without Snakemake's report, a page of its command line.
             self.workflow.scheduler.error_callback(job_info.job)
             return
