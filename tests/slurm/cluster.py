@@ -168,9 +168,9 @@ class SlurmCluster:
 
     @contextlib.contextmanager
     def controller_away(self) -> Iterator[None]:
-        """Kill the controller, and start it again at the end of the block: it knows its jobs as before."""
+        """Stop the controller, and start it again at the end of the block: it knows its jobs as before."""
         pid = int((self.directory / "run" / "slurmctld.pid").read_text())
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGTERM)  # it saves its state first, as one that is started anew
         self._wait("its end", lambda: not alive(pid))
         try:
             yield

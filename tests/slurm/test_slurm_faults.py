@@ -59,6 +59,7 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_what_it_left(
     slurm: SlurmCluster, tmp_path: Path
 ):
     workflow = ClusterWorkflow(tmp_path / "w", study({"ends": HELD, "lost": ENDLESS}), slurm)
+    workflow.change_code(EXECUTOR, "OMITTED_S = 30.0", "OMITTED_S = 3.0")
     workflow.hold("ends")
     forgets = tmp_path / "forgets"
     stub(workflow, tmp_path, "squeue", f'[ -e {forgets} ] || exec REAL "$@"')

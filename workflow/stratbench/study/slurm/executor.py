@@ -8,10 +8,8 @@ SLURM is busy, waits for ever for a preempted job, and takes a cell that ran out
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,11 @@ from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 from stratbench.cell.text.words import counted
 from stratbench.study.slurm import job_states, submission
 from stratbench.study.slurm.commands import ask_slurm, printed_by
+from stratbench.study.slurm.followed import ENDS, Followed, first_output, signatures_of
 from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import comment_of, tell
 from stratbench.study.slurm.unstarted_jobs import describe_unstarted
-from stratbench.study.slurm.waiting import Waiting, describe_progress
+from stratbench.study.slurm.waiting import describe_progress
 
 #: Seconds between two requests for the states of all jobs: the first, and the most, while none ends.
 FIRST_LOOK_S, LONGEST_LOOK_S = 5.0, 60.0
@@ -34,53 +33,8 @@ WAKE_S = 0.5
 SILENCE_S = 120.0
 #: After so many seconds in which nothing else is told, a line says how far the run is.
 PROGRESS_S = 600.0
-#: A job that so many answers in a row omit has ended.
-OMISSIONS = 2
-#: What a state means, and what helps.
-MEANINGS = {
-    "CANCELLED": "it was cancelled",
-    "DEADLINE": "its deadline passed",
-    "NODE_FAIL": "node failure; it is tried again elsewhere if `retries` in the profile allows",
-    "OUT_OF_MEMORY": "it used more memory than it asked for: raise cluster.mem_mib_per_gpu or "
-    "cluster.mem_mib_per_cpu_worker",
-    "PREEMPTED": "SLURM gave its node to another job; it is tried again if `retries` in the profile allows",
-    "TIMEOUT": "SLURM's time limit came before the cell's own; if its log does not say where it hung, raise "
-    "cluster.startup_allowance_s",
-}
-
-
-@dataclass
-class Followed:
-    """What is known of the run's jobs.
-
-    Attributes:
-        asks: What each job asks SLURM for, in words, by the first file that it makes.
-        longest_s: The plan's upper estimate of its time, by the same; only where there is one.
-        planned: How many jobs the run has on SLURM.
-    """
-
-    asks: Mapping[str, str] = field(default_factory=dict)
-    longest_s: Mapping[str, float] = field(default_factory=dict)
-    planned: int = 0
-    postponed: submission.Postponed = field(default_factory=submission.Postponed)
-    waiting: Waiting = field(default_factory=Waiting)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    #: Set once Snakemake cancels its jobs: none is submitted any more.
-    ends: threading.Event = field(default_factory=threading.Event)
-    #: The ids of all jobs that were submitted, and by Snakemake's job the files as they were before.
-    submitted: set[str] = field(default_factory=set)
-    before: dict[Any, Any] = field(default_factory=dict)
-    omitted: dict[str, int] = field(default_factory=dict)
-    refusals: set[str] = field(default_factory=set)
-    done: int = 0
-    failed: set[Any] = field(default_factory=set)
-    silent_since: float | None = None
-    silence_told: bool = False
-    told_at: float = field(default_factory=time.monotonic)
-
-    def tell(self, text: str) -> None:
-        self.told_at = time.monotonic()
-        tell(text)
+#: A job that all answers of so many seconds omit has ended.
+OMITTED_S = 30.0
 
 
 class FollowsJobs(RemoteExecutor):
@@ -96,7 +50,7 @@ class FollowsJobs(RemoteExecutor):
         if f.ends.is_set():
             return
         with f.lock:
-            f.before[job] = _signatures(job.output)
+            f.before[job] = signatures_of(job.output)
             f.failed.discard(job)
             if f.postponed.waits(now):
                 f.postponed.jobs.append(job)
@@ -107,8 +61,8 @@ class FollowsJobs(RemoteExecutor):
         f = self.followed
         with f.lock:
             f.submitted.add(job_info.external_jobid)
-            f.waiting.cells[job_info.external_jobid] = _first(job_info.job)
-            f.before.setdefault(job_info.job, _signatures(job_info.job.output))
+            f.waiting.cells[job_info.external_jobid] = first_output(job_info.job)
+            f.before.setdefault(job_info.job, signatures_of(job_info.job.output))
             f.told_at = time.monotonic()
             if not (job_info.aux or {}).get("adopted"):
                 f.postponed.hurry()
@@ -127,7 +81,7 @@ class FollowsJobs(RemoteExecutor):
                 return
             self._ended(job_info)
             f.failed.add(job_info.job)
-            first = _first(job_info.job)
+            first = first_output(job_info.job)
             known = why in f.refusals
             f.refusals.add(why)
             f.tell(
@@ -275,9 +229,11 @@ class FollowsJobs(RemoteExecutor):
     def _failure(self, info: Any, state: JobState | None) -> str | None:
         """Return why a job has failed; an empty text where it has succeeded, None while it has not ended."""
         job, word = info.external_jobid, state.word if state else ""
-        self.followed.omitted[job] = 0 if state else self.followed.omitted.get(job, 0) + 1
-        if not state:
-            if self.followed.omitted[job] < OMISSIONS:
+        if state:
+            self.followed.omitted.pop(job, None)
+        else:
+            now = time.monotonic()
+            if now - self.followed.omitted.setdefault(job, now) < OMITTED_S:
                 return None
             word = job_states.accounted_state(job) or ""
         if word == job_states.COMPLETED:
@@ -289,15 +245,13 @@ class FollowsJobs(RemoteExecutor):
         settings = self.workflow.executor_settings
         if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
             return None  # SLURM starts it again
-        if word == "NODE_FAIL" and state:
-            getattr(self, "_failed_nodes", set()).add(
-                state.nodes
-            )  # left out by the plugin from now on
+        if word == "NODE_FAIL" and state and hasattr(self, "_failed_nodes"):
+            self._failed_nodes.add(state.nodes)  # the plugin asks for others from now on
         if not word:
             said = "SLURM does not know it any more, and it left no result"
         else:
             where = f" on {state.nodes}" if state and state.nodes else ""
-            said = f"{word}{where}" + (f": {MEANINGS[word]}" if word in MEANINGS else "")
+            said = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
         log = info.aux.get("slurm_logfile") if info.aux else None
         own = [Path(path) for path in getattr(info.job, "log", None) or ()]
         unstarted = describe_unstarted([*own, Path(log)]) if log else None
@@ -306,7 +260,7 @@ class FollowsJobs(RemoteExecutor):
     def _has_left_all(self, job: Any) -> bool:
         """Return whether all files of a job are there, and are not those from before its submission."""
         before = self.followed.before.get(job) or {}
-        now = _signatures(job.output)
+        now = signatures_of(job.output)
         return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
 
     def _tell_silence(self, now: float, jobs: int) -> None:
@@ -389,20 +343,3 @@ def follow(workflow: Any, followed: Followed) -> None:
     plugins = type(executor)
     executor.followed = followed
     executor.__class__ = type("FollowingExecutor", (FollowsJobs, plugins), {})
-
-
-def _first(job: Any) -> str:
-    """The first file that a job makes."""
-    return str(next(iter(job.output), ""))
-
-
-def _signatures(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
-    """By path what tells a file from another one of that name; None where there is none."""
-    signatures: dict[str, tuple[int, int, int] | None] = {}
-    for path in map(str, paths):
-        try:
-            s = Path(path).stat()
-            signatures[path] = s.st_mtime_ns, s.st_ino, s.st_size
-        except OSError:
-            signatures[path] = None
-    return signatures

@@ -10,7 +10,8 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import nodes
-from stratbench.study.slurm.executor import Followed, follow
+from stratbench.study.slurm.executor import follow
+from stratbench.study.slurm.followed import Followed
 from stratbench.study.slurm.live_jobs import tell
 
 
