@@ -14,7 +14,7 @@
 #   snakemake -c1 compare --config 'sets={a: a.zip, b: results/demo}'    result sets side by side
 from snakemake.utils import min_version
 
-min_version("9.0")
+min_version("9.18")
 
 
 include: "workflow/rules/package.smk"

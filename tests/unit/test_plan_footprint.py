@@ -536,6 +536,13 @@ def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimi
 
 
 @pytest.mark.slow
+def test_attention_counts_in_traced_flops():
+    """PyTorch before 2.15 has no formula for its kernel on a CPU."""
+    one, two = (request_for(s, "gpt-compact", n) for s, n in (("single", 1), ("tensor", 2)))
+    assert 2 * planned(two).flops_per_sample == planned(one).flops_per_sample
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1"])
 def test_a_batch_in_parts_takes_the_memory_of_one_and_reduces_once(strategy):
     whole, parts = (planned(request_for(strategy, "small images", accumulate=n)) for n in (1, 2))

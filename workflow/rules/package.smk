@@ -15,3 +15,8 @@ if not RULES.is_local:
 PACKAGE_ROOT = str(Path(RULES).parent)
 if PACKAGE_ROOT not in sys.path:
     sys.path.insert(0, PACKAGE_ROOT)
+
+from stratbench.study.versions import describe_old_packages, requirements
+
+if old := describe_old_packages(requirements()):
+    raise WorkflowError("\n".join(old))

@@ -14,9 +14,11 @@ IMPORTED = ["stratbench.workload.with_torch", "stratbench.plan.footprint.fake"]
 def pool_of(n_processes: int) -> ProcessPoolExecutor:
     """A pool of processes. All pools of this process share one import of PyTorch.
 
-    They see no GPU: on fake tensors some of PyTorch's code would take the way of real ones. OSError with
-    the folder's name where their semaphores cannot be made.
+    They see no GPU: on fake tensors some of PyTorch's code would take the way of real ones. Nor do they see
+    TORCH_DISTRIBUTED_DEBUG, by which PyTorch wraps process groups that fake ones are not. OSError with the
+    folder's name where their semaphores cannot be made.
     """
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     try:

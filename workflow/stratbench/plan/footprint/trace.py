@@ -24,6 +24,16 @@ from stratbench.telemetry.collective_count import collective_of, tensors_in
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.telemetry.shards import local_part
 
+_ATEN = torch.ops.aten
+#: Formulas of operations; those of attention on a CPU are missing in PyTorch before 2.15.
+_FLOPS = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention
+    ],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+} | flop_registry
 #: Scalars weigh nothing, and the loss scaler's come and go at other times in its first step.
 SCALAR_BYTES = 8
 
@@ -113,8 +123,8 @@ class OperatorTrace(TorchDispatchMode):
             phase.touched_bytes += sum(map(_n_bytes, tensors_in((args, kwargs)))) + sum(
                 map(_n_bytes, tensors_in(out))
             )
-            if op._overloadpacket in flop_registry:
-                phase.flops += flop_registry[op._overloadpacket](*args, **kwargs, out_val=out)
+            if op._overloadpacket in _FLOPS:
+                phase.flops += _FLOPS[op._overloadpacket](*args, **kwargs, out_val=out)
         if self._on_cpu and op._overloadpacket in _CONVOLUTIONS:
             for copies_bytes in _CONVOLUTIONS[op._overloadpacket](args, out):
                 self._passing("scratch", copies_bytes)

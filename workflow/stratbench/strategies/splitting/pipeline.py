@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 BATCHNORM = (
     "BatchNorm would normalise over micro-batches, which is another training than over the batch"
 )
+#: PyTorch's method by which stages vote on what they send, which is known here: 2.15 has another name for it.
+VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 #: Stages that each worker has by a schedule: every so many-th one.
 STAGES_A_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
@@ -318,7 +320,10 @@ class Pipeline(Split):
         given = self._stages if STAGES_A_WORKER[o.schedule] > 1 else self._stages[0]
         # The loss is divided instead: gradients of several parts of a batch add up.
         schedule = kind(given, o.microbatches, loss_fn=self._loss, scale_grads=False)
-        schedule._warmup_p2p = agree
+        vote = next((name for name in VOTES if hasattr(kind, name)), None)
+        if vote is None:
+            raise RuntimeError(f"this PyTorch's {kind.__name__} has none of {', '.join(VOTES)}")
+        setattr(schedule, vote, agree)
         return schedule
 
     def _stage(self, i: int, samples: int) -> Stage:

@@ -1,0 +1,35 @@
+"""Finds packages that are older than this workflow needs, before anything is planned."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from stratbench.cell.installation import INSTALLED, ROOT
+
+
+def requirements() -> list[str]:
+    """Return the packages that are needed with their oldest versions, as pyproject.toml has them."""
+    if INSTALLED:
+        return [r for r in metadata.requires("stratbench") or () if "extra ==" not in r]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["project"]["dependencies"]
+
+
+def describe_old_packages(needed: Iterable[str]) -> list[str]:
+    """Return a sentence on each package that is installed and older than `needed` allows."""
+    sentences = []
+    for requirement in map(Requirement, needed):
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            continue  # what needs it says so: not all is needed by every command
+        if not requirement.specifier.contains(found, prereleases=True):
+            sentences.append(
+                f"{requirement.name} {found} is too old: stratbench needs {requirement}; "
+                f"pip install '{requirement}'"
+            )
+    return sentences
