@@ -215,7 +215,7 @@ def test_a_job_that_does_not_start_is_named(
         sentence = until(told)
         assert f"SLURM job {job['id']} (results/tiny/cells/one/" in sentence
         assert f"waits for the reason {reason}" in sentence
-        assert f": {meaning}" in sentence
+        assert meaning in sentence
     finally:
         os.killpg(run.pid, signal.SIGKILL)
         run.wait(timeout=300)
