@@ -34,24 +34,25 @@ from stratbench.train.nodes.paused import pauses_entry
 
 pytestmark = pytest.mark.timeout(300)
 
-#: Watches until its input ends, then tells its pauses and the longest that its thread waited for a core.
+#: Watches until its input ends, then tells its pauses. Of the first span in which its thread waited for a core
+#: for long enough to be a pause, it tells at once what it makes of it: later others may take that core, too.
 WATCHES = """
 import json, sys
 from stratbench.telemetry import pauses
 
-longest_s, between = 0.0, pauses._pause_between
+pauses.PERIOD_S, pauses.SHORTEST_S = map(float, sys.argv[1:])
+between = pauses._pause_between
 
-def noting(before, now, shortest_s):
-    global longest_s
-    longest_s = max(longest_s, now.waited_s - before.waited_s)
-    if longest_s > shortest_s:
-        print("starved", flush=True)
-    return between(before, now, shortest_s)
+def telling(before, now, shortest_s):
+    pause = between(before, now, shortest_s)
+    if now.waited_s - before.waited_s > shortest_s:
+        print(json.dumps({"starved": pause}), flush=True)
+    return pause
 
-pauses._pause_between = noting
+pauses._pause_between = telling
 watch = pauses.PauseWatch()
 watch.look()
-print("watching", flush=True)
+print(watch._thread.native_id, flush=True)
 sys.stdin.read()
 watch.stop()
 print(json.dumps(watch.pauses))
@@ -59,16 +60,17 @@ print(json.dumps(watch.pauses))
 
 
 @contextmanager
-def watching() -> Iterator[subprocess.Popen[str]]:
-    """A process that watches for its own pauses, as `WATCHES` says."""
+def watching(
+    period_s: float = pauses.PERIOD_S, shortest_s: float = pauses.SHORTEST_S
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that watches for its own pauses, as `WATCHES` says, and the thread that does."""
     environment = os.environ | {"PYTHONPATH": str(WORKFLOW)}
     with subprocess.Popen(
-        [sys.executable, "-c", WATCHES],
+        [sys.executable, "-c", WATCHES, str(period_s), str(shortest_s)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
     ) as process:  # fmt: skip
         try:
-            assert process.stdout.readline() == "watching\n"
-            yield process
+            yield process, int(process.stdout.readline())
         finally:
             process.kill()
 
@@ -80,7 +82,7 @@ def told(process: subprocess.Popen[str]) -> list[Pause]:
 
 
 def test_a_stopped_process_has_a_pause():
-    with watching() as process:
+    with watching() as (process, _):
         process.send_signal(signal.SIGSTOP)
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         begun_s = time.monotonic()
@@ -96,22 +98,19 @@ def test_a_stopped_process_has_a_pause():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="no counts of waits")
-def test_a_process_that_gets_no_core_for_seconds_has_none():
+def test_a_process_that_gets_no_core_has_none():
     core = min(os.sched_getaffinity(0))
     hogs = []
     try:
-        with watching() as process:
-            for thread in psutil.Process(process.pid).threads():
-                os.sched_setaffinity(thread.id, {core})
-                os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
-            for _ in range(10):
+        # The kernel starves a thread for seconds at its own discretion, and for a third of one soon.
+        with watching(period_s=0.05, shortest_s=0.3) as (process, thread):
+            os.sched_setaffinity(thread, {core})
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+            for _ in range(4):
                 hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
                 os.sched_setaffinity(hog.pid, {core})
                 hogs.append(hog)
-            assert process.stdout.readline() == "starved\n"
-            for hog in hogs:
-                hog.kill()
-            assert told(process) == []
+            assert json.loads(process.stdout.readline()) == {"starved": None}
     finally:
         for hog in hogs:
             hog.kill()
