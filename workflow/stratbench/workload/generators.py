@@ -20,7 +20,10 @@ def seed_generators(seed: int) -> None:
     """Seed all of them, on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    if torch.backends.cuda.is_built():
+        torch.manual_seed(seed)
+    else:  # which keeps a trace of the stack for devices that this build of PyTorch does not have
+        torch.default_generator.manual_seed(seed)
 
 
 class Generators(NamedTuple):
