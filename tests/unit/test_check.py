@@ -26,12 +26,13 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
 from stratbench.plan.footprint import cache
 from stratbench.plan.needs import subject_of
-from stratbench.plan.pages.check_text import check_text, lines_by_reason
+from stratbench.plan.pages.check_text import check_text
 from stratbench.ps.flat import FlatSpace
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
+from stratbench.study.reasons import lines_by_reason
 from stratbench.workload import users_code
 from stratbench.workload.network import sharding
 from stratbench.workload.network.trial import Trial

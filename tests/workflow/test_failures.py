@@ -76,6 +76,10 @@ def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
         assert workflow.record("first", strategy, "vgg-compact", "1gpu").exists()
     assert "cell tiny/second: ddp, vgg-compact, 2 workers" in output
     assert "killed by SIGKILL" in output
+    summary = output[output.index("Failed: 1 cell\n") :]
+    assert "  vgg-compact with ddp on 2 workers (1 cell of second): " in summary
+    assert "\nLogs: results/tiny/logs/second/ddp/vgg-compact/2gpu/rep0.log\n" in summary
+    assert len(summary.splitlines()) < 10  # nothing but Snakemake's end comes after it
     record = workflow.record("second", "ddp", "vgg-compact", "2gpu")
     assert not record.exists()
     evidence = workflow.folder / "results/tiny/logs/second/ddp/vgg-compact/2gpu/rep0/failure.json"

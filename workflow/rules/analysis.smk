@@ -17,6 +17,14 @@ onsuccess:
     end_round()
 
 
+onerror:
+    print(
+        folded(reasons.iter_summary(failed_jobs(), RESULTS, BEGUN_S)),
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 # A simulation, where `decide` asks for one: the way of a training through a cluster's queue.
 QUEUE_STAGE = (
     {

@@ -2,6 +2,7 @@
 import json
 import re
 import sys
+import time
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.installation import INSTALLED
 from stratbench.cell.settings import Settings
-from stratbench.study import job_values
+from stratbench.study import job_values, reasons
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.plan.device_rates import named_gpus
 from stratbench.strategies import strategy_class
@@ -35,6 +36,8 @@ try:
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
+# When this run began: evidence of failures that is older is of another.
+BEGUN_S = time.time()
 JOBS = Jobs(CONFIG, STUDY)
 set_job_environment(CONFIG, PACKAGE_ROOT)
 add_cache_command(workflow.remote_execution_settings, Path(".snakemake/cache"))
@@ -77,6 +80,9 @@ NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
 ROUND = Round(
     STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not workflow.is_main_process
 )
+
+# What says of cells that nothing can train them, before the first is submitted.
+START_CHECKS = []
 
 
 wildcard_constraints:
@@ -261,7 +267,13 @@ def missing_needs(cells):
         return []
     settings = [(c.strategy, JOBS.settings_of(c)) for c in cells]
     used = [(name, strategy_class(s.strategy), s.options) for name, s in settings]
-    return [*faults(used), *STUDY.faults_of_code(cells)]
+    lacking = [*faults(used), *STUDY.faults_of_code(cells)]
+    elsewhere = not workflow.local_exec
+    return lacking or [
+        fault
+        for check in START_CHECKS
+        for fault in check(STUDY_CONFIG, STUDY, cells, elsewhere)
+    ]
 
 
 def block_request(wildcards):
@@ -272,6 +284,15 @@ def block_request(wildcards):
 def jobs_of(rule):
     """The jobs of a rule that are planned."""
     return [job for job in workflow.dag.jobs if job.rule.name == rule.rule.name]
+
+
+def failed_jobs():
+    """What each failed job trained, and its log."""
+    for job in workflow.scheduler.failed:
+        if job.rule.name == rules.train_cell.rule.name:
+            yield cell_of(job.wildcards), Path(job.log[0])
+        elif job.rule.name == rules.run_block.rule.name:
+            yield block_of(job.wildcards), Path(job.log[0])
 
 
 def begin_round():

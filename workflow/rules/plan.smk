@@ -1,3 +1,8 @@
+from stratbench.plan.start_check import faults_of_networks
+
+START_CHECKS.append(faults_of_networks)
+
+
 # Planning: what the study will need, take and cost, told before anything runs: `snakemake plan`. It trains
 # nothing and needs no GPU; it has no output, so that it always runs.
 rule plan:

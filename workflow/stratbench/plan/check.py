@@ -191,21 +191,8 @@ def rehearsals_of(
     requests: Iterable[Request], folder: Path
 ) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
     """What is found of the networks and then of each request: kept in `folder`, or by processes."""
-    sharing: dict[Network, list[Request]] = {}
-    for request in dict.fromkeys(requests):
-        sharing.setdefault(Network.of(request), []).append(request)
-    # What only some of the cells ask of a network is judged with each of these.
-    firsts = {
-        n: min(each, key=lambda r: (r.by_command, r.settings.activation_checkpointing))
-        for n, each in sharing.items()
-    }
-    networks = results_of(
-        "networks to check: {}",
-        CheckResult,
-        check_network,
-        {n: Job(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
-        folder,
-    )
+    network_by_request = {request: Network.of(request) for request in requests}
+    networks = networks_of(network_by_request, folder)
     jobs = {
         request: Job(
             f"{network.model} with {request.strategy}",
@@ -214,9 +201,8 @@ def rehearsals_of(
             # What is sharded takes longer.
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
-        for network, each in sharing.items()
+        for request, network in network_by_request.items()
         if networks[network].fault is None and networks[network].unchecked is None
-        for request in each
         if not request.by_command
     }
     rehearsals = results_of(
@@ -229,9 +215,27 @@ def rehearsals_of(
     by_command = Rehearsal(unpredicted=BY_COMMAND)
     return networks, {
         r: by_command if r.by_command else rehearsals.get(r, _not_tried(networks[network]))
-        for network, each in sharing.items()
-        for r in each
+        for r, network in network_by_request.items()
     }
+
+
+def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, CheckResult]:
+    """Return what is found of the networks of `requests`: kept in `folder`, or by processes."""
+    sharing: dict[Network, list[Request]] = {}
+    for request in dict.fromkeys(requests):
+        sharing.setdefault(Network.of(request), []).append(request)
+    # What only some of the cells ask of a network is judged with each of these.
+    firsts = {
+        n: min(each, key=lambda r: (r.by_command, r.settings.activation_checkpointing))
+        for n, each in sharing.items()
+    }
+    return results_of(
+        "networks to check: {}",
+        CheckResult,
+        check_network,
+        {n: Job(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
+        folder,
+    )
 
 
 def _not_tried(network: CheckResult) -> Rehearsal:

@@ -17,15 +17,19 @@ from functools import cache
 from importlib import util
 from importlib.machinery import PathFinder
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any, Protocol
 
+from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.words import names_text
 
 #: The environment variable with the folders of the user's code, as PATH has its own.
 CODE_VARIABLE = "STRATBENCH_CODE"
 #: Packages whose versions each record has anyway, or that come with stratbench.
 RECORDED = frozenset({"torch", "torchvision", "numpy", "stratbench"})
+#: Folders of installed packages.
+_PACKAGES = {"site-packages", "dist-packages"}
 #: How a call is written.
 _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*", re.ASCII)
 
@@ -280,6 +284,21 @@ def _imported_module(own: Called, name: str) -> ModuleType:
 
 
 def error_text(e: BaseException) -> str:
-    """An exception in one line."""
+    """Return an exception in one line, with the line of the user's code that it went through last."""
     lines = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
+    text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
+    return text + _place_of(e)
+
+
+def _place_of(e: BaseException) -> str:
+    """The last line of the user's own code; of an installed package other than PyTorch if there is none."""
+    own, packages = "", ""
+    for frame in extract_tb(e.__traceback__):
+        path, place = Path(frame.filename), f" ({Path(frame.filename).name}, line {frame.lineno})"
+        if path.is_relative_to(PACKAGE) or path.name.startswith("<") or "torch" in path.parts:
+            continue
+        if _PACKAGES & set(path.parts):
+            packages = place
+        elif not path.is_relative_to(sysconfig.get_path("stdlib")):
+            own = place
+    return own or packages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import counted, names_text
@@ -11,6 +11,7 @@ from stratbench.plan.check import Checked, CheckResult, Network
 from stratbench.plan.needs import Subject
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
+from stratbench.study.reasons import lines_by_reason, without_subject, workers_text
 from stratbench.workload.tasks import OwnTask
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
@@ -43,23 +44,6 @@ def _lines(checked: Checked) -> Iterator[str]:
         yield f"none of {counted(len(checked.subjects), 'cell')} would be refused"
     if n := sum(bool(checked.rehearsals[s.request].unchecked) for s in checked.subjects):
         yield f"{counted(n, 'cell')} could not be checked before the training"
-
-
-def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
-    """Why cells are not trained, or were not: a line for each reason, with all of its cells."""
-    groups: dict[str, list[Cell]] = {}
-    for cell, why in reasons:
-        groups.setdefault(_without_subject(why), []).append(cell)
-    return [
-        f"{_names(c.model for c in cells)} with {_names(c.strategy for c in cells)} on "
-        f"{_workers({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
-        f"{_names(c.experiment for c in cells)}): {why}"
-        for why, cells in groups.items()
-    ]
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(names))
 
 
 def _network(
@@ -112,15 +96,10 @@ def _network(
             yield f"   {strategy}: works with {_where(works, own)}"
         for why in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
             of = [c for c in own if unchecked.get(c) == why]
-            yield f"   {strategy}: not checked with {_where(of, own)}: {_without_subject(why)}"
+            yield f"   {strategy}: not checked with {_where(of, own)}: {without_subject(why)}"
         for why in dict.fromkeys(refused[c] for c in own if c in refused):
             of = [c for c in own if refused.get(c) == why]
-            yield f"   {strategy}: refused with {_where(of, own)}: {_without_subject(why)}"
-
-
-def _without_subject(why: str) -> str:
-    """A reason beside the names of its model and strategy, which need not be told again."""
-    return why.partition(" cannot train it: ")[2] or why
+            yield f"   {strategy}: refused with {_where(of, own)}: {without_subject(why)}"
 
 
 def _by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
@@ -147,8 +126,4 @@ def _where(cells: list[Cell], of: list[Cell]) -> str:
     """Their numbers of workers, and their experiments where it is not so in all of them."""
     names = dict.fromkeys(c.experiment for c in cells)
     others = {c.experiment for c in of} - names.keys()
-    return _workers({c.gpus for c in cells}) + (f" in {', '.join(names)}" if others else "")
-
-
-def _workers(counts: set[int]) -> str:
-    return f"{', '.join(map(str, sorted(counts)))} worker{'s' if counts != {1} else ''}"
+    return workers_text({c.gpus for c in cells}) + (f" in {', '.join(names)}" if others else "")

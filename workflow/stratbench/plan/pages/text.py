@@ -19,11 +19,11 @@ from stratbench.cell.text.words import (
     unit_for,
 )
 from stratbench.plan.pages.answers import PART_NAMES, answered_questions
-from stratbench.plan.pages.check_text import lines_by_reason
 from stratbench.plan.pages.table import COLUMNS, RANGE
 from stratbench.plan.pages.what_fits import data_of
 from stratbench.plan.quantities import cells_by, in_unit, totals
 from stratbench.plan.schedule import Plan, Planned
+from stratbench.study.reasons import lines_by_reason
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: How far in the lines of a table stand.

@@ -1,0 +1,80 @@
+"""Reasons why cells are not trained, or have failed, as text: one line per reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.text.words import counted, joined_with_and
+
+#: The reason of a job that has left no evidence of its own.
+NO_EVIDENCE = "ended before it could say why; its log may"
+#: The most lines of a summary: of more reasons, the rest is counted.
+MAX_LINES = 12
+
+
+def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: float) -> Iterator[str]:
+    """Yield the lines that say what failed in a run of Snakemake; none if nothing did.
+
+    Args:
+        failed: What each failed job trained, a cell or a block of a verdict, and the job's log.
+        results: The folder of the results.
+        since_s: When the run began, in seconds since the epoch: older evidence is of another run.
+    """
+    cells: list[tuple[Cell, str]] = []
+    blocks: list[str] = []
+    ordered = sorted(failed, key=lambda entry: str(entry[0]))
+    for trained, _ in ordered:
+        reason = _reason(trained.log_dir(results), since_s)
+        if isinstance(trained, Cell):
+            cells.append((trained, reason))
+        else:
+            blocks.append(f"{trained}: {reason}")
+    if not ordered:
+        return
+    counts = {"cell": len(cells), "block": len(blocks)}
+    yield f"Failed: {joined_with_and(counted(n, what) for what, n in counts.items() if n)}"
+    lines = [*lines_by_reason(cells), *blocks]
+    yield from (f"  {line}" for line in lines[:MAX_LINES])
+    if len(lines) > MAX_LINES:
+        yield f"  and {counted(len(lines) - MAX_LINES, 'other reason')}"
+    yield f"Logs: {ordered[-1][1]}" + " and its likes" * (len(ordered) > 1)
+
+
+def _reason(log_dir: Path, since_s: float) -> str:
+    """Why a job failed, by the evidence that it has left in its log folder."""
+    try:
+        is_of_this_run = (log_dir / record.FAILURE_FILE).stat().st_mtime >= since_s
+    except OSError:
+        is_of_this_run = False
+    reason = record.failure_reason(log_dir) if is_of_this_run else None
+    return (reason or NO_EVIDENCE).removeprefix("ModelError: ")
+
+
+def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
+    """Why cells are not trained, or were not: a line for each reason, with all of its cells."""
+    groups: dict[str, list[Cell]] = {}
+    for cell, why in reasons:
+        groups.setdefault(without_subject(why), []).append(cell)
+    return [
+        f"{_names(c.model for c in cells)} with {_names(c.strategy for c in cells)} on "
+        f"{workers_text({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
+        f"{_names(c.experiment for c in cells)}): {why}"
+        for why, cells in groups.items()
+    ]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def without_subject(why: str) -> str:
+    """A reason beside the names of its model and strategy, which need not be told again."""
+    return why.partition(" cannot train it: ")[2] or why
+
+
+def workers_text(counts: set[int]) -> str:
+    return f"{', '.join(map(str, sorted(counts)))} worker{'s' if counts != {1} else ''}"
