@@ -337,7 +337,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_mistake_elsewhere(path, value, expected):
     message = refusal(changed(path, value))
-    assert "\n" not in message
+    assert all(line.startswith("config: ") for line in message.splitlines())
     assert message.startswith("config: ")
     for part in expected:
         assert part in message, message
@@ -391,9 +391,43 @@ def test_a_long_value_is_cut_short():
 
 
 def test_several_mistakes_are_told_from_the_outside_in():
-    found = raw(lr=-1)
+    found = raw(lr=-1, epoch=1, global_batsh=2, gpus=REMOVED)
     found["oops"] = 1
-    assert "oops" in refusal(found)
+    lines = refusal(found).splitlines()
+    starts = [".oops = 1", ".epoch = 1", ".global_batsh = 2", ": the key 'gpus'", ".lr = -1"]
+    places = ["", *[EXPERIMENT] * 4]
+    assert len(lines) == len(starts)
+    for line, place, start in zip(lines, places, starts, strict=True):
+        assert line.startswith(f"config: {(place + start).lstrip('.')}")
+
+
+def test_all_unknown_names_are_told_at_once_and_what_is_allowed_once():
+    found = raw(strategies=["dpp", "single", "fsdpp"], models=["vgg-compcat"], dataset="digit")
+    found["study"] = "dem"
+    found["studies"]["demo"]["variants"] = {"v": {"strategy": "zero", "x": 1}}
+    found["studies"]["other"] = {
+        "experiments": {
+            "e": {**raw(strategies=["dp", "v"])["studies"]["demo"]["experiments"]["first"]}
+        }
+    }
+    said = refusal(found)
+    names = ("dem", "zero", "digit", "dpp", "fsdpp", "vgg-compcat", "dp", "v")
+    lines = said.splitlines()
+    assert len(lines) == len(names)
+    for line, name in zip(lines, names, strict=True):
+        assert f" = '{name}': is not a " in line
+    assert [" Allowed: " in line for line in lines[3:5]] == [False, True]
+
+
+def test_each_experiment_tells_its_own_contradiction():
+    found = raw(global_batch=62)
+    first = found["studies"]["demo"]["experiments"]["first"]
+    found["studies"]["demo"]["experiments"] |= {
+        "second": first | {"steps": 3},
+        "third": raw()["studies"]["demo"]["experiments"]["first"],
+    }
+    lines = refusal(found).splitlines()
+    assert [line.partition("experiments.")[2][:8] for line in lines] == ["first.gl", "second: "]
 
 
 def test_keys_given_twice(tmp_path):

@@ -229,7 +229,7 @@ def load_config(
 ) -> tuple[dict[str, Any], Study]:
     """The validated config and its chosen study. `raw`: the config as read from the YAML `files`.
 
-    Raises ConfigError at the first mistake.
+    Raises ConfigError with all mistakes that can be told at once.
     """
     for file in files:
         check_duplicate_keys(file)

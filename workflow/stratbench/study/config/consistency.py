@@ -26,17 +26,16 @@ from stratbench.workload.network import models, own
 MAX_NAME_BYTES = 240
 
 
-def check_variants(study: str, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a variant with a strategy's name, an unknown strategy, or a wrong option."""
+def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each variant with a strategy's name or an unknown one, and each wrong option."""
     for name, variant in values["variants"].items():
         where = f"studies.{study}.variants.{name}"
         if name in REGISTRY:
-            raise ConfigError(f"config: {where}: {name!r} is a strategy; choose another name")
+            yield f"config: {where}: {name!r} is a strategy; choose another name"
         base = variant["strategy"]
         if base not in REGISTRY:
-            raise ConfigError(
-                wrong_value_message(f"{where}.strategy", base, "is not a strategy", REGISTRY)
-            )
+            yield wrong_value_message(f"{where}.strategy", base, "is not a strategy", REGISTRY)
+            continue
         options = strategy_class(base).Options
         allowed = [field.name for field in fields(options)]
         kinds = get_type_hints(options)
@@ -44,16 +43,15 @@ def check_variants(study: str, values: Mapping[str, Any]) -> None:
             if isinstance(variant[key], str):
                 variant[key] = read_as(variant[key], {*json_types(kinds[key])} - {"string"})
         given = {k: v for k, v in variant.items() if k != "strategy"}
-        for key in given:
-            if key not in allowed:
-                raise ConfigError(
-                    f"config: {where}.{key} = {repr_of(given[key])}: {key!r} is not an option of "
-                    f"{base}.{did_you_mean(key, allowed)} Allowed: {', '.join(allowed) or 'none'}."
-                )
+        for key in (unknown := [key for key in given if key not in allowed]):
+            yield (
+                f"config: {where}.{key} = {repr_of(given[key])}: {key!r} is not an option of "
+                f"{base}.{did_you_mean(key, allowed)} Allowed: {', '.join(allowed) or 'none'}."
+            )
         try:
-            options(**given)
+            options(**{key: value for key, value in given.items() if key not in unknown})
         except ValueError as e:
-            raise ConfigError(f"config: {where}.{e}") from e
+            yield f"config: {where}.{e}"
 
 
 def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) -> None:
@@ -108,23 +106,14 @@ def check_model(wanted: str | None, there: Iterable[str]) -> None:
         raise ConfigError(wrong_value_message("decide.model", wanted, what, there))
 
 
-def check_experiment(
-    where: str,
-    block: Mapping[str, Any],
-    study: Mapping[str, Any],
-    config: Mapping[str, Any],
-    facts: Callable[[str], Dataset],
-) -> None:
-    """Raises ConfigError for the first value of an experiment that contradicts another, or names nothing.
-
-    `facts`: returns what is known of a data set; what is unknown is judged once it is prepared.
-    """
-    dataset_names = [*DATASETS, *config["datasets"]]
-    model_names = [*models.MODELS, *config["models"]]
+def iter_name_faults(
+    where: str, block: Mapping[str, Any], study: Mapping[str, Any], config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a message for each data set, strategy and model of an experiment that there is not."""
     for key, what, known in (
-        ("dataset", "data set", dataset_names),
+        ("dataset", "data set", [*DATASETS, *config["datasets"]]),
         ("strategies", "strategy or variant", [*REGISTRY, *study["variants"]]),
-        ("models", "model", model_names),
+        ("models", "model", [*models.MODELS, *config["models"]]),
     ):
         for value in block[key] if isinstance(block[key], list) else [block[key]]:
             if value in known or (key == "models" and value in own.torchvision_names()):
@@ -134,7 +123,21 @@ def check_experiment(
                 message += (
                     " So is every classification network of torchvision; your own go to `models`."
                 )
-            raise ConfigError(message)
+            yield message
+
+
+def check_experiment(
+    where: str,
+    block: Mapping[str, Any],
+    study: Mapping[str, Any],
+    config: Mapping[str, Any],
+    facts: Callable[[str], Dataset],
+) -> None:
+    """Raises ConfigError for the first value of an experiment that contradicts another.
+
+    `facts`: returns what is known of a data set; what is unknown is judged once it is prepared. All names
+    are known (`iter_name_faults`).
+    """
     try:
         dataset = facts(block["dataset"])
     except DataError as e:

@@ -20,9 +20,20 @@ def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str
     return f"config: {where} = {repr_of(value)}: {what}.{did_you_mean(value, allowed)} {listed}"
 
 
+def told_at_once(messages: Iterable[str]) -> str:
+    """Join messages about independent mistakes, one line each; what is allowed is listed once."""
+    lines = list(dict.fromkeys(messages))
+    lists = [line.partition(" Allowed: ")[2] for line in lines]
+    return "\n".join(
+        line.partition(" Allowed: ")[0] if allowed and allowed in lists[i + 1 :] else line
+        for i, (line, allowed) in enumerate(zip(lines, lists, strict=True))
+    )
+
+
 def place_of(path: Iterable[str | int]) -> str:
     """A path through the config as a person writes it: `studies.demo.experiments.digits.gpus[1]`."""
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+    names = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
+    return "".join(n if n.isprintable() else repr(n)[1:-1] for n in names).lstrip(".")
 
 
 #: The name in other trainers -> the key here.

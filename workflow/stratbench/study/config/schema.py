@@ -15,6 +15,7 @@ from stratbench.study.config.messages import (
     ConfigError,
     did_you_mean,
     place_of,
+    told_at_once,
     wrong_value_message,
 )
 from stratbench.study.config.queue_request import schema_of_queue
@@ -98,10 +99,19 @@ def _validator():
 
 
 def check_structure(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the outermost value that the schema does not allow."""
-    faults = sorted(_validator().iter_errors(config), key=lambda e: (len(e.path), str(e.path)))
-    if faults:
-        raise ConfigError(_explain(faults[0]))
+    """Raise ConfigError for all values that the schema does not allow, the outermost first."""
+    _refuse(_validator().iter_errors(config))
+
+
+def _refuse(faults: Iterable[Any]) -> None:
+    """Raise ConfigError with a line for each unknown or missing key, and for each wrong value."""
+    lines: dict[Any, str] = {}
+    for fault in sorted(faults, key=lambda e: (len(e.path), str(e.path))):
+        for key in _keys_of(fault):
+            # Of several faults of one value the first is enough.
+            lines.setdefault((*fault.absolute_path, key), _explain(fault, key))
+    if lines:
+        raise ConfigError(told_at_once(lines.values()))
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -134,8 +144,7 @@ def checked_block(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """One block of a config by itself (`decide`), with its defaults; ConfigError for a mistake in it."""
     alone = typed({name: given}, schema())
     faults = [e for e in _validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]]
-    if faults:
-        raise ConfigError(_explain(faults[0]))
+    _refuse(faults)
     properties = schema()["properties"][name].get("properties", {})
     defaults = {key: rule["default"] for key, rule in properties.items() if "default" in rule}
     return defaults | alone[name]
@@ -149,8 +158,19 @@ _BOUNDS = {
 }
 
 
-def _explain(fault: Any) -> str:
-    """A sentence that explains a fault of the JSON Schema."""
+def _keys_of(fault: Any) -> list[str | None]:
+    """The unknown or missing keys of a fault; None in place of keys where a value is wrong."""
+    value, rule = fault.instance, fault.validator_value
+    match fault.validator:
+        case "additionalProperties":
+            return [key for key in value if key not in fault.schema["properties"]]
+        case "required":
+            return [key for key in rule if key not in value]
+    return [None]
+
+
+def _explain(fault: Any, key: str | None) -> str:
+    """A sentence that explains a fault of the JSON Schema; `key`: the one that is unknown or missing."""
     where = place_of(fault.absolute_path)
     at = f"config: {where}" if where else "config"
     value, rule = fault.instance, fault.validator_value
@@ -159,18 +179,16 @@ def _explain(fault: Any) -> str:
     match fault.validator:
         case "additionalProperties":
             allowed = list(fault.schema["properties"])
-            unknown = next(k for k in value if k not in allowed)
-            place = f"{where}.{unknown}".lstrip(".")
-            if reason := removed_key_reason(tuple(fault.absolute_path), unknown):
-                return f"config: {place} = {repr_of(value[unknown])}: was removed; {reason}"
+            place = f"{where}.{key}".lstrip(".")
+            if reason := removed_key_reason(tuple(fault.absolute_path), key):
+                return f"config: {place} = {repr_of(value[key])}: was removed; {reason}"
             return (
-                f"config: {place} = {repr_of(value[unknown])}: unknown key {unknown!r}."
-                f"{did_you_mean(unknown, allowed)} Allowed: {', '.join(allowed)}."
+                f"config: {place} = {repr_of(value[key])}: unknown key {key!r}."
+                f"{did_you_mean(key, allowed)} Allowed: {', '.join(allowed)}."
             )
         case "required":
-            missing = next(k for k in rule if k not in value)
-            about = fault.schema.get("properties", {}).get(missing, {}).get("description", "")
-            message = f"{at}: the key {missing!r} is missing. {about}"
+            about = fault.schema.get("properties", {}).get(key, {}).get("description", "")
+            message = f"{at}: the key {key!r} is missing. {about}"
         case "type":
             wanted = " or ".join(TYPE_NAMES[t] for t in ([rule] if isinstance(rule, str) else rule))
             one = "array" in rule and isinstance(value, (str, int, float))

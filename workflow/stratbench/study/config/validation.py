@@ -1,10 +1,10 @@
-"""Finds the first mistake in config.yaml, and fills in the defaults."""
+"""Finds the mistakes in config.yaml, and fills in the defaults."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stratbench.cell.text.words import repr_of
@@ -14,11 +14,12 @@ from stratbench.study.config.consistency import (
     check_models,
     check_name_lengths,
     check_tolerances,
-    check_variants,
+    iter_name_faults,
+    iter_variant_faults,
     settle_optimizer,
 )
 from stratbench.study.config.data_sets import DataSets
-from stratbench.study.config.messages import ConfigError, wrong_value_message
+from stratbench.study.config.messages import ConfigError, told_at_once, wrong_value_message
 from stratbench.study.config.queue_request import check_queue
 from stratbench.study.config.result_sets import check_sets
 from stratbench.study.config.schema import check_structure, schema, typed, with_defaults
@@ -27,7 +28,12 @@ from stratbench.workload.data.datasets import DATASETS, describe
 
 
 def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with defaults filled in; ConfigError at the first mistake."""
+    """Return the config with defaults filled in.
+
+    Raises:
+        ConfigError: For all unknown keys and wrong values, else for all unknown names, else for what
+            contradicts each other: the first of each experiment.
+    """
     raw = typed(raw, schema())
     check_plain(raw, ())
     check_structure(raw)
@@ -37,10 +43,8 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             settle_optimizer(block)
     with_defaults(config)
     config["results"] = _folder("results", config["results"])
-    if config["study"] not in config["studies"]:
-        raise ConfigError(
-            wrong_value_message("study", config["study"], "is not a study", config["studies"])
-        )
+    if unknown := list(_iter_unknown_names(config)):
+        raise ConfigError(told_at_once(unknown))
     if config["cluster"]["skip_infeasible"] and config["cluster"]["gpu"] is None:
         raise ConfigError(
             "config: cluster.skip_infeasible = true: needs cluster.gpu, the GPU that cells shall fit"
@@ -59,19 +63,35 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
     known = DataSets(config)
     check_tolerances(config)
     check_queue(config)
+    wrong = []
     for study, values in config["studies"].items():
         if study == "data":
             raise ConfigError(
                 "config: studies.data: 'data' is where data sets lie; rename the study"
             )
-        check_variants(study, values)
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
             # Files of a study that was not asked for are not looked at.
             facts = known.facts if study == config["study"] else known.as_configured
-            check_experiment(where, block, values, config, facts)
-            check_name_lengths(study, experiment, block)
+            try:
+                check_experiment(where, block, values, config, facts)
+                check_name_lengths(study, experiment, block)
+            except ConfigError as e:
+                wrong.append(str(e))
+    if wrong:
+        raise ConfigError(told_at_once(wrong))
     return config
+
+
+def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each study, strategy, option, data set and model that there is not."""
+    if config["study"] not in config["studies"]:
+        yield wrong_value_message("study", config["study"], "is not a study", config["studies"])
+    for study, values in config["studies"].items():
+        yield from iter_variant_faults(study, values)
+        for experiment, block in values["experiments"].items():
+            where = f"studies.{study}.experiments.{experiment}"
+            yield from iter_name_faults(where, block, values, config)
 
 
 def _folder(key: str, path: str) -> str:
