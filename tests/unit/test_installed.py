@@ -249,6 +249,25 @@ def test_a_mistake_in_the_config_beside_a_network_alone_is_one_sentence(
     assert error.count("\n") == 1
 
 
+def test_each_target_of_the_workflow_is_a_subcommand(tmp_path, monkeypatch):
+    """What Snakefile and documentation tell users of a clone, users of the package can do, too."""
+    head = (ROOT / "Snakefile").read_text().partition("from snakemake")[0]
+    targets = set(re.findall(r"^# +snakemake (?:-c1|--profile \S+) ([a-z]+)", head, re.M)) | {
+        "links"
+    }
+    assert {"check", "partial", "project", "verdict"} < targets
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("")
+    for target in targets:
+        run = []
+        monkeypatch.setattr(os, "execv", lambda _, command, run=run: run.extend(command))
+        main([target, "--study", "mine", "--nolock"])
+        assert run[run.index("--snakefile") + 2] == target
+        assert "--nolock" in run
+        assert run[run.index("--config") + 1] == "study=mine"
+        assert ("--profile" in run) == (target in ("links", "verdict"))
+
+
 def test_help_says_what_is_written_and_where_other_options_go(capsys):
     def told(*command):
         with pytest.raises(SystemExit) as ended:

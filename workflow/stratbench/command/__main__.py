@@ -60,12 +60,19 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("run", "train a study, and write its report"),
         ("verdict", "which strategy is fastest, from short blocks instead of whole trainings"),
+        ("links", "measure what the exchange between workers costs here, for `project`"),
     ):
         trains = add(name, run_study, text)
         trains.add_argument(
             "--profile", default="local", help="local (default), slurm, or a folder"
         )
     add_plan(add)
+    add(
+        "partial",
+        run_partial,
+        "the report of a study so far: merge what is there, list what is missing",
+    )
+    add("project", run_project, "step times on more workers than were measured")
     decide = add("decide", run_decide, "which strategy to choose, and why")
     of_a_set(decide, SET, "decision")
     add_check(add)
@@ -169,11 +176,22 @@ def run_init(given: argparse.Namespace, others: list[str]) -> int:
 
 
 def run_study(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench run`: the workflow's default target; `stratbench verdict`: the rule `verdict`."""
+    """`stratbench run`: the workflow's default target; of `verdict` and `links` the rule of the name."""
     require("torch")
     target = [] if given.command == "run" else [given.command]
     profile = profile_folder(given.profile)
     return run_rules(*target, "--profile", profile, *others, config=pairs(given))
+
+
+def run_partial(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench partial`: the rule `partial`."""
+    return answer_by_rule(given, others, [])
+
+
+def run_project(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench project`: the rule `project`."""
+    require("torch")
+    return answer_by_rule(given, others, [])
 
 
 def run_plan(given: argparse.Namespace, others: list[str]) -> int:
