@@ -341,6 +341,11 @@ def samples(told: Told) -> None:
         told.most("batch.updates_applied, at most those of all steps", made, most)
         if not told.skips and not told.lost:
             told.most("updates of all steps, at most updates_applied", most - 2, made)
+    for worker in told.workers:
+        if (waited_s := worker.get("core_wait_s")) is not None and worker["train_time_s"]:
+            # Counting begins before the workers line up for the clock.
+            what = "a worker's wait for a core, at most its training"
+            told.most(what, waited_s, worker["train_time_s"], absolute=10.0)
     for worker in () if told.elastic else told.workers:
         of, taken = f"rank {worker['rank']}", worker["steps"]
         if taken is not None and told("batch.samples_per_step") is not None:

@@ -68,6 +68,16 @@ def over_links(ms: float, links: int = 12) -> Callable[[dict[str, Any]], None]:
     return plant
 
 
+def waited(share: float) -> Callable[[dict[str, Any]], None]:
+    """The last worker's wait for a core, as a share of its training."""
+
+    def plant(record: dict[str, Any]) -> None:
+        last = record["workers"][-1]
+        last["core_wait_s"] = share * last["train_time_s"]
+
+    return plant
+
+
 def ended(status: str) -> Callable[[dict[str, Any]], None]:
     def plant(record: dict[str, Any]) -> None:
         record |= fixture.make_record(Cell(**record["cell"]), status)
@@ -358,6 +368,14 @@ FAULTS = [
         "all on core 0", FSDP, put(worker("host.affinity"), [0]), "ranks-share-cores", "1 core: [0]"
     ),
     Fault(
+        "others on its core",
+        DDP,
+        waited(0.3),
+        "waits-for-cores",
+        "rank 1 waited for a core in 30% of ",
+        "cpu",
+    ),
+    Fault(
         "another environment",
         DDP,
         put(worker("environment.KMP_AFFINITY"), "compact"),
@@ -535,6 +553,16 @@ def test_links_that_carried_what_they_can_are_believed(ms, links, change):
     record = copy.deepcopy(sound("cuda")[DDP])
     both(over_links(ms, links), change)(record)
     assert not any(RULE["nvlink-unused"].check(planted.study({DDP: record}, "cuda")))
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.16])
+def test_a_cell_that_is_slow_by_itself_does_not_wait_for_cores(share):
+    """Twice as slow as its repeat, and of its time it had a core."""
+    record = copy.deepcopy(sound("cpu")[DDP])
+    faster(0.5)(record)
+    if share is not None:
+        waited(share)(record)
+    assert not any(RULE["waits-for-cores"].check(planted.study({DDP: record}, "cpu")))
 
 
 def test_workers_with_a_core_of_their_own_or_all_cores_share_none():

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stratbench.telemetry.machine.core_waits import CoreWaits
 from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 
@@ -76,6 +77,8 @@ class StepClock:
         self._own_ms: deque[float] = deque(maxlen=OWN_STEPS)
         self._issue_ms: float | None = None
         self._issued_ns = self._left_to_issue = 0
+        #: Waits for a core while the clock runs: begun by whoever starts the clock, before workers line up.
+        self.core_waits = CoreWaits()
 
     @property
     def running(self) -> bool:
@@ -116,6 +119,7 @@ class StepClock:
             self._wait_by_steps(self._pulse)
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - self._begun_ns
+        self.core_waits.end()
         self._running = False
         if self._goes_on:
             self._epoch_times_s[-1] += elapsed_ns / 1e9

@@ -184,6 +184,8 @@ def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
     entry = {key: w[key] for key in keys}
     if own := w.get("own_ms"):
         entry["own_ms"] = [float(f"{ms:.4g}") for ms in own]
+    if (wait_s := w.get("core_wait_s")) is not None:
+        entry["core_wait_s"] = float(f"{wait_s:.4g}")
     issue_ms = w.get("issue_ms")
     entry["issue_ms"] = None if issue_ms is None else float(f"{issue_ms:.4g}")
     return entry

@@ -420,6 +420,7 @@ def worker_result(result: loop.Result, start: Start, rank: int) -> dict[str, Any
         "own_ms": clock.own_ms,
         # A server's worker waits for the server in each step.
         "issue_ms": None if strategy.kind == "server" else clock.issue_ms,
+        "core_wait_s": clock.core_waits.longest_s,
         "breakdown_ms": clock.phase_means_ms,
         "phases_s": start.phases.as_dict(),
         "started_s": start.started_s,

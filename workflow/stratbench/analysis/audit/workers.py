@@ -10,6 +10,10 @@ from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts
 from stratbench.strategies import REGISTRY, mesh_of, traits_of
 
+#: The share of its training in which a worker may wait for a core: three processes on two idle cores wait
+#: for 16 %, and where one process of another's is beside two workers, one of these for 22 % and more.
+WAITED = 0.2
+
 
 @record_rule("traits-unlike-strategy", "doubtful", "all")
 def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
@@ -50,6 +54,20 @@ def lost_workers(facts: Facts) -> Iterator[str]:
     for worker in facts.workers:
         if not worker["samples"] or not worker["steps"]:
             yield f"rank {worker['rank']} trained no sample, or made no step"
+
+
+@record_rule("waits-for-cores", "doubtful", "time")
+def waits_for_cores(facts: Facts) -> Iterator[str]:
+    """A worker could have computed and waited for a core: others computed on its cores, or the cell itself
+    has more busy threads than cores. Its times are those of a crowded machine.
+    """
+    for worker in facts.workers if facts.status == "ok" else ():
+        waited_s, trained_s = worker.get("core_wait_s"), worker.get("train_time_s")
+        if waited_s and trained_s and waited_s > WAITED * trained_s:
+            share = min(1.0, waited_s / trained_s)
+            yield (
+                f"rank {worker['rank']} waited for a core in {share:.0%} of {trained_s:.3g} s of training"
+            )
 
 
 @record_rule("fewer-workers-than-asked", "doubtful", "time")

@@ -1,0 +1,56 @@
+"""Times that threads of this process could run and waited for a core, as the Linux kernel counts them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+TASKS = "/proc/self/task"
+
+
+class CoreWaits:
+    """Waits for a core in the spans between `begin` and `end`, by thread."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] | None = None
+        self._waited_ns: Counter[str] = Counter()
+        self._is_counted = False
+
+    def begin(self) -> None:
+        """Start a span. It takes tenths of a millisecond: call it before a clock starts."""
+        self._before = read_waits_ns()
+
+    def end(self) -> None:
+        """End the span, if one was begun."""
+        before, self._before = self._before, None
+        if not before:
+            return
+        self._is_counted = True
+        for thread, waited_ns in read_waits_ns().items():
+            self._waited_ns[thread] += max(0, waited_ns - before.get(thread, 0))
+
+    @property
+    def longest_s(self) -> float | None:
+        """Seconds that the thread waited which waited longest; None if nothing was counted.
+
+        A step waits for each of its threads: the one that computes, autograd's, those of OpenMP.
+        """
+        return max(self._waited_ns.values(), default=0) / 1e9 if self._is_counted else None
+
+
+def read_waits_ns() -> dict[str, int]:
+    """Return the nanoseconds that each thread has waited so far; empty if the kernel does not count."""
+    waits = {}
+    try:
+        threads = os.listdir(TASKS)
+    except OSError:
+        return {}
+    for thread in threads:
+        try:
+            with open(f"{TASKS}/{thread}/schedstat", "rb") as file:
+                ran_ns, waited_ns, _ = map(int, file.read().split())
+        except (OSError, ValueError):  # the thread has just ended, or there is no such file
+            continue
+        if ran_ns:  # a kernel that does not count writes zeros
+            waits[thread] = waited_ns
+    return waits
