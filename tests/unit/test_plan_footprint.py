@@ -179,6 +179,26 @@ def test_a_profilers_marks_are_no_operations(monkeypatch):
     assert "profiler" not in seen
 
 
+def test_questions_for_a_tensors_device_are_no_kernels(monkeypatch):
+    """C++ asks fake tensors for their device through the trace, several times per operation."""
+    counted, asked = [], []
+    ran = OperatorTrace.__torch_dispatch__
+
+    def watched(self, op, *args, **kwargs):
+        before = self.phases[-1].operations, self.phases[-1].touched_bytes
+        out = ran(self, op, *args, **kwargs)
+        if op.namespace == "prim":
+            asked.append(op)
+            if before != (self.phases[-1].operations, self.phases[-1].touched_bytes):
+                counted.append(op)
+        return out
+
+    monkeypatch.setattr(OperatorTrace, "__torch_dispatch__", watched)
+    footprint.make_footprint(request_for("single", "small images"))
+    assert asked
+    assert not counted
+
+
 def normalised(classes: int) -> nn.Module:
     """Two convolutions, each with BatchNorm."""
     layers: list[nn.Module] = []

@@ -121,6 +121,16 @@ def test_a_cell_needs_its_peak_the_data_set_and_the_warm_ups_copy(plan_of):
     assert c.fit.peak.parts_bytes["data"] == data_bytes
 
 
+def test_rates_that_the_config_does_not_give_are_said(plan_of):
+    told = "assumed, as config.yaml gives no rate: 32 GB/s between GPUs of a node (PCIe 4 x16; "
+    told += "cluster.link_gb_per_s); 12.5 GB/s between nodes (cluster.network_gb_per_s)"
+    assert told in " ".join(plan_text(plan_of()).split())
+    given = {"link_gb_per_s": 300, "network_gb_per_s": 50}
+    assert "assumed" not in plan_text(plan_of(cluster=given))
+    assert "between nodes" not in plan_text(plan_of(strategies=["ddp"], gpus=[2]))
+    assert "assumed" not in plan_text(plan_of(strategies=["single"], gpus=[1]))
+
+
 def test_a_worker_that_splits_its_batch_computes_on_a_part_of_it(plan_of):
     c = cell(plan_of(), "ps-async-modified", 2)
     assert c.subject.samples_per_step == 8
@@ -476,6 +486,8 @@ def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(
         ("a100 pcie 80gb", "A100 PCIe 80 GB"),
         ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB"),
         ("H100", "H100 SXM"),
+        ("H100 96GB", "H100 96 GB"),
+        ("A10", "A10"),
         ("Tesla T4", "T4"),
     ],
 )

@@ -22,6 +22,8 @@ CONTEXT_BYTES = 1 * GIB
 CPU_PROCESS_BYTES = 1 * GIB
 #: The same on the host of a GPU, with CUDA's and NCCL's share.
 GPU_HOST_PROCESS_BYTES = 4 * GIB
+#: Between two nodes, in one direction, where the config gives no rate: 100 Gbit/s.
+NETWORK_GB_PER_S = 12.5
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> D
         flops_per_s=None if tflops is None else tflops * 1e12,
         memory_bytes_per_s=peak.memory_gb_per_s * 1e9,
         link_bytes_per_s=link_gb_per_s * 1e9,
-        network_bytes_per_s=cluster["network_gb_per_s"] * 1e9,
+        network_bytes_per_s=(cluster["network_gb_per_s"] or NETWORK_GB_PER_S) * 1e9,
         is_gpu=True,
         resident_threads=peak.resident_threads,
     )
@@ -105,7 +107,7 @@ def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
         flops_per_s=cpu_flops_per_s() / workers,
         memory_bytes_per_s=None,
         link_bytes_per_s=_LOOPBACK_BYTES_PER_S,
-        network_bytes_per_s=cluster["network_gb_per_s"] * 1e9,
+        network_bytes_per_s=(cluster["network_gb_per_s"] or NETWORK_GB_PER_S) * 1e9,
         is_gpu=False,
     )
 

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
+from stratbench.plan.device_rates import NETWORK_GB_PER_S
 from stratbench.plan.duration import Span
 from stratbench.plan.schedule import Plan, Planned, cost_of
+from stratbench.telemetry.machine.hardware import all_datasheets
 
 
 def totals(plan: Plan, device: str) -> dict[str, Any]:
@@ -42,6 +44,22 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
         "perhaps_cut_off": sum(v.cut_off == "possible" for _, v in open_),
         "sources": _sources(span.source for _, span in timed),
     }
+
+
+def assumed_rates(plan: Plan) -> list[str]:
+    """Rates of links that some cell uses and the config does not give, in words."""
+    cells = [c for c in plan.cells if c.needs is not None]
+    rates = []
+    sheet = next((gpu for gpu in all_datasheets() if gpu.name == plan.device), None)
+    linked = any(c.cell.gpus > 1 and c.subject.request.on_cuda for c in cells)
+    if sheet and linked and not plan.cluster["link_gb_per_s"]:
+        rates.append(
+            f"{sheet.link_gb_per_s:g} GB/s between GPUs of a node ({sheet.link}; "
+            "cluster.link_gb_per_s)"
+        )
+    if not plan.cluster["network_gb_per_s"] and any(c.needs.nodes > 1 for c in cells):
+        rates.append(f"{NETWORK_GB_PER_S:g} GB/s between nodes (cluster.network_gb_per_s)")
+    return rates
 
 
 def _within_limit(c: Planned, span: Span) -> Span:

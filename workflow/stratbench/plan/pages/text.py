@@ -21,7 +21,7 @@ from stratbench.cell.text.words import (
 from stratbench.plan.pages.answers import PART_NAMES, answered_questions
 from stratbench.plan.pages.table import COLUMNS, RANGE
 from stratbench.plan.pages.what_fits import data_of
-from stratbench.plan.quantities import cells_by, in_unit, totals
+from stratbench.plan.quantities import assumed_rates, cells_by, in_unit, totals
 from stratbench.plan.schedule import Plan, Planned
 from stratbench.study.reasons import lines_by_reason
 
@@ -118,6 +118,7 @@ def _values(plan: Plan) -> dict[str, Any]:
         "plan": plan,
         "experiments": cells_by(plan.cells, "experiment").items(),
         "answers": answered_questions(plan),
+        "assumed": assumed_rates(plan),
         "totals": {name: totals(plan, name) for name in (plan.device, *plan.others)},
     }
 

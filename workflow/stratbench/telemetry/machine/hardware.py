@@ -23,7 +23,7 @@ class Datasheet:
     name: str
     fp32_tflops: float
     tf32_tflops: float | None
-    fp16_tflops: float
+    fp16_tflops: float | None
     bf16_tflops: float | None
     memory_gib: float
     memory_gb_per_s: float
@@ -45,14 +45,19 @@ _NV4, _NV5 = ("NVLink 4", 450), ("NVLink 5", 900)
 
 # Multiprocessors times the threads that each holds by its compute capability (CUDA C++ Programming Guide,
 # technical specifications), as cudaGetDeviceProperties tells both.
-_V100, _A100, _H100, _H100_PCIE, _B200 = (n * 2048 for n in (80, 108, 132, 114, 148))
-_T4, _A10G, _L4, _L40S, _RTX3090, _RTX4090 = (
-    40 * 1024, 80 * 1536, 58 * 1536, 142 * 1536, 82 * 1536, 128 * 1536,
-)  # fmt: skip
+_P40, _V100, _A100, _H100, _H100_PCIE, _B200, _GB200 = (
+    n * 2048 for n in (30, 80, 108, 132, 114, 148, 152)
+)
+_A10, _A10G, _A6000, _L4, _L40S, _RTX3090, _RTX4090 = (
+    n * 1536 for n in (72, 80, 84, 58, 142, 82, 128)
+)
+_T4 = 40 * 1024
 
-# Pattern of the name that torch and NVML report (vendor prefixes taken off, whole name) and the
+# Pattern of the name that torch and NVML report (whole name, with or without vendor prefixes) and the
 # peak. A name with more to it (a MIG slice, a laptop part, a Ti) must not match: it differs.
 _TABLE: tuple[tuple[str, Datasheet], ...] = (
+    # NVIDIA P40 datasheet. Half precision is no faster there, so that none is stated.
+    (r"P40", Datasheet("P40", 12, None, None, None, 24, 346, *_GEN3, _P40)),
     # NVIDIA T4 datasheet.
     (r"T4", Datasheet("T4", 8.1, None, 65, None, 16, 320, *_GEN3, _T4)),
     # NVIDIA V100 datasheet.
@@ -63,6 +68,8 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
     ),
     (r"V100-PCIE-16GB", Datasheet("V100 PCIe 16 GB", 14, None, 112, None, 16, 900, *_GEN3, _V100)),
     (r"V100-PCIE-32GB", Datasheet("V100 PCIe 32 GB", 14, None, 112, None, 32, 900, *_GEN3, _V100)),
+    # NVIDIA A10 datasheet.
+    (r"A10", Datasheet("A10", 31.2, 62.5, 125, 125, 24, 600, *_GEN4, _A10)),
     # A10G datasheet (the variant of the A10 in AWS G5).
     (r"A10G", Datasheet("A10G", 35, 35, 70, 70, 24, 600, *_GEN4, _A10G)),
     # NVIDIA A100 datasheet.
@@ -74,15 +81,21 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
     (r"H100 80GB HBM3", Datasheet("H100 SXM", 67, 494.7, 989.4, 989.4, 80, 3350, *_NV4, _H100)),
     (r"H100 PCIe", Datasheet("H100 PCIe", 51, 378, 756, 756, 80, 2000, *_GEN5, _H100_PCIE)),
     (r"H100 NVL", Datasheet("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, *_GEN5, _H100)),
+    # The part with 96 GB of HBM2e: rates of the H100 SXM, memory as torchtitan's benchmarks state it
+    # (benchmarks/llama3_h100_202412_torchtitan.md). Its whole name is that; people mean the H100 SXM by "H100".
+    (r"NVIDIA H100", Datasheet("H100 96 GB", 67, 494.7, 989.4, 989.4, 96, 2400, *_NV4, _H100)),
     # NVIDIA H200 datasheet.
     (r"H200", Datasheet("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NV4, _H100)),
     (r"H200 NVL", Datasheet("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, *_GEN5, _H100)),
     # NVIDIA Blackwell architecture brief, HGX B200.
     (r"B200", Datasheet("B200", 80, 1100, 2250, 2250, 180, 8000, *_NV5, _B200)),
+    # NVIDIA GB200 NVL72 datasheet, half of a superchip.
+    (r"GB200", Datasheet("GB200", 80, 1250, 2500, 2500, 186, 8000, *_NV5, _GB200)),
     # NVIDIA L4 and L40S datasheets.
     (r"L4", Datasheet("L4", 30.3, 60, 121, 121, 24, 300, *_GEN4, _L4)),
     (r"L40S", Datasheet("L40S", 91.6, 183, 362, 362, 48, 864, *_GEN4, _L40S)),
     # GA102 and AD102 architecture whitepapers, tensor cores with fp32 accumulation.
+    (r"RTX A6000", Datasheet("RTX A6000", 38.7, 77.4, 154.8, 154.8, 48, 768, *_GEN4, _A6000)),
     (r"RTX 3090", Datasheet("RTX 3090", 35.6, 35.6, 71, 71, 24, 936, *_GEN4, _RTX3090)),
     (r"RTX 4090", Datasheet("RTX 4090", 82.6, 82.6, 165.2, 165.2, 24, 1008, *_GEN4, _RTX4090)),
 )
@@ -93,9 +106,10 @@ def datasheet_of(device_name: str) -> Datasheet | None:
 
     PCIe boards are listed with their PCIe link; a bridge between two of them is faster.
     """
-    bare = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", device_name.strip())
+    name = device_name.strip()
+    bare = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
     for pattern, peak in _TABLE:
-        if re.fullmatch(pattern, bare, re.IGNORECASE):
+        if any(re.fullmatch(pattern, known, re.IGNORECASE) for known in (name, bare)):
             return peak
     return None
 
