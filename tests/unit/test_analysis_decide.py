@@ -576,14 +576,14 @@ def test_a_measured_choice_is_as_sure_as_its_measured_rivals_let_it_be(tmp_path)
 
 
 def test_a_peak_needs_a_reserve_before_it_fits():
-    """As the plan's: 15 % on top, for what the driver and a fragmented allocator take."""
+    """As the plan's: 10 % on top, for what the driver and a fragmented allocator take."""
     rows = [
         cell("ddp", 10.0, peak_memory_bytes=1900 * MIB),
         cell("fsdp", 30.0, peak_memory_bytes=900 * MIB),
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 1.86 GiB (a reserve of 15 % on top), and 2 GiB are given" in found.excluded[0][1]
+    assert "peak 1.86 GiB (a reserve of 10 % on top), and 2 GiB are given" in found.excluded[0][1]
     assert decided(rows, gpu_memory_gib=2, memory_margin=0.05).choice.strategy == "ddp"
 
 
@@ -641,8 +641,8 @@ def test_of_those_that_a_constraint_keeps_out_the_nearest_is_quoted(constraints,
 
 def test_the_least_that_is_needed_counts_the_reserve_that_keeps_it_out():
     found = decided([cell("ddp", 10.0)], gpu_memory_gib=1.0)
-    assert "peak 0.98 GiB (a reserve of 15 % on top), and 1 GiB are given" in found.reason
-    assert "needs is 1.12 GiB a worker (ddp × 4, the reserve included)." in found.reason
+    assert "peak 0.98 GiB (a reserve of 10 % on top), and 1 GiB are given" in found.reason
+    assert "needs is 1.07 GiB a worker (ddp × 4, the reserve included)." in found.reason
 
 
 def test_where_every_training_diverged_it_is_said_with_what_steadies_one():

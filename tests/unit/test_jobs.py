@@ -55,7 +55,6 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
     cell = first.cell_of(wildcards("ddp", 2))
     plan = {
         "gpu": "A10G 24GB",
-        "memory_margin": 0.1,
         "cells": {
             cell.path: {
                 "settings": digest_of(first.settings_of(cell)),
@@ -66,7 +65,7 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
     }
     (tmp_path / "s").mkdir()
     (tmp_path / "s/plan.json").write_text(json.dumps(plan))
-    cluster = {"gpu": "A10G 24GB", "memory_margin": 0.1}
+    cluster = {"gpu": "A10G 24GB"}
     kept = jobs_of(tmp_path, **cluster)
     assert kept.skipped == {}
     assert len(kept.record_paths()) == 3
@@ -174,7 +173,7 @@ def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):
         assert "; up to 16 times: sbatch --nodes=1" in asked.sbatch
     # Its servers are all in its own job, which holds what the plan says of them.
     (tmp_path / "s").mkdir()
-    plan = {"gpu": None, "memory_margin": 0.15, "cells": {}}
+    plan = {"gpu": None, "cells": {}}
     for mib, expected in ((100, 16384), (99_000, 99_000)):
         served = jobs.cell_of(wildcards("ps-ormo", 16))
         plan["cells"][served.path] = {"servers_mem_mib": mib}
@@ -194,6 +193,6 @@ def test_an_elastic_worker_asks_for_its_part_of_what_the_plan_says_of_a_node(
     cell = jobs_of(tmp_path, changes, **cluster).cell_of(wildcards("ddp", workers))
     planned = {cell.path: {"host_mem_mib": of_node * 20_000}}
     (tmp_path / "s").mkdir()
-    plan = {"gpu": None, "memory_margin": 0.15, "cells": planned}
+    plan = {"gpu": None, "cells": planned}
     (tmp_path / "s/plan.json").write_text(json.dumps(plan))
     assert jobs_of(tmp_path, changes, **cluster).request_of(cell).worker.mem_mib == 20_000

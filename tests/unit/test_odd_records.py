@@ -214,7 +214,7 @@ def test_a_plan_with_odd_figures_is_no_plan(tmp_path: Path, value: str) -> None:
     cell = fixture.expand()[0]
     planned = f'{{"settings": "", "host_mem_mib": {value}, "cell_time_high_s": {value}}}'
     path = tmp_path / "plan.json"
-    path.write_text(f'{{"gpu": null, "memory_margin": 0, "cells": {{"{cell.path}": {planned}}}}}')
+    path.write_text(f'{{"gpu": null, "cells": {{"{cell.path}": {planned}}}}}')
     plan = plan_file.PlanFile(path)
     assert plan.host_mem_mib(cell) == 0
     assert plan.cells == {}

@@ -47,8 +47,12 @@ TEXT = IMAGES | {
 }
 
 
+#: The page's states and the plan's verdicts.
+WORDS = {"fit": "fits", "tight": "tight", "no": "does not fit"}
+
+
 def config_of(
-    results: Path, gpu: str = "A10G", margin: float = 0.15, only: str = "", **changes: Any
+    results: Path, gpu: str = "A10G", margin: float = 0.1, only: str = "", **changes: Any
 ):
     variants = {
         "ddp-powersgd": {"strategy": "ddp", "compress": "powersgd", "rank": 4, "start": 10},
@@ -133,7 +137,7 @@ def test_the_pages_figures_are_the_plans_at_batches_and_gpus_that_it_was_not_giv
     ):
         fit, where = c.fit, f"{c.cell} at {batch} on {gpu}"
         assert told["needed"] == pytest.approx(fit.needed_bytes, rel=WITHIN), where
-        assert (told["state"] == "fit") == fit.fits, where
+        assert WORDS[told["state"]] == fit.verdict, where
         assert told["mostSamples"] * c.subject.steps_per_batch == fit.largest_batch, where
         assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=WITHIN), where
         if fit.by_device is None:
@@ -272,7 +276,7 @@ def test_the_fan_says_what_is_measured_what_projected_and_what_theory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("margin", [0.0, 0.15])
+@pytest.mark.parametrize("margin", [0.0, 0.1])
 def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
     results: Path,
     browser: Browser,  # noqa: F811
@@ -299,10 +303,9 @@ def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
             # The network is checked with the first of its cells, which is the same as before.
             both = {"strategies": ["single", strategy], "global_batch": batch}
             there = on_eight(planned(results, **at, **both))[strategy]
-            assert there.fit.fits == fits, (strategy, batch)
+            assert there.fit.verdict == ("fits" if fits else "tight"), (strategy, batch)
             [shown] = figures(browser, [choice | {"batch": batch}])
-            assert (shown["state"] == "fit") == fits, (strategy, batch)
-            assert fits or shown["state"] == ("no" if margin == 0 else "tight")
+            assert WORDS[shown["state"]] == there.fit.verdict, (strategy, batch)
 
 
 @pytest.mark.slow

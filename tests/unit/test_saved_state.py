@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import IN_OUR_LOOP, each_strategy, settings
 from stratbench.cell.run_folder import RunFolder
@@ -310,6 +311,16 @@ def test_state_is_put_back_where_it_lies():
     optimizer.state.clear()
     saved.put_back([weight], optimizer, [])
     assert optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
+
+
+def test_all_that_is_saved_of_a_gpu_waits_in_host_memory():
+    with FakeTensorMode():
+        weights = [torch.empty(4, device="cuda"), torch.empty(2, 3, device="cuda").half()]
+        saved = SavedState(weights, None, [torch.empty(5, device="cuda")])
+    kept = [*saved._tensors, *(k.copy for k in saved._extra)]
+    assert [(t.device.type, t.dtype, t.numel()) for t in kept] == [
+        ("cpu", torch.float32, 4), ("cpu", torch.float16, 6), ("cpu", torch.float32, 5),
+    ]  # fmt: skip
 
 
 def test_extra_state_that_grows_is_refused():

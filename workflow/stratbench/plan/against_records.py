@@ -129,7 +129,9 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
         return sent_bytes(s, footprint) / s.steps_per_batch
     least = 0 if s.strategy.divides_network else _FLAG_BYTES
     return fmean(
-        mean_wire_bytes(s, f, [c for c in f.collectives if c[1] > least or c[3:]], on_gloo=False)
+        mean_wire_bytes(
+            s, f, [c for c in f.collectives if c[1] > least or any(c[3:4])], on_gloo=False
+        )
         for f in footprint.each
     )
 

@@ -15,8 +15,9 @@ from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets, dat
 
 #: Of the advertised memory, what the driver keeps at most (ECC, reserve).
 DRIVER_SHARE = 0.06
-#: Held outside the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and cuDNN.
-CONTEXT_BYTES = 1 * GIB
+#: And what is held outside the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and cuDNN.
+#: With `cluster.memory_margin` at its default this leaves 81 % of the advertised memory.
+CONTEXT_SHARE = 0.05
 #: Resident memory of a CPU worker beside its training: the interpreter, torch and its libraries (about
 #: 0.4 GiB), and what the C library's allocator keeps of what was freed.
 CPU_PROCESS_BYTES = 1 * GIB
@@ -30,7 +31,8 @@ NETWORK_GB_PER_S = 12.5
 class Device:
     """One worker's device, as the plan sees it.
 
-    `memory_bytes`: what a worker may use, without the CUDA context. The rates are peaks for one second:
+    `memory_bytes`: the most that a worker can hold; `reserve_bytes`: what of it may be taken by others than
+    the framework's allocator. The rates are peaks for one second:
     floating-point operations, bytes of memory, bytes sent to a worker on the same node (link) and on
     another node (network). A rate is None where it is not known. `resident_threads`: that a GPU holds at
     once, as the table of GPUs has it.
@@ -44,6 +46,7 @@ class Device:
     network_bytes_per_s: float
     is_gpu: bool
     resident_threads: int = 0
+    reserve_bytes: int = 0
 
     def link(self, nodes: int) -> float:
         """Bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
@@ -89,7 +92,8 @@ def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> D
     link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
     return Device(
         name=peak.name,
-        memory_bytes=int(peak.memory_gib * GIB * (1 - DRIVER_SHARE)) - CONTEXT_BYTES,
+        memory_bytes=int(peak.memory_gib * GIB * (1 - DRIVER_SHARE)),
+        reserve_bytes=int(peak.memory_gib * GIB * CONTEXT_SHARE),
         flops_per_s=None if tflops is None else tflops * 1e12,
         memory_bytes_per_s=peak.memory_gb_per_s * 1e9,
         link_bytes_per_s=link_gb_per_s * 1e9,

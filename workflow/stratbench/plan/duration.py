@@ -90,12 +90,20 @@ class Step:
 
 def step_on(device: Device, s: Subject, needs: Needs, slow: int) -> Step:
     """A step by the best rates of a device (0) or by the worst (1)."""
-    link_bytes_per_s = device.link(needs.nodes) * LINK_UTILISATION[slow]
+    utilisation = LINK_UTILISATION[slow]
+
+    def sending_s(n_bytes: float, within: float = 0.0) -> float:
+        """Seconds to send them, those `within` a node by its own link."""
+        rest_s = (n_bytes - within) / device.link(needs.nodes)
+        return (rest_s + within / device.link(1)) / utilisation
+
     return Step(
         compute_s=None if device.flops_per_s is None else _compute_s(device, s, needs, slow),
         # The nodes' link carries what all workers and servers on it send.
-        link_s=max(needs.wire_bytes, needs.link_bytes or 0.0) / link_bytes_per_s,
-        awaited_s=needs.awaited_bytes / link_bytes_per_s,
+        link_s=max(
+            sending_s(needs.wire_bytes, needs.node_bytes), sending_s(needs.link_bytes or 0.0)
+        ),
+        awaited_s=sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
         server_s=needs.served_bytes / SERVER_BYTES_PER_S[slow],
         hides=not slow,
     )

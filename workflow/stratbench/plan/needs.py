@@ -130,12 +130,27 @@ def plain_wire_bytes(
     return wire_bytes(whole, s.cell.gpus, on_gloo)
 
 
-def awaited_bytes(s: Subject, footprint: Footprint) -> float:
-    """Of the bytes that a rank sends in a step, those of activations that its next layer waits for."""
+def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
+    """Bytes of `sent_bytes` whose groups of workers lie within a node of so many; 0 with servers."""
+    if s.served:
+        return 0.0
+    return s.exchanging_share * fmean(
+        wire_bytes(
+            f.collectives, s.cell.gpus, not s.request.on_cuda, s.samples_per_step, node_ranks
+        )
+        for f in footprint.each
+    )
+
+
+def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
+    """Bytes of activations that a rank sends in a step and that its next layer waits for.
+
+    `within`: count only groups that lie within a node of so many ranks.
+    """
     if not s.strategy.waits_for_activations:
         return 0.0
     calls, on_gloo = footprint.slowest.collectives, not s.request.on_cuda
-    each = [wire_bytes(calls, s.cell.gpus, on_gloo, n) for n in (0, s.samples_per_step)]
+    each = [wire_bytes(calls, s.cell.gpus, on_gloo, n, within) for n in (0, s.samples_per_step)]
     return each[1] - each[0]
 
 
@@ -158,6 +173,8 @@ class Needs:
     data_bytes: int  # of a worker's device
     wire_bytes: float  # sent by a rank in a step, and as many received
     awaited_bytes: float  # of them, what the next layer waits for, so that no computation hides it
+    node_bytes: float  # of `wire_bytes`, those of groups that lie within a node
+    awaited_node_bytes: float  # of `awaited_bytes`, the same
     collectives: int  # in a step
     host_bytes: int  # memory of a node's processes, as far as known
     slowest: Footprint  # of the rank that computes most
@@ -180,8 +197,8 @@ class Needs:
 
 def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
     """The needs of a cell on so many nodes, by its footprint."""
-    data_bytes = data_bytes_of(s)
-    host_bytes = -(-s.cell.gpus // n_nodes) * _worker_host_bytes(s, footprint, data_bytes)
+    data_bytes, node_ranks = data_bytes_of(s), -(-s.cell.gpus // n_nodes)
+    host_bytes = node_ranks * _worker_host_bytes(s, footprint, data_bytes)
     served: dict[str, Any] = {}
     if s.served:
         flat, n_servers = footprint.flat_bytes, s.settings.options["servers"]
@@ -201,6 +218,8 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
         data_bytes=data_bytes,
         wire_bytes=sent_bytes(s, footprint),
         awaited_bytes=awaited_bytes(s, footprint),
+        node_bytes=node_bytes(s, footprint, node_ranks),
+        awaited_node_bytes=awaited_bytes(s, footprint, node_ranks),
         collectives=len(footprint.collectives),
         host_bytes=host_bytes,
         slowest=footprint.slowest,
@@ -210,7 +229,7 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
 
 def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
     """Bytes of host memory that a worker's process takes."""
-    # In the warm-up the optimizer's state waits there, to be restored.
+    # In the warm-up what it changes waits there, to be restored (on a CPU the weights are in the need).
     n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
     if s.settings.checkpoint_every:  # a copy of all that is kept, from the first one on
         states = footprint.model_states_bytes
@@ -227,7 +246,7 @@ def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int
     kept = footprint.host_bytes
     kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
     kept_bytes -= 2 * footprint.frozen_bytes if kept else 0
-    n_bytes += GPU_HOST_PROCESS_BYTES + mirror_bytes + kept_bytes
+    n_bytes += GPU_HOST_PROCESS_BYTES + footprint.saved_bytes + mirror_bytes + kept_bytes
     if s.settings.placement == "host":  # pinned; mapped files are the kernel's to keep or drop
         n_bytes += data_bytes
     return n_bytes

@@ -10,19 +10,19 @@ from typing import Any
 
 from stratbench.plan.device_rates import NETWORK_GB_PER_S
 from stratbench.plan.duration import Span
-from stratbench.plan.schedule import Plan, Planned, cost_of
+from stratbench.plan.schedule import FITS, TIGHT, Plan, Planned, cost_of
 from stratbench.telemetry.machine.hardware import all_datasheets
 
 
 def totals(plan: Plan, device: str) -> dict[str, Any]:
     """The sums over the cells on `device`; time and cost of those that are still to do.
 
-    `unknown`: cells of which no memory is predicted; they count as neither fitting nor not, and in no sum.
+    `unknown`: cells of which no memory is predicted; they are in no other count and in no sum.
     No cell counts for longer than its time limit. `gpu_hours` and `cost` (at best, at worst) are None where
     nothing is known; `longest`: the cell that takes longest, if any, and `longest_high_s`.
     """
     fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
-    open_ = [(c, v) for c, v in fits if not c.recorded and v.fits]
+    open_ = [(c, v) for c, v in fits if not c.recorded and v.may_run]
     timed = [(c, _within_limit(c, v.total)) for c, v in open_ if v.total is not None]
     unknown = [c for c in plan.cells if not (c.fits_on or c.recorded or c.state == "refused")]
     gpu_hours = cost = None
@@ -33,8 +33,9 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
     longest, its_span = max(timed, key=lambda t: t[1].high_s, default=(None, Span(0.0, 0.0, "")))
     return {
         "cells": len(fits) + len(unknown),
-        "fit": sum(v.fits for _, v in fits),
-        "unfit": sum(not v.fits for _, v in fits),
+        "fit": sum(v.verdict == FITS for _, v in fits),
+        "tight": sum(v.verdict == TIGHT for _, v in fits),
+        "unfit": sum(not v.may_run for _, v in fits),
         "unknown": len(unknown),
         "gpu_hours": gpu_hours,
         "cost": cost,

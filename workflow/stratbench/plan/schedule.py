@@ -26,6 +26,9 @@ from stratbench.telemetry.machine.hardware import datasheet_of
 
 Records = Mapping[Cell, Mapping[str, Any]]
 
+#: Verdicts on a need and a device's memory. Tight: it fits, but not with the reserve and the margin.
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+
 
 @dataclass(frozen=True)
 class DeviceFit:
@@ -38,9 +41,9 @@ class DeviceFit:
     device: str
     peak: MemoryPeak  # of training, data set included
     needed_bytes: int  # with warm-up and evaluation
-    fits: bool
+    verdict: str  # FITS, TIGHT or DOES_NOT_FIT
     largest_batch: int
-    room_bytes: float  # that a worker may use of the device's memory, the margin taken off
+    room_bytes: float  # up to which a worker's need fits: reserve and margin taken off
     #: That a GPU holds at once, on which the buffers of sums depend; footprints on CPUs have none.
     resident_threads: int
     sending_s: tuple[float, float]  # of a step
@@ -50,6 +53,11 @@ class DeviceFit:
     cut_off: str  # by the time limit: no, possible or certain
     gpu_hours: tuple[float, float] | None
     cost: tuple[float, float] | None
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it fits, with or without room for what the plan cannot know."""
+        return self.verdict != DOES_NOT_FIT
 
 
 @dataclass(frozen=True)
@@ -245,7 +253,8 @@ def _fit(
     peak = fullest.training_peak(batch, threads)
     needed_bytes = fullest.needed_bytes(batch, threads) + data_bytes
     # A margin is kept for what cannot be predicted.
-    room_bytes = device.memory_bytes / (1 + cluster["memory_margin"])
+    room_bytes = (device.memory_bytes - device.reserve_bytes) / (1 + cluster["memory_margin"])
+    verdict = TIGHT if needed_bytes <= device.memory_bytes else DOES_NOT_FIT
     steps = step_on(device, s, needs, 0), step_on(device, s, needs, 1)
     by_device = None
     if device.flops_per_s is not None:
@@ -264,7 +273,7 @@ def _fit(
             dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data_bytes},
         ),
         needed_bytes=needed_bytes,
-        fits=needed_bytes <= room_bytes,
+        verdict=FITS if needed_bytes <= room_bytes else verdict,
         largest_batch=s.steps_per_batch
         * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
         room_bytes=room_bytes,
@@ -319,7 +328,7 @@ def _state(
         if s.request.by_command and measured is not None:
             why = f"{why}: {' to '.join(map(seconds_text, measured))} by {measured.source}"
         return "to do", f"could not be predicted: {why}"
-    if not fit.fits:
+    if not fit.may_run:
         return (
             "infeasible",
             f"needs {fit.needed_bytes / GIB:.1f} GiB{_share_of_data(s, fit)}",

@@ -376,7 +376,7 @@ class Strategy:
         """Begin anew what is not brought back: counts of steps, loss scale, the state of hooks."""
 
     def save(self) -> SavedState:
-        """A copy of all that a warm-up would change; but for the model, it waits in host memory."""
+        """A copy in host memory of all that a warm-up would change."""
         from stratbench.strategies.saved import SavedState
         from stratbench.workload.network.changes import Attributes
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stratbench.telemetry.memory import optimizer_state
+from stratbench.telemetry.shards import local_part
 from stratbench.workload.network.changes import Attributes
 
 
@@ -29,7 +30,7 @@ class _Kept(NamedTuple):
 
 
 class SavedState:
-    """Copies of tensors, of an optimizer's state and of `extra`, which may hold both kinds.
+    """Copies in host memory of tensors, of an optimizer's state and of `extra`, which may hold both kinds.
 
     Whatever changes them afterwards, `put_back` makes them equal to the copies again, bit for bit.
     """
@@ -43,7 +44,7 @@ class SavedState:
     ) -> None:
         """`attributes`: of the network, as they are now; None: its forward changes none."""
         self._attributes = attributes
-        self._tensors = [t.detach().clone() for t in tensors]
+        self._tensors = [_keep(local_part(t)).copy for t in tensors]
         self._extra = [_keep(e) if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra]
         self._states: dict[Any, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
@@ -77,7 +78,7 @@ class SavedState:
             self._attributes.put_back()
         with torch.no_grad():
             for now, then in zip(tensors, self._tensors, strict=True):
-                now.copy_(then)
+                local_part(now).copy_(then)
             for now, then in zip(extra, self._extra, strict=True):
                 if torch.is_tensor(now):
                     now.copy_(then.copy)

@@ -23,10 +23,9 @@ class PlanFile:
         try:
             plan = read_json(path)
             self.gpu = plan["gpu"]
-            self.memory_margin = plan["memory_margin"]
             self.cells = {cell: _planned(planned) for cell, planned in plan["cells"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self.gpu, self.memory_margin, self.cells = None, None, {}
+            self.gpu, self.cells = None, {}
 
     def host_mem_mib(self, cell: Cell) -> int:
         """Host memory that the cell needs on a node, in MiB; 0 if it is not known."""
@@ -49,13 +48,10 @@ class PlanFile:
     ) -> str | None:
         """The reason why the cell cannot run; None if there is none.
 
-        None also if the plan is for other settings, another GPU or another memory margin.
+        None also if the plan is for other settings or another GPU.
         """
         planned = self._needs(cell)
-        same = self.memory_margin == cluster["memory_margin"]
-        return (
-            planned.get("infeasible") if same and self._is_of(planned, settings, cluster) else None
-        )
+        return planned.get("infeasible") if self._is_of(planned, settings, cluster) else None
 
     def _is_of(
         self, planned: Mapping[str, Any], settings: Settings, cluster: Mapping[str, Any]

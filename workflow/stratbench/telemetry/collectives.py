@@ -27,10 +27,16 @@ class CollectiveCall:
 
     @property
     def listed(self) -> tuple[Any, ...]:
-        """Kind and bytes; the ranks where they are not all, and the bytes of a sample if there are any."""
+        """Kind and bytes, then ranks, bytes of a sample and stride as far as they differ from the default."""
+        if self.stride > 1:
+            return astuple(self)[:5]
         if self.sample_bytes:
             return astuple(self)[:4]
         return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
+
+    def lies_within(self, node_ranks: int, world_size: int) -> bool:
+        """Whether each of the groups side by side is on one node, where a node has so many ranks."""
+        return node_ranks % ((self.ranks or world_size) * self.stride) == 0
 
     def wire_bytes(self, world_size: int, samples: int = 0) -> float:
         """Bytes that a rank sends (and as many that it receives) by the ring algorithms.

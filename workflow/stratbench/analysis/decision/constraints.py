@@ -31,7 +31,7 @@ class Constraints:
     #: The share by which strategies may differ in time (or cost) and still count as equal.
     equivalence_margin: float = 0.03
     #: The share of a peak that is kept free on top of it: `cluster.memory_margin`.
-    memory_margin: float = 0.15
+    memory_margin: float = 0.1
     #: Whether the workers are equally fast.
     homogeneous: bool = True
     #: Whether all workers start together and stay until the end.

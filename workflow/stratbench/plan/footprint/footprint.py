@@ -123,6 +123,7 @@ class Footprint:
     host_bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
     frozen_bytes: int = 0
+    on_cuda: bool = False
     stages: list[Footprint] = field(default_factory=list)
 
     @property
@@ -155,17 +156,22 @@ class Footprint:
     def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
         """The most bytes that a cell needs, without the data set.
 
-        The warm-up trains and evaluates while a copy of what is trained and of buffers is kept.
+        On a CPU the warm-up trains and evaluates while its copy is kept in the same memory.
         """
         peak_bytes = self.training_peak(batch, resident_threads).n_bytes
         return max(peak_bytes, self.evaluation.n_bytes) + self.copied_bytes
 
     @property
-    def copied_bytes(self) -> int:
-        """The warm-up's copy of what is trained and of buffers."""
+    def saved_bytes(self) -> int:
+        """Bytes of the warm-up's copy of what is trained and of buffers, which is in host memory."""
         held = self.between_steps_bytes
         trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
         return trained_bytes + held.get("buffers", 0)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of that copy in the device's memory, which a CPU shares with the host."""
+        return 0 if self.on_cuda else self.saved_bytes
 
     def largest_batch(
         self,
@@ -271,6 +277,7 @@ def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprin
         host_bytes=trace.host_bytes(edges[0]),
         grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
         frozen_bytes=_frozen_bytes(strategy),
+        on_cuda=request.on_cuda,
     )
 
 

@@ -37,12 +37,21 @@ def staging_bytes(call: CollectiveCall) -> int:
 
 
 def wire_bytes(
-    collectives: Iterable[Sequence[Any]], world_size: int, on_gloo: bool, samples: int = 0
+    collectives: Iterable[Sequence[Any]],
+    world_size: int,
+    on_gloo: bool,
+    samples: int = 0,
+    within: int | None = None,
 ) -> float:
     """Bytes that a rank sends for a step's collectives, given as `CollectiveCall.listed`.
 
-    `samples`: those that a worker computes on in the step. Gloo scatters by all-reducing the whole input.
+    `samples`: those that a worker computes on in the step; `within`: count only groups that lie within a
+    node of so many ranks. Gloo scatters by all-reducing the whole input.
     """
     in_place = {"reduce_scatter": "all_reduce"} if on_gloo else {}
     each = (CollectiveCall(in_place.get(kind, kind), *rest) for kind, *rest in collectives)
-    return sum(call.wire_bytes(world_size, samples) for call in each)
+    return sum(
+        call.wire_bytes(world_size, samples)
+        for call in each
+        if within is None or call.lies_within(within, world_size)
+    )

@@ -10,7 +10,7 @@ from stratbench.plan.footprint.footprint import Footprint
 from stratbench.plan.footprint.request import RESHARDING
 from stratbench.plan.needs import data_bytes_of
 from stratbench.plan.quantities import cells_by, span_text
-from stratbench.plan.schedule import DeviceFit, Plan, Planned
+from stratbench.plan.schedule import FITS, TIGHT, DeviceFit, Plan, Planned
 from stratbench.plan.verdict_cost import sentences_on_a_verdict
 
 #: What a part of the memory is called in a sentence.
@@ -115,7 +115,7 @@ def _sizes(plan: Plan) -> Iterator[str]:
                 c.fit.resident_threads,
             )
             for c in there
-            if c.fit.fits and c.fit.by_device
+            if c.fit.verdict == FITS and c.fit.by_device
         }
         timed = sorted(
             (c for c in there if c.cell.strategy in growth),
@@ -142,15 +142,18 @@ def _quickest(plan: Plan) -> Iterator[str]:
     """Both ends of a range are by the same rates for all: who is no slower at either end is quicker."""
     for where, there in _on_most_workers(plan):
         least = min(there, key=lambda c: c.fit.needed_bytes)
-        able = [c for c in there if c.fit.fits]
+        able = [c for c in there if c.fit.may_run]
+        tight = sum(c.fit.verdict == TIGHT for c in there)
         if len(there) == 1:
             continue
         if not able:
             needs = bytes_text(least.fit.needed_bytes)
             yield f"{where}: none fits; {least.cell.strategy} needs least, {needs}."
             continue
-        count = "all" if len(able) == len(there) else f"{len(able)} of {len(there)}"
-        told = f"{where}: {count} fit; {least.cell.strategy} needs least memory"
+        fit = len(able) - tight
+        count = "all fit" if fit == len(there) else f"{fit} of {len(there)} fit"
+        count += f", {tight} tight" if tight else ""
+        told = f"{where}: {count}; {least.cell.strategy} needs least memory"
         best = _best(able)
         if best:
             ranges = {span_text(c.fit.by_device) for c in best}
@@ -171,7 +174,7 @@ def _divisions(plan: Plan) -> Iterator[str]:
         divided = [c for c in there if c.subject.mesh.members > 1]
         if not divided:
             continue
-        able = [c for c in divided if c.fit.fits]
+        able = [c for c in divided if c.fit.may_run]
         least = min(divided, key=lambda c: c.fit.needed_bytes)
         told = [f"{_division(least)} needs least, {bytes_text(least.fit.needed_bytes)}"]
         if best := _best(able):
@@ -181,7 +184,7 @@ def _divisions(plan: Plan) -> Iterator[str]:
         told += [
             f"{_division(c)} does not fit: it needs {bytes_text(c.fit.needed_bytes)}"
             for c in divided
-            if not c.fit.fits
+            if not c.fit.may_run
         ]
         yield f"{where}: {'; '.join(told)}."
 

@@ -31,7 +31,6 @@ class Unit(NamedTuple):
 
 
 PLAIN = Unit()
-YES_NO = Unit(text=lambda value: "yes" if value else "no")
 BYTES = Unit(round, bytes_text)
 IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), bytes_text)
 RANGE = Unit(lambda end: f"{end:.6g}", span_text, ("_low", "_high"))
@@ -67,7 +66,7 @@ COLUMNS = {
     "global_batch": Column("subject.settings.global_batch"),
     "per_worker_batch": Column("subject.settings.per_worker_batch"),
     "device": Column("fit.device"),
-    "fits": Column("fit.fits", YES_NO),
+    "fits": Column("fit.verdict"),
     "needed_mib": Column("fit.needed_bytes", IN_MIB),
     "peak_mib": Column("fit.peak.n_bytes", IN_MIB),
     "peak_phase": Column("fit.peak.phase"),
@@ -105,7 +104,7 @@ def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
     """A cell's row, also of what it is on `others`; a field is empty where nothing is known."""
     columns = dict(COLUMNS)
     for device in others:
-        columns[f"fits {device}"] = Column("fits", YES_NO, device)
+        columns[f"fits {device}"] = Column("verdict", PLAIN, device)
         columns[f"train_time_s {device}"] = Column("train", RANGE, device)
     row = c.cell.as_dict()
     for name, column in (columns | REQUEST_COLUMNS).items():
@@ -143,5 +142,5 @@ def write_json(plan: Plan, path: Path) -> None:
         for c in plan.cells
         if c.needs is not None
     }
-    whole = {"gpu": plan.gpu, "memory_margin": plan.cluster["memory_margin"], "cells": cells}
+    whole = {"gpu": plan.gpu, "cells": cells}
     write_atomic(path, json.dumps(whole, indent=1) + "\n")

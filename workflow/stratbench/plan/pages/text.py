@@ -22,7 +22,7 @@ from stratbench.plan.pages.answers import PART_NAMES, answered_questions
 from stratbench.plan.pages.table import COLUMNS, RANGE
 from stratbench.plan.pages.what_fits import data_of
 from stratbench.plan.quantities import assumed_rates, cells_by, in_unit, totals
-from stratbench.plan.schedule import Plan, Planned
+from stratbench.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
 from stratbench.study.reasons import lines_by_reason
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -33,7 +33,7 @@ MANY_ALIKE = 3
 
 
 def _fit_mark(c: Planned) -> str:
-    return "" if c.fit.fits else "!"
+    return {FITS: "", TIGHT: "?", DOES_NOT_FIT: "!"}[c.fit.verdict]
 
 
 def _time_mark(c: Planned) -> str:
@@ -43,7 +43,7 @@ def _time_mark(c: Planned) -> str:
 #: Of each experiment: a column of the plan, what is said over its table, and how a field is marked.
 TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
     "needed_mib": (
-        "{unit} a worker that {who} needs, at {workers} workers (! does not fit)",
+        "{unit} a worker that {who} needs, at {workers} workers (! does not fit, ? tight)",
         _fit_mark,
     ),
     "train_time_s": (

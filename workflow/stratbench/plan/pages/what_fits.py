@@ -209,7 +209,7 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
         "least": c.least_samples,
         "nodes": needs.nodes,
         "data": _data_line(s),
-        "wire": None if s.served else _wire(s, c.footprint),
+        "wire": None if s.served else _wire(s, c.footprint, needs.nodes),
         "sent": needs.wire_bytes if s.served else 0,
         "awaits": s.strategy.waits_for_activations,
         "served": needs.served_bytes,
@@ -249,20 +249,27 @@ def _data_line(s: Subject) -> tuple[float, float]:
     return fixed, data_bytes_of(s, 1) - fixed
 
 
-def _wire(s: Subject, footprint: Footprint) -> dict[str, Any]:
+def _wire(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
     """What a rank sends in a step (bytes), as a line in its samples, and in which steps it does.
 
+    `within`: the same of groups that lie within a node.
     In the first `start` steps and then in one of `period`; in the first `plain_steps` it is `plain` instead.
     """
     on_gloo, gpus = not s.request.on_cuda, s.cell.gpus
-    at = [
-        fmean(wire_bytes(f.collectives, gpus, on_gloo, samples) for f in footprint.each)
-        for samples in (0, 1)
-    ]
+    node_ranks = -(-gpus // nodes)
+
+    def line(within: int | None = None) -> tuple[float, float]:
+        at = [
+            fmean(wire_bytes(f.collectives, gpus, on_gloo, n, within) for f in footprint.each)
+            for n in (0, 1)
+        ]
+        return at[0], at[1] - at[0]
+
     plain = [plain_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each]
     start, period = exchanging(s.strategy)
     return {
-        "line": (at[0], at[1] - at[0]),
+        "line": line(),
+        "within": line(node_ranks),
         "start": start,
         "period": period,
         "plain_steps": s.strategy.plain_steps,

@@ -82,7 +82,7 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
     (r"H100 PCIe", Datasheet("H100 PCIe", 51, 378, 756, 756, 80, 2000, *_GEN5, _H100_PCIE)),
     (r"H100 NVL", Datasheet("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, *_GEN5, _H100)),
     # The part with 96 GB of HBM2e: rates of the H100 SXM, memory as torchtitan's benchmarks state it
-    # (benchmarks/llama3_h100_202412_torchtitan.md). Its whole name is that; people mean the H100 SXM by "H100".
+    # (benchmarks/llama3_h100_202412_torchtitan.md). Its whole name is that; people say H100 for the SXM.
     (r"NVIDIA H100", Datasheet("H100 96 GB", 67, 494.7, 989.4, 989.4, 96, 2400, *_NV4, _H100)),
     # NVIDIA H200 datasheet.
     (r"H200", Datasheet("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NV4, _H100)),

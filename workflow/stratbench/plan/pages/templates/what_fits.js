@@ -58,9 +58,12 @@ function needs(entry, samples, threads) {
   return { bytes: n.bytes + data, parts: [...parts, data, n.footprint.copy], phase: n.evaluates ? "evaluation" : n.highest[0] };
 }
 
+/** Bytes up to which a need fits, with the reserve and the margin. */
+const roomOf = (device) => (device.memory_bytes - device.reserve_bytes) / (1 + D.margin);
+
 /** The most samples that a worker can compute on at once; 0 if not even one fits. */
 function mostSamples(entry, device) {
-  const room = device.memory_bytes / (1 + D.margin);
+  const room = roomOf(device);
   let low = 0, high = 2 ** 24 - 1;
   while (low < high) {
     const middle = Math.floor((low + high) / 2), samples = middle + 1;
@@ -70,12 +73,17 @@ function mostSamples(entry, device) {
   return low;
 }
 
+/** The share of `steps` in which workers exchange. */
+function exchangingShare(wire, steps) {
+  const apart = Math.max(0, steps - wire.start);
+  return (steps - apart + Math.ceil(apart / wire.period)) / steps;
+}
+
 /** Bytes that a worker sends in a step, as a mean over `steps`. */
 function sentBytes(entry, samples, steps) {
   const wire = entry.wire;
   if (!wire) return entry.sent;
-  const apart = Math.max(0, steps - wire.start);
-  const each = ((steps - apart + Math.ceil(apart / wire.period)) / steps) * (wire.line[0] + wire.line[1] * samples);
+  const each = exchangingShare(wire, steps) * (wire.line[0] + wire.line[1] * samples);
   const first = Math.min(wire.plain_steps, steps);
   return (first * wire.plain + (steps - first) * each) / steps;
 }
@@ -94,14 +102,17 @@ function secondsOf(entry, device, s, samples, sent, steps) {
   if (!rate) return null;
   const [computes_flops, forward_flops, operations, touched, touched_each] = workOf(entry);
   const link = entry.nodes === 1 ? device.link_bytes_per_s : Math.min(device.link_bytes_per_s, device.network_bytes_per_s);
+  const [within, within_each] = entry.wire?.within ?? [0, 0];
+  const local = entry.wire ? exchangingShare(entry.wire, steps) * (within + within_each * samples) : 0;
   const flops = (computes_flops + (entry.recomputes ? forward_flops : 0)) * samples;
   return [0, 1].map((slow) => {
     const parts = [flops / (rate * R.utilisation[kind][slow]), operations * R.launch_s[kind][slow]];
     if (device.memory_bytes_per_s) parts.push((touched + touched_each * samples) / (device.memory_bytes_per_s * R.memory[slow]));
     const sum = parts.reduce((a, b) => a + b) * entry.slowdown;
     const computes = ((slow ? sum : Math.max(...parts)) * entry.pushes) / (1 - entry.bubble);
-    const sends = Math.max(Math.max(sent, entry.link) / (link * R.link[slow]), entry.served / R.server[slow]);
-    const awaited = entry.awaits ? (entry.wire.line[1] * samples) / (link * R.link[slow]) : 0;
+    const sending = (bytes, inside) => ((bytes - inside) / link + inside / device.link_bytes_per_s) / R.link[slow];
+    const sends = Math.max(sending(sent, local), sending(entry.link, 0), entry.served / R.server[slow]);
+    const awaited = entry.awaits ? sending(entry.wire.line[1] * samples, within_each * samples) : 0;
     return steps * (slow ? computes + sends : Math.max(computes, sends - awaited) + awaited);
   });
 }
@@ -130,7 +141,7 @@ function entryOf(s) {
   if (!low || !high) return undefined;
   const share = (1 / s.workers - 1 / high) / (1 / low - 1 / high), between = [given[low], given[high]];
   const [a, b] = between.map((entry) => entry.wire);
-  const wire = { ...a, line: mixed(a.line, b.line, share), plain: mixed([a.plain], [b.plain], share)[0] };
+  const wire = { ...a, within: [0, 0], line: mixed(a.line, b.line, share), plain: mixed([a.plain], [b.plain], share)[0] };
   const nodes = Math.ceil(s.workers / D.gpus_per_node);
   return { ...given[high], between, share, wire, nodes, replicas: s.workers, recorded: aheadOf(s).find((p) => p.workers === s.workers) ?? null };
 }
@@ -158,7 +169,7 @@ function figures(s, whole = true) {
   if (samples < entry.least) return { ...found, state: "none", why: "it normalises over the batch (BatchNorm), and a worker’s batch is one sample" };
   const n = needs(entry, samples, device.resident_threads);
   found.needed = n.bytes;
-  found.state = found.needed > device.memory_bytes ? "no" : found.needed * (1 + D.margin) > device.memory_bytes ? "tight" : "fit";
+  found.state = found.needed > device.memory_bytes ? "no" : found.needed > roomOf(device) ? "tight" : "fit";
   if (!whole) return found;
   const steps = network.steps || network.epochs * Math.floor(network.train_samples / s.batch);
   const sent = steps ? sentBytes(entry, samples, steps) : 0;
@@ -247,11 +258,10 @@ function show() {
 }
 
 function verdict(f, device) {
-  const usable = device.memory_bytes;
   if (f.state === "none") return `Not possible: ${f.why}.`;
-  if (f.state === "fit") return `Fits: ${gib(f.needed)} GiB of the ${gib(usable)} that can be used.`;
-  if (f.state === "tight") return `Tight: ${gib(f.needed)} GiB of ${gib(usable)}; the plan may be off by ${percent(D.margin)}.`;
-  return `Does not fit: ${gib(f.needed)} GiB needed, ${gib(usable)} can be used.`;
+  if (f.state === "fit") return `Fits: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit.`;
+  if (f.state === "tight") return `Tight: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit, up to ${gib(device.memory_bytes)} may run.`;
+  return `Does not fit: ${gib(f.needed)} GiB needed, up to ${gib(device.memory_bytes)} may run.`;
 }
 
 function hint(f) {
@@ -276,7 +286,7 @@ function bar(f, device) {
   });
   $("track").replaceChildren(
     el("i", { className: "card", style: { width: share(whole) } }),
-    el("i", { className: "reserve", style: { left: share(device.memory_bytes), width: share(whole - device.memory_bytes) } }),
+    el("i", { className: "reserve", style: { left: share(device.memory_bytes - device.reserve_bytes), width: share(whole - device.memory_bytes + device.reserve_bytes) } }),
     ...segments,
     el("i", { className: "edge", style: { left: share(whole) } }),
   );
