@@ -394,7 +394,9 @@ def test_networks_as_people_bring_them_train_as_the_plain_loop_does(tmp_path):
 @pytest.mark.timeout(LIMIT_S)
 def test_so_does_the_rest_of_the_zoo_under_every_strategy(tmp_path):
     quick = set(product(QUICK, QUICK_WAYS))
-    rest = [(name, way, "") for name, way in product(zoo.NETWORKS, WAYS) if (name, way) not in quick]
+    rest = [
+        (name, way, "") for name, way in product(zoo.NETWORKS, WAYS) if (name, way) not in quick
+    ]
     check_all(trained(rest, tmp_path))
 
 
