@@ -30,7 +30,7 @@ from stratbench.train import agent, forkserver, launch, standing
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import pauses_entry
+from stratbench.train.nodes.paused import is_over, pauses_entry
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -199,6 +199,43 @@ def test_a_cell_that_is_stopped_while_it_trains_trains_again(
     found = record.read(launched.record)
     assert found["status"] == "ok"
     assert "pauses" not in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ps-ormo"])
+def test_an_elastic_cell_that_is_stopped_while_it_trains_says_so(start_cell, strategy):
+    """The pause counts towards no limit, and the audit calls the times unusable."""
+    slow = {"workers": [0], "factor": 10}
+    s = settings(strategy, gpus=2, elastic=True, epochs=15, lr=1e-6, slowdown=slow, warmup_steps=1)
+    launched = start_cell(s, time_limit_s=LIMIT_S)
+    trains = ("join", "train")
+    until(
+        lambda: any(
+            phase in path.read_text() for path in launched.folder.phase_logs() for phase in trains
+        )
+    )
+    tree = [launched.process, *psutil.Process(launched.process.pid).children(recursive=True)]
+    for process in tree:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * pauses.SHORTEST_S)
+    for process in tree:
+        process.send_signal(signal.SIGCONT)
+    code, output = launched.finish()
+    assert code == 0, output
+    found = record.read(launched.record)
+    assert found["status"] == "ok"
+    [pause] = found["pauses"]
+    assert pause["in_training"]
+    assert pause["length_s"] > pauses.SHORTEST_S
+
+
+def test_a_deadline_is_put_off_by_pauses():
+    watch = pauses.PauseWatch()
+    assert is_over(time.monotonic() - 1, watch)
+    watch.pauses.append(Pause(time.monotonic() - 100, 90.0, 0.0))
+    assert not is_over(time.monotonic() - 80, watch)
+    assert is_over(time.monotonic() - 100, watch)
+    watch.stop()
 
 
 def paused(job: Job, **pause: float) -> None:

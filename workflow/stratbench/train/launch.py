@@ -54,7 +54,7 @@ from stratbench.train.gpu_locks import hold_devices
 from stratbench.train.inputs import check_inputs, check_spec
 from stratbench.train.job import Job
 from stratbench.train.locks import Held, hold_cell, scratch
-from stratbench.train.nodes.paused import spoiled_by_pauses
+from stratbench.train.nodes.paused import keeping_pauses, spoiled_by_pauses
 from stratbench.train.nodes.srun import queue_wait_s, run_on_nodes
 from stratbench.train.restarts import attempts
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
@@ -173,7 +173,9 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         if settings.elastic:
             job = elastic.since_the_first(job)
             by = served if job.has_servers else elastic
-            exits, ending = agent.Exits([], False), by.launch(job, asked_of_workers(args))
+            exits = agent.Exits([], False)
+            with keeping_pauses(job) as watch:
+                ending = by.launch(job, asked_of_workers(args), watch)
         else:
             if settings.checkpoint_every:
                 job = attempts.begin(job, ended_unix_s)

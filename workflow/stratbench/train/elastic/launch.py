@@ -19,6 +19,7 @@ from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.wire.transport import Listeners
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.machine.busy import busy_check
+from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
 from stratbench.train.elastic.coordinator import Coordinator, reaches
@@ -28,6 +29,7 @@ from stratbench.train.elastic.slurm_jobs import SlurmJobs
 from stratbench.train.ending import Ending, slow
 from stratbench.train.forkserver import fork_server, shares_gpus
 from stratbench.train.job import Job
+from stratbench.train.nodes.paused import is_over
 from stratbench.train.restarts import checkpoints
 from stratbench.workload.tasks import task_of
 
@@ -64,8 +66,14 @@ def since_the_first(job: Job) -> Job:
     return replace(job, origin_unix_s=first.origin_unix_s, origin_s=job.origin_s - spent_s)
 
 
-def launch(job: Job, asked: WorkerJob | None) -> Ending:
-    """Train the cell; `asked`: of SLURM for each worker, None: workers are processes of this machine."""
+def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
+    """Train the cell.
+
+    Args:
+        job: The cell's.
+        asked: What each worker job asks SLURM for; None: workers are processes of this machine.
+        watch: Pauses that it sees count towards no limit.
+    """
     folder = job.folder
     hand_out(job)
     life = len(folder.lives())
@@ -74,7 +82,7 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
             with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
                 coordinator.on_change, coordinator.on_lost = keeper.look_soon, keeper.give_up
                 keep = partial(folder.write_life, life)
-                ending = _wait(job, coordinator, keeper, keep)
+                ending = _wait(job, coordinator, keeper, keep, watch)
                 if ending.status != "error":
                     folder.ended.touch()
                     keeper.finish()
@@ -100,6 +108,7 @@ def _wait(
     coordinator: Coordinator,
     keeper: Keeper,
     keep: Callable[[dict[str, Any]], None],
+    watch: PauseWatch,
 ) -> Ending:
     """Wait until the training is over, its time is, or nobody can go on; `keep` writes the history."""
     limit_s, deadline, kept, again_s = job.time_limit_s, None, None, 0.0
@@ -113,7 +122,7 @@ def _wait(
         # Time in the queue is none of the training's.
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
-        if deadline is not None and time.monotonic() > deadline:
+        if deadline is not None and is_over(deadline, watch):
             return slow(limit_s)
     if coordinator.failure:
         return Ending("error", coordinator.failure)

@@ -21,6 +21,7 @@ from stratbench.ps.elastic.journal import (
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
 from stratbench.strategies.ps import server_configs
 from stratbench.study.slurm.worker_job import WorkerJob
+from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
 from stratbench.train.elastic.keeper import Keeper
 from stratbench.train.elastic.launch import (
@@ -33,14 +34,15 @@ from stratbench.train.elastic.launch import (
 from stratbench.train.ending import Ending, slow
 from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
+from stratbench.train.nodes.paused import is_over
 from stratbench.workload.tasks import task_of
 
 #: How long servers that are to stop may take to save their state, in seconds. SLURM gives 30 by default.
 SAVE_S = 25.0
 
 
-def launch(job: Job, asked: WorkerJob | None) -> Ending:
-    """Train the cell; `asked`: of SLURM for each worker, None: workers are processes of this machine."""
+def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
+    """Train the cell; arguments as of `elastic.launch.launch`."""
     folder = job.folder
     hand_out(job)
     forget_end(folder.servers)  # before any server or worker of this life looks
@@ -51,7 +53,7 @@ def launch(job: Job, asked: WorkerJob | None) -> Ending:
             for process in servers:
                 process.start()
             with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
-                ending = _wait(job, configs[0].elastic.life, servers, keeper)
+                ending = _wait(job, configs[0].elastic.life, servers, keeper, watch)
                 if ending.status != "error":
                     folder.ended.touch()
                     keeper.finish()
@@ -80,7 +82,7 @@ def configs_of(job: Job, across_nodes: bool) -> list[ServerConfig]:
     return server_configs(s, job.train_samples, job.folder, host, elastic)
 
 
-def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper) -> Ending:
+def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper, watch: PauseWatch) -> Ending:
     """Wait until the training is over, its time is, or nobody can go on; `life`: of the servers."""
     limit_s, deadline = job.time_limit_s, None
     journal, has_begun = NewEvents(job.folder.servers), False
@@ -98,7 +100,7 @@ def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper) -> Ending
         # Time in the queue is none of the training's.
         if limit_s is not None and deadline is None and has_begun:
             deadline = time.monotonic() + limit_s
-        if deadline is not None and time.monotonic() > deadline:
+        if deadline is not None and is_over(deadline, watch):
             return slow(limit_s)
         time.sleep(LOOK_S)
     return _ending_of(job, servers)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch, pauses_of_workers
@@ -13,15 +17,39 @@ from stratbench.train.job import Job
 _UNTOUCHED = ("oom", "refused")
 
 
-def keep_pauses(job: Job, node: int, watch: PauseWatch) -> None:
+@contextmanager
+def keeping_pauses(job: Job) -> Iterator[PauseWatch]:
+    """A watch over the launcher of an elastic cell; at the end its pauses join those of earlier launchers."""
+    watch = PauseWatch()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+        keep_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
+
+
+def is_over(deadline_s: float, watch: PauseWatch) -> bool:
+    """Return whether a deadline by `time.monotonic` has passed; pauses put it off."""
+    if time.monotonic() <= deadline_s + watch.stopped_s:
+        return False
+    watch.look()  # at a pause that has just ended, too
+    return time.monotonic() > deadline_s + watch.stopped_s
+
+
+def keep_pauses(
+    job: Job, node: int, watch: PauseWatch, before: Sequence[dict[str, Any]] = ()
+) -> None:
     """Keep the pauses of a node's workers in the run folder; no file where there was none."""
     kept = [
-        {
-            "begin_s": pause.begin_s - job.origin_s,
-            "length_s": pause.length_s,
-            "asleep_s": pause.asleep_s,
-        }
-        for pause in pauses_of_workers(watch.pauses, job.folder.samples(node), job.origin_s)
+        *before,
+        *(
+            {
+                "begin_s": pause.begin_s - job.origin_s,
+                "length_s": pause.length_s,
+                "asleep_s": pause.asleep_s,
+            }
+            for pause in pauses_of_workers(watch.pauses, job.folder.samples(node), job.origin_s)
+        ),
     ]
     if kept:
         job.folder.write_pauses(node, kept)
@@ -41,12 +69,18 @@ def _is_in_training(job: Job, node: int, pause: dict[str, float]) -> bool:
     """Whether a worker of the node was training as the pause began; times are those of the node's clock."""
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)
-    ranks = range(1) if job.is_command else job.ranks_of(node)
-    return any(p.start_s < until_s and p.end_s > begin_s for p in _trained(job, ranks))
+    if job.settings.elastic:  # without the cell's own job nobody trains
+        phases = list(read_phases(job.folder.phase_logs()))
+        if any(p.phase == "join" and p.end_s < until_s for p in phases):
+            return True  # members of a group train from then on
+        trained = [p for p in phases if p.phase == "train"]
+    else:
+        ranks = range(1) if job.is_command else job.ranks_of(node)
+        trained = _trained(map(job.folder.phases, ranks))
+    return any(p.start_s < until_s and p.end_s > begin_s for p in trained)
 
 
-def _trained(job: Job, ranks: range) -> list[Interval]:
-    logs = (job.folder.phases(rank) for rank in ranks)
+def _trained(logs: Iterable[Path]) -> list[Interval]:
     return [phase for phase in read_phases(logs) if phase.phase == "train"]
 
 
@@ -57,7 +91,7 @@ def spoiled_by_pauses(job: Job, status: str) -> str | None:
         if entry["in_training"] or status == "error":
             by_node[entry["node"]] += entry["length_s"]
     paused_s = max(by_node.values(), default=0.0)
-    spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in _trained(job, range(1)))
+    spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in _trained([job.folder.phases(0)]))
     enough_s = 0.0 if status == "error" else NEGLIGIBLE * sum(spans)
     if status in _UNTOUCHED or paused_s <= enough_s:
         return None
