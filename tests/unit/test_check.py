@@ -20,7 +20,7 @@ import torch.distributed as dist
 from process_groups import forking
 from torch import nn
 
-from launching import LIMIT_S, LaunchedCell, settings, sharing
+from launching import LIMIT_S, LaunchedCell, settings
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
@@ -483,12 +483,12 @@ def test_a_loss_that_is_no_mean_over_its_parts_is_told_and_trains(tmp_path, monk
 
 
 @pytest.mark.parametrize("bad", ["OneScore", "Losses"])
-def test_a_cell_and_the_check_say_the_same_of_a_task(start_cell, shared_server, tmp_path, bad):
+def test_a_cell_and_the_check_say_the_same_of_a_task(start_cell, warm, tmp_path, bad):
     name = f"my_tasks_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(TASKS)
     call = f"{name}:{bad}"
     s = settings(own_task={"call": call} | users_code.fingerprint(call, [tmp_path]))
-    launched = start_cell(s, env=os.environ | {users_code.CODE_VARIABLE: str(tmp_path)})
+    launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     assert launched.finish()[0] == 1
     failure = json.loads((launched.logs / "failure.json").read_text())
     # The tests' data have three classes.
@@ -557,12 +557,6 @@ def test_every_strategy_that_the_settings_refuse_is_told_at_once():
 # --- what jobs say -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[None]:
-    with sharing():
-        yield
-
-
 @pytest.mark.parametrize(
     ("name", "strategy", "batch", "sentence"),
     [
@@ -590,7 +584,7 @@ def shared_server() -> Iterator[None]:
 )
 def test_a_job_ends_with_the_checks_sentence(
     start_cell: Callable[..., LaunchedCell],
-    shared_server,
+    warm,
     tiny_data,
     code,
     name,
@@ -603,7 +597,7 @@ def test_a_job_ends_with_the_checks_sentence(
     s = settings(
         strategy, model="odd", own_model=spec, per_worker_batch=batch, global_batch=2 * batch
     )
-    launched = start_cell(s, data_dir=tiny_data, env=os.environ.copy())
+    launched = start_cell(s, data_dir=tiny_data, env=warm | {users_code.CODE_VARIABLE: str(code)})
     exit_code, output = launched.finish()
     assert exit_code == 0, output
     made = launched.read_record()

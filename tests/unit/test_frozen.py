@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import odd_networks
 import pytest
 
 import invariants
-from launching import IN_OUR_LOOP, TINY, LaunchedCell, each_strategy, settings, sharing
+from launching import IN_OUR_LOOP, TINY, LaunchedCell, each_strategy, settings
 from stratbench.cell import record
 from stratbench.cell.settings import Settings
 from stratbench.plan import check
@@ -39,8 +38,7 @@ def code() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(users_code.CODE_VARIABLE, str(CODE))
         patch.setattr(sys, "path", [*sys.path])
-        with sharing():
-            yield
+        yield
 
 
 def adapted(strategy: str) -> Settings:
@@ -60,13 +58,18 @@ def records() -> dict[str, record.Record]:
 
 @pytest.fixture
 def trained(
-    start_cell: Callable[..., LaunchedCell], tiny_data: Path, code: None, records: dict
+    start_cell: Callable[..., LaunchedCell],
+    tiny_data: Path,
+    code: None,
+    warm: dict[str, str],
+    records: dict,
 ) -> Callable[[str], record.Record]:
     """A function that trains the network by a strategy, once."""
 
     def train(strategy: str) -> record.Record:
         if strategy not in records:
-            launched = start_cell(adapted(strategy), data_dir=tiny_data, env=os.environ.copy())
+            environment = warm | {users_code.CODE_VARIABLE: str(CODE)}
+            launched = start_cell(adapted(strategy), data_dir=tiny_data, env=environment)
             exit_code, output = launched.finish()
             assert exit_code == 0, output
             records[strategy] = record.read(launched.record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launching import LaunchedCell, settings, sharing
+from launching import LaunchedCell, settings
 from stratbench.cell import record
 from stratbench.cell.settings import Settings
 from stratbench.plan import check
@@ -98,8 +97,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(users_code.CODE_VARIABLE, str(folder))
         patch.setattr(sys, "path", [*sys.path])
-        with sharing():
-            yield folder
+        yield folder
     sys.modules.pop("own_texts", None)
 
 
@@ -132,10 +130,10 @@ def cell(code: Path, texts: Path) -> Callable[..., Settings]:
 
 @pytest.fixture
 def trained(
-    start_cell: Callable[..., LaunchedCell], texts: Path
+    start_cell: Callable[..., LaunchedCell], texts: Path, code: Path, warm: dict[str, str]
 ) -> Callable[[Settings], record.Record]:
     def train(s: Settings) -> record.Record:
-        launched = start_cell(s, data_dir=texts, env=os.environ.copy())
+        launched = start_cell(s, data_dir=texts, env=warm | {users_code.CODE_VARIABLE: str(code)})
         exit_code, output = launched.finish()
         assert exit_code == 0, output
         return record.read(launched.record)

@@ -34,8 +34,8 @@ from stratbench.train.nodes.paused import is_over, pauses_entry
 
 pytestmark = pytest.mark.timeout(300)
 
-#: Watches until its input ends, then tells its pauses. What it makes of the first span in which its thread
-#: waited for a core for as long as a pause it tells at once: later others may take that core, too.
+#: Watches until its input ends, then tells its pauses. Of a span in which its thread waited for a core
+#: for long enough to be a pause, it tells at once what it makes of it: others may take that core later.
 WATCHES = """
 import json, sys
 from stratbench.telemetry import pauses

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from stratbench.plan.queue.background import poisson
 from stratbench.plan.queue.simulator import Arrival, Cluster, Rules
@@ -154,7 +154,7 @@ def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> Estimate:
         return Estimate(whole)
     logs = np.log(parts)
     error = math.sqrt((blocks - 1) / blocks * float(((logs - logs.mean()) ** 2).sum()))
-    half = float(student.ppf(0.975, blocks - 1)) * error
+    half = float(stdtrit(blocks - 1, 0.975)) * error
     return Estimate(whole, whole * math.exp(-half), whole * math.exp(half))
 
 
