@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from stratbench.workload.generators import Generators, generators_put_back, seed_generators
+from launching import settings
+from stratbench.workload import users_code
+from stratbench.workload.generators import (
+    OTHER_START,
+    Generators,
+    generators_put_back,
+    seed_generators,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +62,29 @@ def test_it_is_seen_which_generator_has_moved(draw):
         draw()
         assert kept.differ_from(Generators.now())
     assert not before.differ_from(Generators.now())
+
+
+#: One layer's weights are from a generator that no seed reaches.
+OUTSIDE = """
+import random
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self, classes):
+        super().__init__(nn.Flatten(), nn.Linear(256, classes))
+        self[1].weight.data.mul_(random.SystemRandom().random())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ps-sync", "ps-async"])
+def test_workers_that_build_other_weights_are_told_so_under_every_kind_of_strategy(
+    start_cell, warm, tmp_path, strategy
+):
+    (tmp_path / "outside.py").write_text(OUTSIDE)
+    spec = {"call": "outside.Net", "kwargs": {}, "shard": None}
+    own = spec | users_code.fingerprint(spec["call"], [tmp_path])
+    env = warm | {users_code.CODE_VARIABLE: str(tmp_path)}
+    launched = start_cell(settings(strategy, model="mine", own_model=own), env=env)
+    code, output = launched.finish()
+    assert code != 0
+    assert f"FAILED: ModelError: model 'mine': {OTHER_START}\n" in output, output

@@ -387,7 +387,7 @@ def test_a_worker_that_dies_in_its_warm_up_holds_nobody_up(tmp_path, transport, 
 def test_who_comes_when_the_run_has_failed_is_told_why(tmp_path):
     run = ServerRun(config(tmp_path, policy="ps-sync", workers=2), SECRET, make_policy)
     run._fail("step 0: worker 1 was lost")
-    hello = {"worker": 0, "wire": "native", "scaled": False}
+    hello = {"worker": 0, "wire": "native", "scaled": False, "start": ""}
     hello["layout"] = asdict(FlatSpace(small_model()).layout)
     with pytest.raises(ProtocolError, match="worker 1 was lost"):
         run.enter(None, hello, b"", "tcp")
@@ -541,7 +541,7 @@ def a_member() -> tuple[Member, Connection]:
         connection.use_keys(b"k" * 32, b"k" * 32, 100)
     ours.waiting_since = 0.0
     layout = FlatSpace(small_model()).layout
-    return Member(Hello(0, "native", False, layout), ours, "tcp"), theirs
+    return Member(Hello(0, "native", False, layout, ""), ours, "tcp"), theirs
 
 
 def test_a_heartbeat_is_a_sign_of_life(now):

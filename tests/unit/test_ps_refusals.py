@@ -107,7 +107,7 @@ def run(tmp_path):
 
 def hello(worker=0):
     layout = asdict(FlatSpace(small_model()).layout)
-    return {"worker": worker, "layout": layout, "wire": "native", "scaled": False}
+    return {"worker": worker, "layout": layout, "wire": "native", "scaled": False, "start": ""}
 
 
 def answer_of(sock):

@@ -63,6 +63,7 @@ class Channel:
         self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
         self._wire = wire
         self._life: int | None = None
+        self._start = ""
         self._links: list[Link] = []
         self._ticket = NO_TICKET
         self._rehearsing = True
@@ -90,6 +91,7 @@ class Channel:
         scale: LossScale | None = None,
         n_servers: int = 1,
         life: int | None = None,
+        start: str = "",
     ) -> Channel:
         """Join the run whose `n_servers` servers publish `<rendezvous>.<server>`, as worker number `worker`.
 
@@ -109,7 +111,7 @@ class Channel:
         if flat.host.descriptor is None and transport == "auto":
             transport = "tcp"
         channel = cls(flat, worker, wire, scale)
-        channel._life = life
+        channel._life, channel._start = life, start
         deadline = time.monotonic() + deadline_s
         try:
             first = (
@@ -158,6 +160,7 @@ class Channel:
             "layout": asdict(self.flat.layout),
             "wire": wire,
             "scaled": self.scale is not None,
+            "start": self._start,
             **({} if self._life is None else {"life": self._life}),
         }
         try:

@@ -185,13 +185,14 @@ class Hello(NamedTuple):
     wire: str
     scaled: bool  # its gradients carry a loss scale and may overflow
     layout: Layout
+    start: str  # hash of the weights that it has built
 
 
 def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
     """What a peer says of itself, checked; raises ProtocolError. Its number is below `workers`."""
     try:
         worker, wire, scaled = hello["worker"], hello["wire"], hello["scaled"]
-        layout = Layout(**hello["layout"])
+        layout, start = Layout(**hello["layout"]), str(hello["start"])
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"malformed HELLO: {error}") from None
     if type(worker) is not int or not 0 <= worker < workers:
@@ -200,7 +201,7 @@ def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
         raise ProtocolError(f"wire format {wire!r} is not known over {transport}")
     if type(scaled) is not bool:
         raise ProtocolError(f"malformed HELLO: scaled is {scaled!r}")
-    return Hello(worker, wire, scaled, layout)
+    return Hello(worker, wire, scaled, layout, start)
 
 
 class Member:

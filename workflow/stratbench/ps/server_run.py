@@ -34,6 +34,7 @@ from stratbench.ps.wire.frames import (
 from stratbench.ps.wire.gate import Refusals
 from stratbench.ps.wire.handshake import accept_handshake
 from stratbench.ps.wire.transport import Awake, Closed, Connection, Silent
+from stratbench.workload.generators import OTHER_START
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class ServerRun:
         self._membership = self.members_by(config.workers)
         self._members = self._membership.members
         self._store: Store | None = None  # allocated when the first worker says how large
+        self._start: str | None = None  # hash of the weights that its first worker has built
         self._initialiser: Member | None = None
         self._evaluator = 0  # who evaluates for all, once it is done
         self._initialised = self._started = False
@@ -102,6 +104,10 @@ class ServerRun:
                 self._check_room(layout.weight_bytes + layout.buffer_bytes)
             elif layout != self._store.layout:
                 raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
+            if self._start is None:
+                self._start = said.start
+            elif said.start != self._start:
+                raise ProtocolError(OTHER_START)
             member = Member(said, connection, transport)
             self._membership.enter(member, place)
         return member

@@ -109,6 +109,8 @@ class Worker:
     trial: Trial | None = None
     #: How the workers divide the work; None: each has a copy of the network.
     mesh: Mesh | None = None
+    #: Hash of the network's initial weights, which all workers build from one seed.
+    start: str = ""
     #: Of one sample, as the network takes it.
     input_shape: tuple[int, ...] = ()
     #: Set when this worker of an elastic cell shall leave before the end.

@@ -22,6 +22,7 @@ from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
 from stratbench.workload.network.precision import autocast, effective_dtypes
 from stratbench.workload.tasks import loss_and_weight, ratio
+from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -258,21 +259,28 @@ class ParameterServer(base.Strategy):
 
     def _connect(self, life: int | None, deadline_s: float) -> Channel:
         from stratbench.ps.client import Channel
-        from stratbench.ps.wire.handshake import load_secret
+        from stratbench.ps.wire.handshake import JoinRefused, load_secret
+        from stratbench.workload.generators import OTHER_START
 
         worker, options = self.worker, self.worker.settings.options
-        return Channel.connect(
-            worker.folder.rendezvous,
-            worker.rank,
-            self.flat,
-            load_secret(worker.folder.secret),
-            transport=options["transport"],
-            wire=options["wire"],
-            deadline_s=deadline_s,
-            scale=self.scale,
-            n_servers=options["servers"],
-            life=life,
-        )
+        try:
+            return Channel.connect(
+                worker.folder.rendezvous,
+                worker.rank,
+                self.flat,
+                load_secret(worker.folder.secret),
+                transport=options["transport"],
+                wire=options["wire"],
+                deadline_s=deadline_s,
+                scale=self.scale,
+                n_servers=options["servers"],
+                life=life,
+                start=worker.start,
+            )
+        except JoinRefused as refused:
+            if OTHER_START in str(refused):
+                raise ModelError(f"model {worker.settings.model!r}: {OTHER_START}") from refused
+            raise
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [self.flat.weights, *self.model.buffers()]

@@ -47,7 +47,7 @@ from stratbench.train.out_of_memory import is_out_of_memory
 from stratbench.workload import tasks
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.generators import seed_generators
+from stratbench.workload.generators import OTHER_START, seed_generators
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
 from stratbench.workload.users_code import ModelError, Refused
@@ -239,9 +239,10 @@ def set_up(
         total_steps=s.total_steps(data.train_samples),
         input_shape=built.shape,
         trial=built.trial,
+        start=built.facts["initial_weights_sha256"],
         **place,
     )
-    check_one_start(s.model, built.facts["initial_weights_sha256"], worker)
+    check_one_start(worker)
     if built.trial is not None:
         acceptance.check_model(strategy, built.network, built.model, worker)
     two = data.test_batch(0, 2)[0]
@@ -252,19 +253,16 @@ def set_up(
     return Ready(built, slowdown, worker)
 
 
-def check_one_start(model: str, own_hash: str, worker: Worker) -> None:
+def check_one_start(worker: Worker) -> None:
     """ModelError where the workers of a process group built other initial weights; all of them call it."""
     if worker.world_size == 1 or not dist.is_initialized():
         return
-    least = torch.tensor([*bytes.fromhex(own_hash)], dtype=torch.uint8, device=worker.device)
+    least = torch.tensor([*bytes.fromhex(worker.start)], dtype=torch.uint8, device=worker.device)
     most = least.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if not torch.equal(least, most):
-        raise ModelError(
-            f"model {model!r}: its workers built it with different initial weights from one seed; draw them "
-            "from the generators of torch, numpy and Python's random alone"
-        )
+        raise ModelError(f"model {worker.settings.model!r}: {OTHER_START}")
 
 
 def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData) -> None:

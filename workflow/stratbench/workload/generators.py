@@ -12,6 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+#: The fault of a network whose initial weights do not follow from the seed.
+OTHER_START = (
+    "its workers built it with different initial weights from one seed; draw them from the generators of "
+    "torch, numpy and Python's random alone"
+)
 #: Integers of the state of Python's generator.
 _PYTHON = 625
 
