@@ -343,7 +343,7 @@ def samples(told: Told) -> None:
             told.most("updates of all steps, at most updates_applied", most - 2, made)
     for worker in told.workers:
         if (waited_s := worker.get("core_wait_s")) is not None and worker["train_time_s"]:
-            # Counting begins before the workers line up for the clock.
+            # The count is read before the clock starts and after it stops.
             what = "a worker's wait for a core, at most its training"
             told.most(what, waited_s, worker["train_time_s"], absolute=10.0)
     for worker in () if told.elastic else told.workers:

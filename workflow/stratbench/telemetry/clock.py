@@ -77,7 +77,7 @@ class StepClock:
         self._own_ms: deque[float] = deque(maxlen=OWN_STEPS)
         self._issue_ms: float | None = None
         self._issued_ns = self._left_to_issue = 0
-        #: Waits for a core while the clock runs: begun by whoever starts the clock, before workers line up.
+        #: Waits for a core while the clock runs.
         self.core_waits = CoreWaits()
 
     @property
@@ -91,6 +91,7 @@ class StepClock:
             raise RuntimeError("StepClock.begin: the epoch before has not been ended")
         self._running, self._goes_on = True, goes_on
         synchronise(self.device)
+        self.core_waits.begin()
         self._begun_ns = self._issued_ns = time.perf_counter_ns()
         self._left_to_issue = _ISSUED_STEPS if self._on_cuda else 0
         self._stamps.append(self._event() if self._on_cuda else self._begun_ns)

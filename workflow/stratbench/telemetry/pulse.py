@@ -16,6 +16,12 @@ from typing import NamedTuple
 #: Has a process of a cell write the stacks of its threads; one that is not ready for it ignores it.
 STACK_SIGNAL = signal.SIGUSR1
 _FORM = struct.Struct("QQQQ")  # native: each figure is written at once
+#: Behind it: how many shard groups the worker has called in this step, and their numbers.
+_CALLS = struct.Struct("Q")
+_CALL = struct.Struct("H")
+#: The most calls of a step that are kept.
+MAX_CALLS = 1024
+_SIZE = _FORM.size + _CALLS.size + MAX_CALLS * _CALL.size
 #: A span of a worker without a sign of life is no hang below this, in seconds.
 SHORTEST_HANG_S = 10.0
 #: A step may take so many times the longest one before it, anything else so many times the longest pause.
@@ -27,9 +33,10 @@ class Pulse:
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
-            file.write(bytes(_FORM.size))  # a mapped page without a block would fail on a full disk
+            file.write(bytes(_SIZE))  # a mapped page without a block would fail on a full disk
             file.flush()
-            self._map = mmap.mmap(file.fileno(), _FORM.size)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._calls = 0
         self._steps = self._longest_step_ns = self._longest_pause_ns = 0
         self._last_ns = monotonic_ns()
         self._write()
@@ -43,6 +50,18 @@ class Pulse:
         self._last_ns = now_ns
         self._steps += 1
         self._write()
+
+    def call(self, group: int) -> None:
+        """A shard group is called, whose workers may wait for one another in it."""
+        if self._calls < MAX_CALLS:
+            _CALL.pack_into(self._map, _FORM.size + _CALLS.size + self._calls * _CALL.size, group)
+            self._calls += 1
+            _CALLS.pack_into(self._map, _FORM.size, self._calls)
+
+    def end_calls(self) -> None:
+        """The calls that follow are of another step."""
+        self._calls = 0
+        _CALLS.pack_into(self._map, _FORM.size, 0)
 
     def alive(self) -> None:
         """Something else is through: a phase, a batch of an evaluation."""
@@ -92,7 +111,18 @@ def read_pulse(path: Path, now_s: float, awake_since_s: float = 0.0) -> Beat | N
     `awake_since_s`: the end of the last pause of all (`telemetry.pauses`), before which nobody was quiet.
     """
     try:
-        steps, last_ns, *longest_ns = _FORM.unpack(path.read_bytes())
+        steps, last_ns, *longest_ns = _FORM.unpack_from(path.read_bytes())
     except (OSError, struct.error):
         return None
     return Beat(steps, now_s - max(last_ns / 1e9, awake_since_s), *(ns / 1e9 for ns in longest_ns))
+
+
+def read_calls(path: Path) -> list[int]:
+    """Return the shard groups that a worker of this node has called in its last step, in order."""
+    try:
+        content = path.read_bytes()
+        (count,) = _CALLS.unpack_from(content, _FORM.size)
+        first = _FORM.size + _CALLS.size
+        return [_CALL.unpack_from(content, first + i * _CALL.size)[0] for i in range(count)]
+    except (OSError, struct.error):
+        return []

@@ -18,7 +18,8 @@ from stratbench.train.agent import Exits, ProcessExit, has_joined
 from stratbench.train.commands import results
 from stratbench.train.job import Job
 from stratbench.train.out_of_memory import line_out_of_memory
-from stratbench.train.standing import standings_of, why_hung, why_no_timeout
+from stratbench.train.standing import standings_of, unlike_step, why_hung, why_no_timeout
+from stratbench.workload.users_code import calls_differ
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) ->
 
 def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
     """How a cell ended whose workers need one another, and none of whom lacked memory."""
+    s, step = job.settings, unlike_step(standings_of(job))
+    if step is not None:  # whatever came of it: gloo aborts, and NCCL waits
+        return Ending("refused", calls_differ(s.model, s.strategy, f"step {step}"))
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
         return Ending("error", watchdog_reason(job, killed) or str(killed[0]))

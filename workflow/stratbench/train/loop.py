@@ -180,7 +180,6 @@ def train_with_server(
         if not samples:
             reports.submit(log.write, "train", "start", at_s=time.monotonic())
         if not clock.running:
-            clock.core_waits.begin()
             clock.begin()
         if epoch not in losses:
             # Each worker does, since each reaches an epoch at its own time.
@@ -400,14 +399,13 @@ def train_epoch(
     order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
     settle_garbage()
     log.write("train", "start")
-    clock.core_waits.begin()
     line_up(worker)  # nothing between this and the clock: it would be charged to all the others
     batches = islice(strategy.batches(order, epoch), most)
     time_steps = partial(timed_steps, strategy, data, clock, augmentation=augmentation)
     if keeper is None:
         losses = time_steps(batches)
     else:
-        losses = keep_between(keeper, time_steps, batches, epoch, most, worker, log, clock)
+        losses = keep_between(keeper, time_steps, batches, epoch, most, worker, log)
     log.write("train", "end")
     return losses
 
@@ -420,7 +418,6 @@ def keep_between(
     most: int,
     worker: Worker,
     log: PhaseLog,
-    clock: StepClock,
 ) -> list[torch.Tensor]:
     """The losses of an epoch's steps, in stretches between which the state is kept while the clock stands.
 
@@ -438,7 +435,6 @@ def keep_between(
         log.write("train", "end")
         keeper.keep(until, losses)
         log.write("train", "start")
-        clock.core_waits.begin()
         line_up(worker)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import rank_of, worker_name
-from stratbench.telemetry.pulse import STACK_SIGNAL, read_pulse
+from stratbench.telemetry.pulse import STACK_SIGNAL, read_calls, read_pulse
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
@@ -49,6 +49,8 @@ class Standing:
     hangs: bool = False
     #: Its innermost call, as `function (file.py:12)`; None: it was not asked, or did not answer.
     call: str | None = None
+    #: The shard groups that it has called in its last step.
+    groups: Sequence[int] = ()
 
     def __str__(self) -> str:
         call = f", in {self.call}" if self.call else ""
@@ -90,6 +92,7 @@ def note_standing(
             "quiet_s": beat and beat.quiet_s,
             "longest_step_s": beat and beat.longest_step_s,
             "hangs": beat is not None and beat.hangs,
+            "groups": read_calls(job.folder.pulse(rank)),
         }
     running = [p for p in processes if p.exitcode is None]
     stepless = at_limit and not any(entry["steps"] for entry in standings.values())
@@ -178,6 +181,19 @@ def why_no_timeout(job: Job) -> str | None:
 def standings_of(job: Job) -> dict[int, Standing]:
     """Where each worker was, by rank, as far as the agents kept it."""
     return {rank_of(name): Standing(**entry) for name, entry in job.folder.read_standing().items()}
+
+
+def unlike_step(standings: Mapping[int, Standing]) -> int | None:
+    """Return the step, from 1, in which two workers had called different shard groups; None if none had.
+
+    Calls of which one worker only has fewer are no difference: it may be the slower one.
+    """
+    first, *others = standings.values() or [Standing(0, "")]
+    for other in others:
+        pairs = zip(first.groups, other.groups, strict=False)
+        if first.steps == other.steps and any(a != b for a, b in pairs):
+            return first.steps + 1
+    return None
 
 
 def why_hung(standings: Mapping[int, Standing]) -> str | None:

@@ -283,6 +283,15 @@ def _imported_module(own: Called, name: str) -> ModuleType:
         raise ModelError(f"{own}: importing {name} raised {error_text(e)}{remedy}") from e
 
 
+def calls_differ(model: str, strategy: str, where: str) -> str:
+    """The refusal of a network of which workers called different shard groups, in a step or evaluation."""
+    return (
+        f"model {model!r}: {strategy} cannot train it: in {where} the workers called different "
+        "shard groups, or in another order, so that they gathered and added up what does not belong "
+        "together; call all of them in each forward, and choose with torch.where or a factor of 0 or 1"
+    )
+
+
 def error_text(e: BaseException) -> str:
     """Return an exception in one line, with the line of the user's code that it went through last."""
     lines = str(e).strip().splitlines()

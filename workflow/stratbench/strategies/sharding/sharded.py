@@ -8,12 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.strategies import base
-from stratbench.workload.users_code import Refused
+from stratbench.workload.users_code import Refused, calls_differ
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+
+    from stratbench.telemetry.pulse import Pulse
 
 
 class GroupCalls:
@@ -23,19 +25,27 @@ class GroupCalls:
     up what does not belong together, and nobody would notice.
     """
 
-    def __init__(self, groups: Sequence[tuple[str, list[nn.Module]]]) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[str, list[nn.Module]]], pulse: Pulse | None = None
+    ) -> None:
+        """`pulse`: where the calls of a step can be read by whoever finds that it came to no end."""
         self.steps: list[int] = []
-        self._now = 0
+        self._now, self._pulse = 0, pulse
         for i, (_, modules) in enumerate(groups, 1):
             for module in modules:
-                module.register_forward_pre_hook(partial(self._note, i))
+                # Before the group is gathered, which may come to no end.
+                module.register_forward_pre_hook(partial(self._note, i), prepend=True)
 
     def _note(self, group: int, _module: nn.Module, _inputs: Any) -> None:
         self._now = (self._now * 1_000_003 + group) % (2**61 - 1)
+        if self._pulse is not None:
+            self._pulse.call(group)
 
     def end_step(self) -> None:
         self.steps.append(self._now)
         self._now = 0
+        if self._pulse is not None:
+            self._pulse.end_calls()
 
     def first_difference(self, device: torch.device) -> int | None:
         """The first step since the last call, from 1, in which two workers called other groups; None: none.
@@ -75,7 +85,7 @@ class Sharded(base.Collective):
         super().setup(model, worker)
         s = worker.settings
         if worker.world_size > 1 and s.own_model and not s.compile:
-            self.calls = GroupCalls(worker.wrap_groups)
+            self.calls = GroupCalls(worker.wrap_groups, worker.pulse)
 
     def reset(self) -> None:
         super().reset()
@@ -97,11 +107,7 @@ class Sharded(base.Collective):
             return
         where = f"step {step}" if step <= steps else "the evaluation"
         s = self.worker.settings
-        raise Refused(
-            f"model {s.model!r}: {s.strategy} cannot train it: in {where} the workers called different "
-            "shard groups, or in another order, so that they gathered and added up what does not belong "
-            "together; call all of them in each forward, and choose with torch.where or a factor of 0 or 1"
-        )
+        raise Refused(calls_differ(s.model, s.strategy, where))
 
     def local_tensors(self) -> list[Tensor]:
         import torch

