@@ -63,14 +63,15 @@ class Network:
 class CheckResult:
     """What the check found of a network, as JSON-able values.
 
-    `fault`: why nothing can train it. `unchecked`: why it could not be tried here, if so. `skipped`: what
-    may get no gradient in a step. `parameters`, `frozen`, `root`: numbers in all, of those that are not
-    trained, and of what is in no group. `groups`: (label, parameters). `trial`: what a step of it showed
-    (`Trial`).
+    `fault`: why nothing can train it. `unchecked`: why it could not be tried here, if so. `unpredicted`:
+    why none of its cells has a footprint. `skipped`: what may get no gradient in a step. `parameters`,
+    `frozen`, `root`: numbers in all, of those that are not trained, and of what is in no group. `groups`:
+    (label, parameters). `trial`: what a step of it showed (`Trial`).
     """
 
     fault: str | None = None
     unchecked: str | None = None
+    unpredicted: str | None = None
     parameters: int = 0
     frozen: int = 0
     groups: list[tuple[str, int]] = field(default_factory=list)
@@ -271,11 +272,18 @@ def _found_of(request: Request) -> CheckResult:
 
 
 def _found_of_network(request: Request) -> CheckResult:
-    from stratbench.workload.network.trial import PassFailed
+    from stratbench.workload.network.trial import NO_VALUES, PassFailed
 
     parameters = _parameters(request)
     if models.facts_of(request.network).own and parameters <= MOST_REAL_PARAMETERS:
-        return _tried(request, on_fakes=False)
+        found = _tried(request, on_fakes=False)
+        if found.trial["reads_values"]:  # asked here once, and not of each kind of its cells
+            try:
+                _tried(request, on_fakes=True)
+            except PassFailed as error:
+                if isinstance(error.__cause__, NO_VALUES):
+                    return replace(found, unpredicted=NO_PREDICTION)
+        return found
     try:
         return _tried(request, on_fakes=True)
     except PassFailed as error:
@@ -327,9 +335,9 @@ def _numel(parameters: Any) -> int:
 
 
 def _parameters(request: Request) -> int:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from stratbench.workload.network.known_values import KnownFakes
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with KnownFakes():
         model = models.build_without_memory(request.network, request.classes, request.input_shape)
     return _numel(model.parameters())
 
@@ -347,7 +355,7 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
     trial = Trial.from_dict(network.trial)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = try_footprint(request, trial)
+        made = network.unpredicted or try_footprint(request, trial)
         if isinstance(made, Footprint):
             return Rehearsal(made)
         # Fake tensors may be to blame: real numbers decide, where the network is small.

@@ -26,14 +26,15 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     appendix B). Where parameters are frozen, the backward is counted, too: it has no gradients of them.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
+    from stratbench.workload.network.known_values import KnownFakes
+
     # Not the meta device: networks know of fake tensors that these have no values.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with KnownFakes():
         model = build().eval()  # in training, BatchNorm refuses a single sample
         text = len(input_shape) == 1
-        x = torch.zeros(1, *input_shape, dtype=torch.int64 if text else torch.float32)
+        x = torch.empty(1, *input_shape, dtype=torch.int64 if text else torch.float32)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(x)
         forward = training = counter.get_total_flops()

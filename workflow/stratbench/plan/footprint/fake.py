@@ -104,8 +104,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
     with ExitStack() as stack:
         stack.enter_context(fake_group(request.world_size, mesh.rank(Place(0, stage, 0))))
         if on_fakes:
-            # What the user's code holds elsewhere, such as in a closure, becomes fake where it is used.
-            stack.enter_context(FakeTensors(allow_non_fake_inputs=True))
+            stack.enter_context(FakeTensors())
         # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that is not
         # fused would look at what the loss scaler found, which a fake tensor does not have.
         fused = request.on_cuda or request.settings.precision == "fp16"

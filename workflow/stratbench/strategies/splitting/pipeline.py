@@ -248,11 +248,13 @@ class Pipeline(Split):
 
         from stratbench.strategies.splitting.stages import measure_units
         from stratbench.workload.data.device_data import example_batch
+        from stratbench.workload.network.known_values import KnownFakes
 
         like = next(model.parameters())
-        meta, layout = torch.device("meta"), torch.contiguous_format
-        x, _ = example_batch(1, self.worker.input_shape, 1, meta, like.dtype, layout)
-        return measure_units(model, units, x)
+        cpu, layout = torch.device("cpu"), torch.contiguous_format
+        with KnownFakes():
+            x, _ = example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
+            return measure_units(model, units, x)
 
     def _share_gradients(self, model: nn.Module) -> set[nn.Parameter]:
         """Find the parameters that several stages use, and make the groups of workers that have them."""

@@ -37,9 +37,9 @@ class Measured(NamedTuple):
 
 
 def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[Measured]:
-    """What each unit computes, for `x`: one sample on the meta device. No memory is spent on weights."""
+    """What each unit computes, for one sample `x`; both are fake tensors of the mode that is active."""
     kept = [*model.parameters(), *model.buffers()]
-    empty = {id(t): torch.empty(t.shape, dtype=t.dtype, device="meta") for t in kept}
+    empty = {id(t): torch.empty(t.shape, dtype=t.dtype) for t in kept}
     memo = {k: nn.Parameter(t) if t.is_floating_point() else t for k, t in empty.items()}
     like = deepcopy(model, memo)
     figures = []

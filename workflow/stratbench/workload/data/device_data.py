@@ -119,13 +119,16 @@ def example_batch(
     """
     import torch
 
+    def data(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        # Filled, and not made as zeros: on fake tensors these would have known values, as data have not.
+        return torch.empty(shape, device=device, dtype=dtype).zero_()
+
     if len(shape) == 1:
-        x = torch.zeros(samples, *shape, device=device, dtype=torch.int64)
-        return x, torch.zeros_like(x)
-    x = torch.zeros(samples, *shape, device=device, dtype=dtype)
-    y = torch.arange(samples, device=device) % classes
+        return tuple(data((samples, *shape), torch.int64) for _ in range(2))
+    x = data((samples, *shape), dtype)
+    y = data((samples,), torch.int64).add_(torch.arange(samples, device=device) % classes)
     if values:
-        y = torch.zeros(samples, classes, device=device, dtype=dtype)
+        y = data((samples, classes), dtype)
     return x.contiguous(memory_format=memory_format), y
 
 

@@ -1,0 +1,156 @@
+"""The values of fake tensors that follow from no data: masks and positions, which forward makes by itself.
+
+A network may ask for them, as torch's own transformer asks whether its mask is causal. How such a tensor
+was made is kept, and made again with real numbers when its values are asked for. What comes of the batch, of
+weights or of random numbers has no such values. Importing this file imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+#: The most numbers that all tensors may have from which a value is made: a mask of 4096 positions.
+MOST_NUMBERS = 1 << 26
+#: The most operations one after the other by which a known tensor is made.
+MOST_STEPS = 100
+aten = torch.ops.aten
+#: What takes nothing but the shape and the format of its first operand.
+SHAPED = frozenset(
+    {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
+)
+
+
+class KnownFakes(FakeTensorMode):
+    """`FakeTensorMode` that answers what is asked for the values of tensors that follow from no data."""
+
+    def __init__(self) -> None:
+        # What the user's code holds elsewhere, such as in a closure, becomes fake where it is used.
+        super().__init__(allow_non_fake_inputs=True)
+        #: Of each storage that has known values how often it was written to, by its address.
+        self._written: dict[int, int] = {}
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            out = super().dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            asked = self._recipe(func, args, kwargs, 1)
+            if asked is None or sum(r.numbers for r in _parts(asked, set())) > MOST_NUMBERS:
+                raise
+            return _made(asked, {})
+        if type(func) is OpOverload:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Keep how `out` was made, if it is a tensor whose values are known."""
+        recipe = None
+        if isinstance(out, Tensor) and out.layout is torch.strided:
+            recipe = self._recipe(op, args, kwargs, out.numel())
+        if op._schema.is_mutable:
+            for tensor in _written_by(op, args, kwargs):
+                # Views of what was written to have other values now: all of that storage are forgotten.
+                if tensor.layout is torch.strided and (key := _storage(tensor)) in self._written:
+                    self._written[key] += 1
+            if recipe is not None and out is not args[0]:
+                return
+        if recipe is not None:
+            out.recipe = recipe, self._written.setdefault(_storage(out), 0)
+
+    def _recipe(self, op: Any, args: Any, kwargs: dict[str, Any], numbers: int) -> Recipe | None:
+        first = []
+        if op.overloadpacket in SHAPED:
+            like, *args = args
+            shaped = {"dtype": like.dtype}
+            first = [Recipe(aten.empty.memory_format, [list(like.shape)], shaped, numbers, 1)]
+        try:
+            given = first + [self._operand(value) for value in args]
+            named = {key: self._operand(value) for key, value in kwargs.items()}
+        except _Unknown:
+            return None
+        if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.__name__:
+            return None
+        steps = 1 + max((r.steps for r in _recipes([given, list(named.values())])), default=0)
+        return Recipe(op, given, named, numbers, steps) if steps <= MOST_STEPS else None
+
+    def _operand(self, value: Any) -> Any:
+        """The recipe in a known tensor's place; _Unknown where a tensor is not known."""
+        if isinstance(value, Tensor):
+            recipe, written = getattr(value, "recipe", (None, 0))
+            # A weight is known until it is trained, and what its values decide then is not.
+            if recipe is None or value.requires_grad or self._written[_storage(value)] != written:
+                raise _Unknown
+            return recipe
+        if isinstance(value, list | tuple):
+            return [self._operand(v) for v in value]
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """The operation that made a tensor of so many numbers. Operands that were tensors are recipes, too.
+
+    `steps`: operations one after the other, with those of the operands.
+    """
+
+    op: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    numbers: int
+    steps: int
+
+
+class _Unknown(Exception):
+    """There is an operand whose values nobody knows."""
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _written_by(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The operands that an operation writes to."""
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            each = value if isinstance(value, list | tuple) else [value]
+            yield from (t for t in each if t is not None)
+
+
+def _recipes(operands: list[Any]) -> Iterator[Recipe]:
+    for operand in operands:
+        if isinstance(operand, Recipe):
+            yield operand
+        elif isinstance(operand, list):
+            yield from _recipes(operand)
+
+
+def _parts(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
+    """The recipe, and all that go into it."""
+    if recipe not in seen:
+        seen.add(recipe)
+        for part in _recipes([recipe.args, list(recipe.kwargs.values())]):
+            _parts(part, seen)
+    return seen
+
+
+def _made(operand: Any, made: dict[Recipe, Any]) -> Any:
+    """The operand with real tensors in its recipes' places; `made`: those that are there already."""
+    if isinstance(operand, list):
+        return [_made(each, made) for each in operand]
+    if not isinstance(operand, Recipe):
+        return operand
+    if operand not in made:
+        args = _made(operand.args, made)
+        if operand.op._schema.is_mutable:  # other recipes go by what it was
+            args[0] = args[0].clone()
+        kwargs = {key: _made(value, made) for key, value in operand.kwargs.items()}
+        made[operand] = operand.op(*args, **kwargs)
+    return made[operand]
