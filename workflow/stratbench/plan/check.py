@@ -400,7 +400,7 @@ def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | No
                 return None
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:
-                stack.enter_context(fake.CudaAutocast())
+                stack.enter_context(fake.cuda_autocast())
             strategy.step(*fake.batch_of(request, SAMPLES * request.parts))
             fake.evaluate(strategy, request)
         except ModelError as error:

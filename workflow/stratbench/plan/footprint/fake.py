@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import parallel
 
 from stratbench.cell.run_folder import RunFolder
+from stratbench.plan.footprint.cuda_autocast import cuda_autocast
 from stratbench.plan.footprint.replica import Replica
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.torch_internals import (
-    CudaAutocast,
     FakeTensors,
     fake_group,
     replaced,
@@ -81,7 +81,7 @@ def traced_steps(
         set_up(strategy, model, worker)
         if worker.mesh.tensor > 1 or strategy.warms_up:
             # What DTensor asks of its rules it asks once for each shape, of tensors that nobody keeps.
-            with CudaAutocast() if request.autocasts_like_cuda else nullcontext():
+            with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
                     strategy.step(*batch_of(request, batch))
                 evaluate(strategy, request)
@@ -89,7 +89,7 @@ def traced_steps(
         _tag_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
-                stack.enter_context(CudaAutocast())
+                stack.enter_context(cuda_autocast())
             for batch in batches:
                 _step(trace, strategy, request, batch, number)
             trace.begin("evaluate")

@@ -14,19 +14,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.profiler import record_function
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratbench.workload.network.known_values import KnownFakes
 
 __all__ = [
-    "CudaAutocast",
     "FakeTensors",
     "TorchDispatchMode",
     "bucketed",
@@ -244,28 +241,3 @@ def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None
     for flag in (options.get("grad_scale"), options.get("found_inf")):
         if flag is not None and flag.device != params[0].device:
             raise RuntimeError(f"the loss scaler's tensors are on {flag.device}")
-
-
-class CudaAutocast(TorchFunctionMode):
-    """Makes autocast on a CPU choose the number formats that it chooses on CUDA.
-
-    The lists differ in two operations of our models: CUDA normalises layers in float32, and of
-    cross-entropy it makes the logarithms in the scores' own format and only the rest in float32.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.layer_norm and torch.is_autocast_enabled("cpu"):
-            args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
-        if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and not args[2:]:
-            return _cross_entropy(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _cross_entropy(
-    scores: Tensor, targets: Tensor, label_smoothing: float = 0.0, **kwargs: Any
-) -> Tensor:
-    if label_smoothing or targets.is_floating_point():
-        return F.cross_entropy(scores, targets, label_smoothing=label_smoothing, **kwargs)
-    with torch.autocast("cpu", enabled=False):
-        return F.nll_loss(F.log_softmax(scores, dim=1).float(), targets, **kwargs)
