@@ -289,6 +289,17 @@ def test_the_first_step_is_like_the_next(strategy: str):
     assert trace.live_bytes(first, second) == trace.live_bytes(second, end)
 
 
+def test_a_worker_of_divided_layers_makes_no_tensor_of_the_whole_scores():
+    """DTensor asks its rules on fake tensors of the whole shape, in every step; no memory is that."""
+    asked = changed(request_for("tensor", "gpt-compact"), precision="bf16", device="cuda")
+    batches = [16, 32]
+    trace, _ = fake.traced_steps(replace(asked, classes=4096), batches)
+    positions = max(batches) * asked.input_shape[0]
+    evaluated = trace.phases[-1].first
+    # A worker's half of the scores in float32.
+    assert max(n for _, n in trace.events[:evaluated]) == positions * 4096 // 2 * 4
+
+
 def test_parts_add_up_to_the_peak_and_states_are_exact():
     request = request_for("fsdp", workers=4)
     made = planned(request)

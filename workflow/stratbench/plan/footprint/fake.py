@@ -79,8 +79,7 @@ def traced_steps(
             on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
         )
         set_up(strategy, model, worker)
-        if worker.mesh.tensor > 1 or strategy.warms_up:
-            # What DTensor asks of its rules it asks once for each shape, of tensors that nobody keeps.
+        if strategy.warms_up:
             with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
                     strategy.step(*batch_of(request, batch))

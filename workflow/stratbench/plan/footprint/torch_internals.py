@@ -19,7 +19,7 @@ from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stratbench.workload.network.known_values import KnownFakes
 
@@ -130,6 +130,7 @@ def torch_on_fakes(on_cuda: bool, fused: bool) -> Iterator[None]:
     """
     from torch.distributed import device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     make_mesh, sgd = device_mesh.init_device_mesh, torch.optim.SGD
 
@@ -155,6 +156,13 @@ def torch_on_fakes(on_cuda: bool, fused: bool) -> Iterator[None]:
         stack.enter_context(replaced(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
         stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
+        rules = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def untraced_rules(*args: Any) -> Any:
+            with _disable_current_modes():  # of the whole tensors' shapes, which no worker makes
+                return rules(*args)
+
+        stack.enter_context(replaced(ShardingPropagator, rules.__name__, untraced_rules))
         if not on_cuda:
             for name in SCATTERS:
                 if (scatter := getattr(dist, name, None)) is not None:
