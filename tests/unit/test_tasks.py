@@ -14,6 +14,8 @@ import pytest
 import torch
 from test_analysis_decide import cell, decided, standings
 from test_own_models import experiment, study_of
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from launching import settings
 from stratbench.analysis import audit
@@ -93,6 +95,25 @@ class Top3:
 
     def score(self, outputs, targets):
         return (outputs.topk(3).indices == targets[:, None]).any(1)
+
+class Texts(Top3):
+    counts = "tokens"
+
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    def score(self, outputs, targets):
+        return (outputs.argmax(-1) == targets).double()
+
+class LongTexts(Texts):
+    def loss(self, outputs, targets):
+        each = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+        weights = torch.linspace(0, 1, 300).to(outputs).expand(targets.shape)
+        return weights.flatten() @ each, weights.sum()
+
+class BadTexts(Texts):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets)
 
 class Nameless(Top3):
     score_name = ""
@@ -277,6 +298,35 @@ def test_a_loss_that_is_no_mean_over_its_parts_is_known(own_tasks, name, kind):
         assert tasks.check_task(task, tasks.OwnTask(name), classes, [2]) == kind
     facts = tasks.facts_of_task(task, name, 10, (1, 8, 8), None, tasks.LossKind(*kind))
     assert (facts["loss_weighs"], facts["loss_adds_up"]) == kind
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes the most numbers of a tensor that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not isinstance(made, FakeTensor):
+            self.most = max(self.most, made.numel())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "fails"),
+    [("Texts", 16, None), ("LongTexts", 300, None), ("BadTexts", 16, r"outputs \[2, 16, 4000\]")],
+)
+def test_a_task_of_long_texts_is_tried_on_a_few_positions(own_tasks, name, positions, fails):
+    """All of them are taken where a task asks for them, which is seen without their memory."""
+    s = settings("single", own_task={"call": f"{own_tasks}:{name}"})
+    with _Sizes() as sizes:
+        if fails is None:
+            _, kind = tasks.tried_task(s, (300,), 4000, values=False)
+            assert kind == (name == "LongTexts", True)
+        else:
+            with pytest.raises(ModelError, match=fails):
+                tasks.tried_task(s, (300,), 4000, values=False)
+    assert sizes.most <= max(2 * positions * 4000, tasks.TRIED_NUMBERS)
 
 
 def test_the_kind_of_a_loss_of_texts_and_of_values_is_known(own_tasks):

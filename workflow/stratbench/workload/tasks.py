@@ -113,6 +113,8 @@ TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": 
 
 #: The approximate size of the outputs whose loss is compared with the mean over their halves.
 TRIED_NUMBERS = 1 << 21
+#: The most positions of a text on which a task is tried: each has an output for all of a vocabulary.
+TRIED_POSITIONS = 16
 
 
 @dataclass(frozen=True)
@@ -218,13 +220,37 @@ def tried_task(
     """A cell's task and the kind of its loss, a user's after `check_task` has tried it.
 
     What a cell does before it trains, and the check before any does. `values`: whether the targets are
-    values, `classes` for each sample, and no class numbers. ModelError as of both.
+    values, `classes` for each sample, and no class numbers. Of texts the first `TRIED_POSITIONS` are tried,
+    or all where the task takes no fewer. ModelError as of both.
     """
     task = task_of(s, shape, values)
     if not s.own_task:
         return task, LossKind()
+    what = OwnTask(s.own_task["call"])
     each = shape if natural_task(shape) == "next-token" else (classes,) if values else ()
-    return task, check_task(task, OwnTask(s.own_task["call"]), classes, (2, *each))
+    if natural_task(shape) == "next-token" and shape[0] > TRIED_POSITIONS:
+        try:
+            return task, check_task(task, what, classes, (2, TRIED_POSITIONS))
+        except ModelError:
+            if not _takes_fakes(task, classes, (2, *each)):
+                raise
+    return task, check_task(task, what, classes, (2, *each))
+
+
+def _takes_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
+    """Whether a task takes outputs for such targets, of tensors without memory."""
+    import torch
+
+    from stratbench.workload.network.known_values import KnownFakes
+
+    with KnownFakes():
+        y = torch.empty(targets, dtype=torch.float32 if takes_values(task) else torch.int64)
+        x = torch.empty(outputs_of(task, targets, classes), requires_grad=True)
+        try:
+            task.loss(x, y), task.score(x, y)
+        except Exception:  # whatever a task raises
+            return False
+    return True
 
 
 def own_task(call: str) -> Task:
@@ -333,7 +359,8 @@ def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int
         y = torch.randn((2 * half, *targets[1:]), dtype=torch.float64, generator=draw)
     else:
         each = math.prod(targets[1:])
-        half = max(3, min(classes + 1, TRIED_NUMBERS // (2 * classes))) if each == 1 else 1
+        most = min(classes // each + 1, TRIED_NUMBERS // (2 * classes * each))
+        half = max(3 if each == 1 else 1, most)
         number = torch.arange(half * each)
         # Labels that stand for no class are the first or the last; these come first.
         varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
