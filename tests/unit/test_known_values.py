@@ -73,6 +73,13 @@ class Reads(Texts):
         return super().forward(x) * (1 if x.max().item() < 1000 else 2)
 
 
+class Keeps(Texts):
+    def forward(self, x):
+        kept = getattr(self, "kept", None)
+        self.kept = super().forward(x)
+        return self.kept if kept is None else self.kept + kept.mean().detach()
+
+
 class Encodes(nn.Module):
     def __init__(self, encoder):
         super().__init__()
@@ -108,10 +115,12 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("masked_texts", None)
 
 
-def checked_of(code: Path, names: list[str], strategies: list[str], **stated) -> check.Checked:
+def checked_of(
+    code: Path, names: list[str], strategies: list[str], gpus: int = 2, **stated
+) -> check.Checked:
     """The check of a study of the networks on texts, in bf16 on GPUs."""
     experiment = {
-        "dataset": "texts", "models": names, "strategies": strategies, "gpus": [2], "epochs": 1,
+        "dataset": "texts", "models": names, "strategies": strategies, "gpus": [gpus], "epochs": 1,
         "global_batch": 16, "lr": 0.02, "optimizer": "adamw", "precision": "bf16", "device": "cuda",
     }  # fmt: skip
     texts = {"source": "markov-text", "train_samples": 64, "test_samples": 16, "vocabulary": 11,
@@ -159,6 +168,16 @@ def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypa
     assert not checked.refused
     assert len({r.unpredicted for r in checked.rehearsals.values()}) == 1
     assert check_text(checked).count("asks for the values of tensors") == said
+
+
+def test_a_network_that_keeps_a_tensor_is_not_predicted_and_told_in_one_sentence(code):
+    checked = checked_of(code, ["Keeps"], ["single"], gpus=1)
+    assert not checked.refused
+    (found,) = checked.rehearsals.values()
+    assert found.unpredicted.startswith(
+        "model 'Keeps' (masked_texts.Keeps): two training steps differ"
+    )
+    assert len(found.unpredicted) < 250
 
 
 def test_values_that_follow_from_no_data_are_known():

@@ -25,6 +25,7 @@ from stratbench.workload.data.prepare import prepare
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NETWORK = """
+import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -71,6 +72,35 @@ class Encoder(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=x.dtype)
         for layer in self.layers:
             x = layer(x, mask.to(x.device), is_causal=True)
+        return self.head(x)
+
+
+class Turned(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.each = (-1, width // heads)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x, factor, offset=None):
+        q, k, v = (f(x).unflatten(-1, self.each).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q * factor, k * factor + offset, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Rotary(nn.Module):
+    def __init__(self, vocab_size, width=16, heads=4, by_name=False):
+        super().__init__()
+        self.by_name = by_name
+        self.embed = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(Turned(width, heads) for _ in range(2))
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        factor = torch.linspace(0.5, 1, tokens.shape[1]).to(x)[:, None]
+        for layer in self.layers:
+            named = layer(x=x, factor=factor, offset=factor) if self.by_name else layer(x, factor, factor)
+            x = x + named
         return self.head(x)
 
 
@@ -175,6 +205,23 @@ def test_torchs_own_layers_are_divided_by_heads(cell, trained):
     expected = losses(trained(cell("single", 1, TORCHS)))
     found = trained(cell("tensor", 2, TORCHS))
     assert losses(found) == pytest.approx(expected, abs=1e-10)
+
+
+ROTARY = {
+    "call": "own_texts.Rotary", "shard": ["Turned"],
+    "tensor_plan": {
+        "layers.*": "input", "layers.*.out": "rows",
+        **{f"layers.*.{name}": "columns of it" for name in "qkv"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"by_name": True}])
+def test_what_is_called_with_more_than_its_input_is_divided(cell, trained, kwargs):
+    """As every attention with rotary tables is."""
+    stated = ROTARY | {"kwargs": kwargs}
+    expected = losses(trained(cell("single", 1, stated)))
+    assert losses(trained(cell("tensor", 2, stated))) == pytest.approx(expected, abs=1e-10)
 
 
 WRONG = {

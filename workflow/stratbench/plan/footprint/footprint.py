@@ -18,6 +18,7 @@ from stratbench.plan.footprint.request import Request
 from stratbench.strategies import mesh_of
 from stratbench.telemetry.flops import TRAINING_FLOPS, counted_flops
 from stratbench.workload.network import models
+from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
     from stratbench.plan.footprint.trace import OperatorTrace, Phase
@@ -242,9 +243,9 @@ def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprin
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
-        raise RuntimeError(
-            f"two training steps of {request} differ in more than their batch: "
-            "no line can be drawn through them"
+        raise ModelError(
+            f"{models.in_words(request.network)}: two training steps differ in more than their batch, as "
+            "where forward keeps a tensor for the next step: what other batches take cannot be predicted"
         )
     collectives = []
     for call, other in zip(*each, strict=True):

@@ -1,16 +1,58 @@
-"""Self-attention that workers can divide by heads, in place of torch's, whose weights lie in one matrix.
+"""How attention is divided: its input, and torch's own by heads, whose weights lie in one matrix.
 
 Importing this file imports torch.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from stratbench.workload.users_code import Refused
+
+
+class FirstInput(ParallelStyle):
+    """A module's first input, divided as `layout` says, is gathered once for all that read it.
+
+    Whatever else it is called with, such as tables of rotations, is left as it is: torch's own
+    PrepareModuleInput is told how many inputs a module has, and a plan does not say that.
+    """
+
+    def __init__(self, layout: Placement) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        gather = partial(_gather_first, device_mesh, self.layout)
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+
+def _gather_first(
+    mesh: DeviceMesh,
+    layout: Placement,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    name = next(iter(signature(module.forward).parameters), None)
+    x = args[0] if args else kwargs.get(name)
+    if not isinstance(x, Tensor):
+        raise Refused(
+            f"its tensor_plan says 'input' of a {type(module).__name__}, whose first input is a "
+            f"{type(x).__name__}; say it of a module that is called with a tensor first"
+        )
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+    x = x.redistribute(placements=(Replicate(),))
+    return ((x, *args[1:]), kwargs) if args else (args, kwargs | {name: x})
 
 
 class SelfAttention(nn.Module):

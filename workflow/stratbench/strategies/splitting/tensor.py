@@ -291,10 +291,10 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
     """Of each module that the plan names, by its path, how `parallelize_module` divides it.
 
     A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts
-    read one input, which is gathered once for all of them. `columns`: the outputs of a linear layer;
-    `columns of it`: the same below an `input`. `rows`: the inputs. `norm`: of each position by itself.
-    `heads`: an nn.MultiheadAttention of one input (`separate_heads`). `scores`: the outputs, which stay
-    divided for the loss.
+    read its first input, which is gathered once for all of them; others they read as they are. `columns`:
+    the outputs of a linear layer; `columns of it`: the same below an `input`. `rows`: the inputs. `norm`:
+    of each position by itself. `heads`: an nn.MultiheadAttention of one input (`separate_heads`).
+    `scores`: the outputs, which stay divided for the loss.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -304,6 +304,8 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
         SequenceParallel,
     )
 
+    from stratbench.strategies.splitting.heads import FirstInput
+
     stream = Shard(1) if sequence else Replicate()
 
     def style_of(kind: str) -> ParallelStyle | None:
@@ -311,9 +313,7 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
             case "embedding":
                 return RowwiseParallel(input_layouts=Replicate())
             case "input":
-                return PrepareModuleInput(
-                    input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=False
-                )
+                return FirstInput(stream)
             case "heads":
                 return PrepareModuleInput(
                     input_layouts=(stream, None, None),
