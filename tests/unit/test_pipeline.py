@@ -482,14 +482,25 @@ def units(*flops: int) -> list[Measured]:
 
 
 def test_stages_are_balanced_by_work_and_then_by_memory():
-    assert balance(units(0, 2, 2, 2, 2, 2), 2) == [3, 3]
-    assert balance(units(0, 1, 1, 1, 1, 5), 2) == [5, 1]
-    assert balance(units(3, 1, 1, 1), 4) == [1, 1, 1, 1]
+    assert balance(units(0, 2, 2, 2, 2, 2), [1, 1]) == [3, 3]
+    assert balance(units(0, 1, 1, 1, 1, 5), [1, 1]) == [5, 1]
+    assert balance(units(3, 1, 1, 1), [1] * 4) == [1, 1, 1, 1]
     # With either cut both stages compute 1: the one that holds less counts.
     one = [Measured(1, 1, ()), Measured(0, 100, ()), Measured(1, 100, ())]
-    assert balance(one, 2) == [2, 1]
+    assert balance(one, [1, 1]) == [2, 1]
+
+
+def test_a_head_that_outweighs_all_leaves_the_layers_to_be_divided_by_memory():
+    """An embedding and a head as large as all layers together, which no stage but the last can exceed."""
+    table, layer, head = (
+        Measured(*each) for each in ((0, 26, (), 0), (7, 3, (), 40), (84, 26, (), 1))
+    )
+    assert balance([table, *[layer] * 12, head], [4, 3, 2, 1]) == [3, 4, 6, 1]
+    assert balance([table, *[layer] * 12, head], [8] * 4) == [5, 4, 4, 1]
+    without = [u._replace(kept_bytes=0) for u in (table, *[layer] * 12, head)]
+    assert balance(without, [4, 3, 2, 1])[0] == 1
     with pytest.raises(ValueError, match="2 units cannot be 3 stages"):
-        balance(units(1, 1), 3)
+        balance(units(1, 1), [1] * 3)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     plan = plan_of(made_up(model_states_bytes=states), cluster=cluster)
     c = cell(plan, "ps-async-modified", 8)
     row = table.row_of(c, plan.others)
-    assert [name for name, value in row.items() if value == ""] == ["why"]
+    assert [name for name, value in row.items() if value == ""] == ["why", "stage_peaks_mib"]
     MIB = 1 << 20
     for name, n_bytes in (
         ("needed_mib", c.fit.needed_bytes),
@@ -227,6 +227,19 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
         ""
     }
     assert unknown["slurm_mem_mib"] > 0
+
+
+def test_the_peaks_of_all_stages_are_told(plan_of):
+    stages = [made_up(gib) for gib in (2.0, 4.0, 3.0)]
+    plan = plan_of(made_up(stages=stages), strategies=["ddp"], gpus=[8])
+    c = plan.cells[0]
+    row = table.row_of(c, [])
+    peaks = [float(mib) for mib in row["stage_peaks_mib"].split()]
+    assert max(peaks) == peaks[1] == row["peak_mib"]
+    assert [round(peaks[1] - mib) for mib in peaks] == [2048, 0, 1024]
+    each = ", ".join(bytes_text(mib * 2**20) for mib in peaks)
+    (said,) = dict(answered_questions(plan))["What takes the memory?"]
+    assert said.endswith(f"; peaks of the stages: {each}.")
 
 
 def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):

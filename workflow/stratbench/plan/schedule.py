@@ -40,6 +40,9 @@ class DeviceFit:
 
     device: str
     peak: MemoryPeak  # of training, data set included
+    stage_peaks_bytes: tuple[
+        int, ...
+    ]  # the same of each stage, where the network is cut into several
     needed_bytes: int  # with warm-up and evaluation
     verdict: str  # FITS, TIGHT or DOES_NOT_FIT
     largest_batch: int
@@ -271,6 +274,9 @@ def _fit(
             peak.n_bytes + data_bytes,
             peak.phase,
             dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data_bytes},
+        ),
+        stage_peaks_bytes=tuple(
+            f.training_peak(batch, threads).n_bytes + data_bytes for f in footprint.stages
         ),
         needed_bytes=needed_bytes,
         verdict=FITS if needed_bytes <= room_bytes else verdict,

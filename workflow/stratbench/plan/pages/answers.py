@@ -268,4 +268,6 @@ def _dominant(plan: Plan) -> Iterator[str]:
                 f"{PART_NAMES[name]} ({100 * n_bytes / c.fit.peak.n_bytes:.0f} %)"
                 for name, n_bytes in parts
             )
+            if each := c.fit.stage_peaks_bytes:
+                told += f"; peaks of the stages: {', '.join(map(bytes_text, each))}"
             yield f"{experiment}, {model}, {c.cell.strategy} on {workers}: {told}."

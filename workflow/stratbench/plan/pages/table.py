@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB, bytes_text
-from stratbench.plan.duration import Span
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.quantities import span_text
 from stratbench.plan.schedule import Plan, Planned, longest_time_s
@@ -32,6 +31,10 @@ class Unit(NamedTuple):
 
 PLAIN = Unit()
 BYTES = Unit(round, bytes_text)
+EACH_IN_MIB = Unit(
+    lambda each: " ".join(f"{n_bytes / MIB:.2f}" for n_bytes in each),
+    lambda each: ", ".join(map(bytes_text, each)),
+)
 IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), bytes_text)
 RANGE = Unit(lambda end: f"{end:.6g}", span_text, ("_low", "_high"))
 
@@ -70,6 +73,7 @@ COLUMNS = {
     "needed_mib": Column("fit.needed_bytes", IN_MIB),
     "peak_mib": Column("fit.peak.n_bytes", IN_MIB),
     "peak_phase": Column("fit.peak.phase"),
+    "stage_peaks_mib": Column("fit.stage_peaks_bytes", EACH_IN_MIB),
     **{f"{part}_mib": Column(f"fit.peak.parts_bytes.{part}", IN_MIB) for part in PARTS},
     **{
         f"state_{state}_bytes": Column(f"footprint.model_states_bytes.{state}_bytes", BYTES)
@@ -109,7 +113,8 @@ def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
     row = c.cell.as_dict()
     for name, column in (columns | REQUEST_COLUMNS).items():
         value, unit = column.value(c), column.unit
-        values = value if isinstance(value, Span | tuple) else [value] * len(unit.ends)
+        is_pair = len(unit.ends) > 1 and value is not None
+        values = value if is_pair else [value] * len(unit.ends)
         for end, number in zip(unit.ends, values, strict=True):
             row[name + end] = "" if number is None else unit.csv(number)
     return row

@@ -178,6 +178,13 @@ class Pipeline(Split):
         """Stages of a pipeline on `gpus` workers."""
         return self.mesh(gpus).stages * STAGES_A_WORKER[self.options.schedule]
 
+    def waiting(self, stages: int) -> list[int]:
+        """Of each stage, micro-batches whose activations it holds at once."""
+        most = self.options.microbatches
+        if self.options.schedule == "gpipe":
+            return [most] * stages
+        return [min(most, stages - i) for i in range(stages)]
+
     # --- the stages of this worker -----------------------------------------------------------------
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
@@ -196,7 +203,7 @@ class Pipeline(Split):
         units = units_of(model, pieces, worker.wrap_groups)
         measured = self.measure(model, units)
         n = self.n_stages(worker.world_size)
-        ends = [0, *accumulate(balance(measured, n))]
+        ends = [0, *accumulate(balance(measured, self.waiting(n)))]
         #: Of each stage its pieces, the work of a sample, and the shape of what it gives for one.
         self._cut = [list(chain(*units[i:j])) for i, j in pairwise(ends)]
         self._work = [sum(u.flops for u in measured[i:j]) for i, j in pairwise(ends)]

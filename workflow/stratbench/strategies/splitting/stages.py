@@ -5,14 +5,16 @@ Importing this file imports torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,13 +29,18 @@ SCHEDULES = {
 }
 
 
+#: What a parameter's training holds, in times of its own size: it, its gradient and AdamW's moments.
+STATES = 4
+
+
 class Measured(NamedTuple):
-    """Of a unit of a network: operations of a sample's forward, bytes of its parameters, and the shape of
-    what it gives for a sample."""
+    """Of a unit of a network: operations of a sample's forward, bytes of its parameters, the shape of what
+    it gives for a sample, and bytes that its backward needs of a sample."""
 
     flops: int
     parameter_bytes: int
     shape: tuple[int, ...]
+    kept_bytes: int = 0
 
 
 def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[Measured]:
@@ -44,46 +51,71 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
     like = deepcopy(model, memo)
     figures = []
     for unit in units:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        own = {p for piece in unit for p in piece.parameters(like)}
+        weights = {p.untyped_storage()._cdata for p in own}
+        kept: dict[int, int] = {}
+
+        def keep(t: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights) -> Tensor:
+            storage = t.untyped_storage()
+            if storage._cdata not in weights:
+                kept[storage._cdata] = storage.nbytes()
+            return t
+
+        with saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False) as counter:
             for piece in unit:
                 x = piece.call(like, x)
-        own = {p for piece in unit for p in piece.parameters(like)}
         n_bytes = sum(p.nbytes for p in own)
-        figures.append(Measured(counter.get_total_flops(), n_bytes, tuple(x.shape[1:])))
+        flops, shape = counter.get_total_flops(), tuple(x.shape[1:])
+        figures.append(Measured(flops, n_bytes, shape, sum(kept.values())))
+        x = x.detach()
     return figures
 
 
-def balance(units: Sequence[Measured], stages: int) -> list[int]:
-    """How many neighbouring units each of `stages` takes, so that the most that one computes is least.
+def balance(units: Sequence[Measured], waiting: Sequence[int]) -> list[int]:
+    """How many neighbouring units each stage takes, so that the most that one computes is least.
 
-    Where several ways are equal in that, the one with the least parameters on one stage. ValueError where
-    there are fewer units than stages.
+    `waiting`: of each stage, micro-batches whose backward waits at once. Where several ways are equal in
+    work, the one whose fullest stage has the least memory, of states and of micro-batches of one sample: no
+    cut depends on the batch. ValueError where there are fewer units than stages.
     """
+    stages = len(waiting)
     if len(units) < stages:
         raise ValueError(f"{len(units)} units cannot be {stages} stages")
-    flops, held = [u.flops for u in units], [u.parameter_bytes for u in units]
-    most, _ = _split(flops, stages, lambda start, end: True)
-    _, ends = _split(held, stages, lambda start, end: sum(flops[start:end]) <= most)
+    flops, kept = (
+        [0, *accumulate(each)] for each in zip(*((u[0], u[3]) for u in units), strict=True)
+    )
+    held = [0, *accumulate(STATES * u.parameter_bytes for u in units)]
+
+    def work(_stage: int, start: int, end: int) -> float:
+        return flops[end] - flops[start]
+
+    most, _ = _split(work, len(units), stages)
+
+    def memory(stage: int, start: int, end: int) -> float:
+        if work(stage, start, end) > most:
+            return math.inf
+        return held[end] - held[start] + waiting[stage] * (kept[end] - kept[start])
+
+    _, ends = _split(memory, len(units), stages)
     return [end - start for start, end in pairwise((0, *ends))]
 
 
 def _split(
-    costs: Sequence[int], stages: int, allowed: Callable[[int, int], bool]
-) -> tuple[int, tuple[int, ...]]:
+    cost: Callable[[int, int, int], float], n: int, stages: int
+) -> tuple[float, tuple[int, ...]]:
     """The least cost that the dearest of `stages` can have, and where each stage ends then.
 
-    `allowed`: whether the units from `start` to before `end` may be a stage.
+    `cost`: of a stage that has the units from `start` to before `end`, of `n`; infinite: it may not.
     """
-    n = len(costs)
-    best: dict[int, tuple[int, tuple[int, ...]]] = {
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
         0: (0, ())
     }  # of the first units, by their number
     for stage in range(1, stages + 1):
         ways = {
             end: [
-                (max(dearest, sum(costs[start:end])), (*ends, end))
+                (max(dearest, cost(stage - 1, start, end)), (*ends, end))
                 for start, (dearest, ends) in best.items()
-                if start < end and allowed(start, end)
+                if start < end
             ]
             for end in range(stage, n - stages + stage + 1)
         }
