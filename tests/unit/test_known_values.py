@@ -17,7 +17,7 @@ from stratbench.plan.footprint import cache
 from stratbench.plan.pages.check_text import check_text
 from stratbench.study.config.config import load_config
 from stratbench.workload import users_code
-from stratbench.workload.network.known_values import KnownFakes
+from stratbench.workload.known_values import KnownFakes
 
 pytestmark = pytest.mark.timeout(300)
 

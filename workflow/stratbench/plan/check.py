@@ -335,7 +335,7 @@ def _numel(parameters: Any) -> int:
 
 
 def _parameters(request: Request) -> int:
-    from stratbench.workload.network.known_values import KnownFakes
+    from stratbench.workload.known_values import KnownFakes
 
     with KnownFakes():
         model = models.build_without_memory(request.network, request.classes, request.input_shape)

@@ -28,7 +28,7 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from stratbench.workload.network.known_values import KnownFakes
+    from stratbench.workload.known_values import KnownFakes
 
     # Not the meta device: networks know of fake tensors that these have no values.
     with KnownFakes():

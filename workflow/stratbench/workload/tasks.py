@@ -241,7 +241,7 @@ def _takes_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
     """Whether a task takes outputs for such targets, of tensors without memory."""
     import torch
 
-    from stratbench.workload.network.known_values import KnownFakes
+    from stratbench.workload.known_values import KnownFakes
 
     with KnownFakes():
         y = torch.empty(targets, dtype=torch.float32 if takes_values(task) else torch.int64)

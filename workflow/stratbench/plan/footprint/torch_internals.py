@@ -21,7 +21,7 @@ from torch.autograd.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from stratbench.workload.network.known_values import KnownFakes
+from stratbench.workload.known_values import KnownFakes
 
 __all__ = [
     "FakeTensors",

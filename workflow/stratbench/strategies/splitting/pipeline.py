@@ -255,7 +255,7 @@ class Pipeline(Split):
 
         from stratbench.strategies.splitting.stages import measure_units
         from stratbench.workload.data.device_data import example_batch
-        from stratbench.workload.network.known_values import KnownFakes
+        from stratbench.workload.known_values import KnownFakes
 
         like = next(model.parameters())
         cpu, layout = torch.device("cpu"), torch.contiguous_format
