@@ -193,6 +193,10 @@ def test_values_that_follow_from_no_data_are_known():
         kept = counted.clone()
         counted.add_(1)
         assert (kept.sum().item(), counted.sum().item()) == (21, 24)
+        assert bool(torch.ones(3, device="meta").all())
+        places = mask.isinf().nonzero()
+        assert list(places.shape) == [6, 2]
+        assert places.max().item() == 3
         assert torch.vmap(lambda row: row.sum())(mask.isinf()).max().item() == 3
 
 
@@ -200,6 +204,7 @@ def test_values_that_follow_from_no_data_are_known():
     "make",
     [
         lambda: torch.empty(3),
+        lambda: torch.empty(3, device="meta"),
         lambda: torch.rand(3),
         lambda: torch.zeros(3).bernoulli_(),
         lambda: nn.Parameter(torch.zeros(3)),

@@ -14,12 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 #: The most numbers that all tensors may have from which a value is made: a mask of 4096 positions.
 MOST_NUMBERS = 1 << 26
 #: The most operations one after the other by which a known tensor is made.
 MOST_STEPS = 100
+#: What fake tensors raise where they are asked for values, or for a shape that follows from values; of those
+#: on the meta device it is a plain error that says so.
+ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+ON_META = "cannot be called on meta tensors"
 aten = torch.ops.aten
 #: What takes nothing but the shape and the format of its first operand.
 SHAPED = frozenset(
@@ -40,14 +48,27 @@ class KnownFakes(FakeTensorMode):
         kwargs = kwargs or {}
         try:
             out = super().dispatch(func, types, args, kwargs)
-        except DataDependentOutputException:
-            asked = self._recipe(func, args, kwargs, 1)
-            if asked is None or sum(r.numbers for r in _parts(asked, set())) > MOST_NUMBERS:
+        except RuntimeError as error:
+            if not isinstance(error, ASKS_FOR_VALUES) and ON_META not in str(error):
                 raise
-            return _made(asked, {})
+            out = self._answer(func, args, kwargs)
+            if out is None and ON_META in str(error):
+                raise DataDependentOutputException(func) from error
+            if out is None:
+                raise
+            if not isinstance(out, Tensor):
+                return out
+            out = self.from_tensor(out)
         if type(func) is OpOverload:
             self._note(func, args, kwargs, out)
         return out
+
+    def _answer(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result on real numbers; None where the operands are not known, or are too many numbers."""
+        asked = self._recipe(op, args, kwargs, 1)
+        if asked is None or sum(r.numbers for r in _parts(asked, set())) > MOST_NUMBERS:
+            return None
+        return _made(asked, {})
 
     def _note(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Keep how `out` was made, if it is a tensor whose values are known."""
@@ -152,5 +173,7 @@ def _made(operand: Any, made: dict[Recipe, Any]) -> Any:
         if operand.op._schema.is_mutable:  # other recipes go by what it was
             args[0] = args[0].clone()
         kwargs = {key: _made(value, made) for key, value in operand.kwargs.items()}
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
         made[operand] = operand.op(*args, **kwargs)
     return made[operand]
