@@ -145,6 +145,7 @@ def test_the_pages_figures_are_the_plans_at_batches_and_gpus_that_it_was_not_giv
         else:
             span = (fit.by_device.low_s, fit.by_device.high_s)
             assert told["span"] == pytest.approx(span, rel=WITHIN), where
+            assert told["usual"] == pytest.approx(fit.usual_s, rel=WITHIN), where
         assert sum(told["parts"].values()) == pytest.approx(fit.needed_bytes, rel=WITHIN), where
         if told["phase"] == fit.peak.phase:
             weights = sum(fit.peak.parts_bytes[part] for part in ("parameters", "buffers"))
@@ -186,7 +187,7 @@ def test_a_network_alone_is_planned_without_a_study(tmp_path, monkeypatch, capsy
     assert plan_main([*config, "--model", "vgg-compact", "--dataset", "digits"]) == 0
     said = capsys.readouterr().out
     assert "vgg-compact on A10G, digits, sgd, bf16, global batch 256" in said
-    assert "a worker that it needs, at 1, 2 workers (! does not fit)" in said
+    assert "a worker that it needs, at 1, 2 workers (! does not fit, ? tight)" in said
     assert (tmp_path / "results/model-vgg-compact/plan.html").is_file()
     assert plan_main([*config, "--model", "vgg-compct"]) == 1
     assert "vgg-compct: is not a model." in capsys.readouterr().err

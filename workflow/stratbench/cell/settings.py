@@ -116,7 +116,8 @@ class Settings:
         help="Whether forward and backward of the training go through torch.compile, after the strategy has "
         "wrapped the model. The warm-up (3 steps at least) compiles; its time is recorded as `compile_s`. "
         "Evaluation and the optimizer are not compiled. It needs g++ on CPUs, Triton on GPUs. The plan "
-        "predicts the uncompiled model.")
+        "predicts the uncompiled model's memory; its time is for half the bytes of memory and half the "
+        "launches.")
     schedule: Schedule = setting("constant",
         help="How the learning rate falls from `lr` to `final_lr` over the steps of all epochs, after its "
         "warm-up. Servers count a step when the pushes of a global batch have come.")

@@ -84,6 +84,19 @@ def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Plan
     return found
 
 
+def in_order(cells: Iterable[Planned]) -> list[Planned]:
+    """The cells of each experiment, model and number of workers by their usual time, the unknown last.
+
+    Groups, and cells of equal times, keep their order.
+    """
+    groups = cells_by(cells, "experiment", "model", "gpus", "repeat").values()
+    return [c for group in groups for c in sorted(group, key=_usual_s)]
+
+
+def _usual_s(c: Planned) -> float:
+    return math.inf if c.fit is None or c.fit.usual_s is None else c.fit.usual_s
+
+
 def in_unit(n_bytes: float, unit: int) -> str:
     """The number of units as text, with three digits or more."""
     return f"{n_bytes / unit:.3g}" if n_bytes < 1000 * unit else f"{n_bytes / unit:.0f}"

@@ -13,7 +13,16 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, counted, seconds_text
 from stratbench.plan.check import Checked, Network
 from stratbench.plan.device_rates import Device, cpu_device, gpu_device, gpus_called, named_gpus
-from stratbench.plan.duration import Projected, Span, overhead_span, span_by_records, step_on
+from stratbench.plan.duration import (
+    BEST,
+    USUAL,
+    WORST,
+    Projected,
+    Span,
+    overhead_span,
+    span_by_records,
+    step_on,
+)
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.traffic import PARTS
@@ -51,6 +60,7 @@ class DeviceFit:
     resident_threads: int
     sending_s: tuple[float, float]  # of a step
     by_device: Span | None  # the training by what the device can do
+    usual_s: float | None  # the same as one time, by which cells are compared
     train: Span | None  # the same, or by records where there are any
     total: Span | None
     cut_off: str  # by the time limit: no, possible or certain
@@ -258,13 +268,14 @@ def _fit(
     # A margin is kept for what cannot be predicted.
     room_bytes = (device.memory_bytes - device.reserve_bytes) / (1 + cluster["memory_margin"])
     verdict = TIGHT if needed_bytes <= device.memory_bytes else DOES_NOT_FIT
-    steps = step_on(device, s, needs, 0), step_on(device, s, needs, 1)
-    by_device = None
+    steps = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+    by_device = usual_s = None
     if device.flops_per_s is not None:
-        rates = (
+        source = (
             f"{device.name}'s peak rates" if device.is_gpu else "this host's CPU, all cells alike"
         )
-        by_device = Span(*(step.seconds * s.steps for step in steps), rates)
+        *ends, usual_s = (step.seconds * s.steps for step in steps)
+        by_device = Span(*ends, source)
     train = measured or by_device
     total = train and train + overhead_span(device, s, needs)
     gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)
@@ -286,6 +297,7 @@ def _fit(
         resident_threads=threads,
         sending_s=(steps[0].sending_s, steps[1].sending_s),
         by_device=by_device,
+        usual_s=usual_s,
         train=train,
         total=total,
         cut_off=_cut_off(total, s.time_limit_s),

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import MIB, bytes_text
+from stratbench.cell.text.words import MIB, bytes_text, seconds_text
+from stratbench.plan.duration import Span
 from stratbench.plan.footprint.traffic import PARTS
-from stratbench.plan.quantities import span_text
+from stratbench.plan.quantities import in_order, span_text
 from stratbench.plan.schedule import Plan, Planned, longest_time_s
 from stratbench.study import plan_file
 
@@ -36,6 +37,7 @@ EACH_IN_MIB = Unit(
     lambda each: ", ".join(map(bytes_text, each)),
 )
 IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), bytes_text)
+SECONDS = Unit(lambda value: f"{value:.6g}", seconds_text)
 RANGE = Unit(lambda end: f"{end:.6g}", span_text, ("_low", "_high"))
 
 
@@ -86,6 +88,7 @@ COLUMNS = {
     "server_mib": Column("needs.server_bytes", IN_MIB),
     "snapshots_mib": Column("needs.snapshot_bytes", IN_MIB),
     "wire_s_per_step": Column("fit.sending_s", RANGE),
+    "compared_time_s": Column("fit.usual_s", SECONDS),
     "train_time_s": Column("fit.train", RANGE),
     "time_source": Column("fit.train.source"),
     "cell_time_s": Column("fit.total", RANGE),
@@ -122,7 +125,7 @@ def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
 
 def write_csv(plan: Plan, path: Path) -> None:
     """Write plan.csv."""
-    write_rows([row_of(c, plan.others) for c in plan.cells], path)
+    write_rows([row_of(c, plan.others) for c in in_order(plan.cells)], path)
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:

@@ -21,7 +21,7 @@ from stratbench.cell.text.words import (
 from stratbench.plan.pages.answers import PART_NAMES, answered_questions
 from stratbench.plan.pages.table import COLUMNS, RANGE
 from stratbench.plan.pages.what_fits import data_of
-from stratbench.plan.quantities import assumed_rates, cells_by, in_unit, totals
+from stratbench.plan.quantities import assumed_rates, cells_by, in_order, in_unit, span_text, totals
 from stratbench.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
 from stratbench.study.reasons import lines_by_reason
 
@@ -47,7 +47,7 @@ TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
         _fit_mark,
     ),
     "train_time_s": (
-        "training time, at {workers} workers (! cut off by the time limit, ? perhaps)",
+        "training time, at {workers} workers: ~ to compare by, range (! cut off by the limit, ? perhaps)",
         _time_mark,
     ),
     "wire_bytes_per_step": (
@@ -116,7 +116,7 @@ FILTERS = {"bytes": bytes_text, "hours": hours_text}
 def _values(plan: Plan) -> dict[str, Any]:
     return {
         "plan": plan,
-        "experiments": cells_by(plan.cells, "experiment").items(),
+        "experiments": cells_by(in_order(plan.cells), "experiment").items(),
         "answers": answered_questions(plan),
         "assumed": assumed_rates(plan),
         "totals": {name: totals(plan, name) for name in (plan.device, *plan.others)},
@@ -151,12 +151,12 @@ def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
 
     def field(c: Planned) -> str:
         if not n_bytes:
-            return (column.text(c) or "unknown") + mark(c)
+            return _time_field(c) + mark(c)
         return in_unit(column.value(c), n_bytes) + mark(c)
 
     models = list(dict.fromkeys(c.cell.model for c in cells))
     alike: dict[tuple[str, ...], list[str]] = {}
-    for strategy in dict.fromkeys(c.cell.strategy for c in cells):
+    for strategy in _quickest_first(cells):
         found = [[first.get((strategy, model, n)) for n in workers] for model in models]
         fields = tuple("  ".join(field(c) for c in there if c) or "-" for there in found)
         alike.setdefault(fields, []).append(strategy)
@@ -170,6 +170,23 @@ def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
     lines += [f"alike: {', '.join(names)}" for names in alike.values() if len(names) >= MANY_ALIKE]
     told = title.format(unit=unit, who=who, workers=", ".join(map(str, workers)))
     return "\n".join([f"   {told}", *(f"{' ' * INDENT}{line}".rstrip() for line in lines)])
+
+
+def _quickest_first(cells: list[Planned]) -> list[str]:
+    """The strategies by their usual time on the most workers, then the others, in their order."""
+    most = max(c.cell.gpus for c in cells)
+    there = in_order(c for c in cells if c.cell.gpus == most)
+    return list(dict.fromkeys(c.cell.strategy for c in [*there, *cells]))
+
+
+def _time_field(c: Planned) -> str:
+    """The range of a cell's training, after the one time that compares cells where both are by the device."""
+    fit = c.fit
+    if fit.train is None:
+        return "unknown"
+    if fit.train != fit.by_device:
+        return span_text(fit.train)
+    return f"~{seconds_text(fit.usual_s)}, {span_text(fit.train)}"
 
 
 def side_by_side(widths: list[int]) -> list[list[int]]:

@@ -63,6 +63,7 @@ def data_of(plan: Plan) -> dict[str, Any]:
             "memory": duration.MEMORY_UTILISATION,
             "link": duration.LINK_UTILISATION,
             "server": duration.SERVER_BYTES_PER_S,
+            "hiding": duration.HIDING,
         },
         "sums": {
             "block": reductions.BLOCK_THREADS,
@@ -74,7 +75,7 @@ def data_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _by_kind(gpu: tuple[float, float], cpu: tuple[float, float]) -> dict[str, Any]:
+def _by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, Any]:
     return {"gpu": gpu, "cpu": cpu}
 
 
@@ -216,6 +217,8 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
         "link": needs.link_bytes or 0,
         "bubble": s.bubble_share,
         "slowdown": s.slowdown,
+        "fused": duration.COMPILED if s.settings.compile else 1,
+        "host_s": duration.host_s(needs.slowest),
         "recomputes": s.settings.activation_checkpointing,
         "recorded": recorded and _recorded(_evidence(plan, c), s.settings.global_batch, recorded),
     }

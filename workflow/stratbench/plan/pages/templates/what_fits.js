@@ -95,7 +95,7 @@ function workOf(entry) {
   return [f.training_flops, f.flops, f.operations, ...f.touched];
 }
 
-/** Seconds of `steps` steps at best and at worst, by the device's rates: `span_by_device`; null if they are not known. */
+/** Seconds of `steps` steps by the device's rates, at best, at worst, and as one time to compare by: `step_on`; null if they are not known. */
 function secondsOf(entry, device, s, samples, sent, steps) {
   const kind = device.is_gpu ? "gpu" : "cpu", R = D.rates;
   const rate = device.is_gpu ? device.flops_per_s[s.precision] : device.flops_per_s[""] / s.workers;
@@ -105,15 +105,15 @@ function secondsOf(entry, device, s, samples, sent, steps) {
   const [within, within_each] = entry.wire?.within ?? [0, 0];
   const local = entry.wire ? exchangingShare(entry.wire, steps) * (within + within_each * samples) : 0;
   const flops = (computes_flops + (entry.recomputes ? forward_flops : 0)) * samples;
-  return [0, 1].map((slow) => {
-    const parts = [flops / (rate * R.utilisation[kind][slow]), operations * R.launch_s[kind][slow]];
-    if (device.memory_bytes_per_s) parts.push((touched + touched_each * samples) / (device.memory_bytes_per_s * R.memory[slow]));
-    const sum = parts.reduce((a, b) => a + b) * entry.slowdown;
-    const computes = ((slow ? sum : Math.max(...parts)) * entry.pushes) / (1 - entry.bubble);
-    const sending = (bytes, inside) => ((bytes - inside) / link + inside / device.link_bytes_per_s) / R.link[slow];
-    const sends = Math.max(sending(sent, local), sending(entry.link, 0), entry.served / R.server[slow]);
+  return [0, 1, 2].map((rates) => {
+    const computing = flops / (rate * R.utilisation[kind][rates]), launches = entry.fused * operations * R.launch_s[kind][rates];
+    const memory = device.memory_bytes_per_s ? (entry.fused * (touched + touched_each * samples)) / (device.memory_bytes_per_s * R.memory[rates]) : 0;
+    const best = Math.max(computing, memory, launches), worst = computing + memory + launches, usual = Math.max(computing + memory, launches);
+    const computes = ([best, worst * entry.slowdown, usual * entry.slowdown][rates] * entry.pushes) / (1 - entry.bubble);
+    const sending = (bytes, inside) => ((bytes - inside) / link + inside / device.link_bytes_per_s) / R.link[rates];
+    const sends = Math.max(sending(sent, local), sending(entry.link, 0), entry.served / R.server[rates]);
     const awaited = entry.awaits ? sending(entry.wire.line[1] * samples, within_each * samples) : 0;
-    return steps * (slow ? computes + sends : Math.max(computes, sends - awaited) + awaited);
+    return steps * (computes + awaited + Math.max(0, sends - awaited - R.hiding[rates] * computes) + entry.host_s[rates]);
   });
 }
 
@@ -143,7 +143,8 @@ function entryOf(s) {
   const [a, b] = between.map((entry) => entry.wire);
   const wire = { ...a, within: [0, 0], line: mixed(a.line, b.line, share), plain: mixed([a.plain], [b.plain], share)[0] };
   const nodes = Math.ceil(s.workers / D.gpus_per_node);
-  return { ...given[high], between, share, wire, nodes, replicas: s.workers, recorded: aheadOf(s).find((p) => p.workers === s.workers) ?? null };
+  const host_s = mixed(given[low].host_s, given[high].host_s, share);
+  return { ...given[high], between, share, wire, host_s, nodes, replicas: s.workers, recorded: aheadOf(s).find((p) => p.workers === s.workers) ?? null };
 }
 
 /** What the study's records were projected to, on numbers of workers that it lacks. */
@@ -174,8 +175,9 @@ function figures(s, whole = true) {
   const steps = network.steps || network.epochs * Math.floor(network.train_samples / s.batch);
   const sent = steps ? sentBytes(entry, samples, steps) : 0;
   const recorded = entry.recorded && entry.recorded.batch === s.batch && D.own_of[+network.on_cuda] === device.name ? entry.recorded : null;
-  const span = recorded ? recorded.span : steps ? secondsOf(entry, device, s, samples, sent, steps) : null;
-  return { ...found, samples, sent, steps, span, recorded, parts: Object.fromEntries(NAMED.map((name, i) => [name, n.parts[i]])), phase: n.phase };
+  const times = steps ? secondsOf(entry, device, s, samples, sent, steps) : null;
+  const span = recorded ? recorded.span : times && times.slice(0, 2), usual = times && times[2];
+  return { ...found, samples, sent, steps, span, usual, recorded, parts: Object.fromEntries(NAMED.map((name, i) => [name, n.parts[i]])), phase: n.phase };
 }
 
 // ---- words -------------------------------------------------------------------------------------------------
@@ -307,7 +309,8 @@ function facts(f, device) {
   $("time").textContent = none ? "–" : f.span ? spanText(f.span) : "Not known";
   const length = network.steps ? `${count(network.steps)} steps` : `${network.epochs === 1 ? "an epoch" : `${network.epochs} epochs`} of ${count(network.train_samples)} samples`;
   const by = f.recorded ? sourceOf(f.recorded) : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
-  $("timesub").textContent = none ? "" : f.steps ? `${length}; ${by}` : `the data set has fewer than ${count(S.batch)} samples`;
+  const compared = f.usual && !f.recorded ? `${spanText([f.usual, f.usual]).replace(/.* to /, "")} to compare by; ` : "";
+  $("timesub").textContent = none ? "" : f.steps ? `${compared}${length}; ${by}` : `the data set has fewer than ${count(S.batch)} samples`;
 }
 
 // ---- the training's time over workers ----------------------------------------------------------------------
