@@ -729,6 +729,17 @@ def test_how_much_larger_a_network_may_be_holds_for_deeper_and_wider_ones(strate
         assert 1 < least <= times <= most
 
 
+def test_the_share_of_attention_is_that_of_its_products():
+    """A block's scores and sums take 4 x length x width per token, its linear layers 24 x width^2."""
+    made = planned(request_for("single", "small text", **ADAMW))
+    length, layers, width, classes = 64, 2, 128, 10
+    attention = layers * 4 * length**2 * width
+    whole = layers * length * 24 * width**2 + attention + 2 * length * width * classes
+    assert made.flops_per_sample == whole
+    assert made.attention_share == pytest.approx(attention / whole)
+    assert planned(request_for("single", workers=1)).attention_share == 0
+
+
 def test_a_footprint_survives_json():
     made = planned(request_for("fsdp"))
     assert footprint.Footprint.from_dict(json.loads(json.dumps(asdict(made)))) == made

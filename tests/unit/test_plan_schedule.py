@@ -913,6 +913,19 @@ def test_a_step_has_one_time_within_its_range(on_an_a100):
     assert bound == pytest.approx([2, 1 / 0.2 + 1 / 0.4 + 10, 10])
 
 
+def test_fused_attention_is_slower_where_cells_are_compared(on_an_a100):
+    make, times = on_an_a100
+    c = make(global_batch=16)
+    flops = {"training_flops_per_sample": 156e12, "operations_per_step": 1}
+    without, with_it = times(c, **flops), times(c, attention_share=0.5, **flops)
+    assert with_it[:2] == without[:2]
+    assert with_it[2] - without[2] == pytest.approx(0.5 * (1 / 0.45 - 1 / 0.7))
+    hopper = device_rates.gpu_device(
+        device_rates.find_gpu("H100"), "bf16", {"link_gb_per_s": 1, "network_gb_per_s": 1}
+    )
+    assert hopper.attention_utilisation == 0.25
+
+
 def test_what_is_compiled_touches_half_the_bytes_in_half_the_launches(on_an_a100):
     make, times = on_an_a100
     plain, compiled = make(), make(compile=True)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -54,6 +55,19 @@ def test_a_sum_by_hand():
         "forward_flops_per_sample": forward,
         "training_flops_per_sample": 3 * forward,
     }
+
+
+class Attends(nn.Module):
+    """Two heads of width 8, whose scores and sums alone are products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+def test_fused_attention_is_counted_whole():
+    made = counted_flops(Attends, (5, 16))
+    assert made["forward_flops_per_sample"] == 2 * 2 * 2 * 5 * 5 * 8
 
 
 def test_frozen_parameters_have_no_gradients_to_count():

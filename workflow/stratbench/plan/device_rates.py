@@ -23,6 +23,10 @@ CONTEXT_SHARE = 0.05
 CPU_PROCESS_BYTES = 1 * GIB
 #: The same on the host of a GPU, with CUDA's and NCCL's share.
 GPU_HOST_PROCESS_BYTES = 4 * GIB
+#: Share of the peak that fused attention gets, counted whole though it is causal, on GPUs of the A100's
+#: generation and on faster ones, which are those with more than so many dense TFLOPS in half precision.
+ATTENTION_UTILISATION = (0.45, 0.25)
+FAST_TFLOPS = 400
 #: Between two nodes, in one direction, where the config gives no rate: 100 Gbit/s.
 NETWORK_GB_PER_S = 12.5
 
@@ -35,7 +39,8 @@ class Device:
     the framework's allocator. The rates are peaks for one second:
     floating-point operations, bytes of memory, bytes sent to a worker on the same node (link) and on
     another node (network). A rate is None where it is not known. `resident_threads`: that a GPU holds at
-    once, as the table of GPUs has it.
+    once, as the table of GPUs has it. `attention_utilisation`: the share of the peak that fused attention
+    usually gets; None: as much as other products.
     """
 
     name: str
@@ -47,6 +52,7 @@ class Device:
     is_gpu: bool
     resident_threads: int = 0
     reserve_bytes: int = 0
+    attention_utilisation: float | None = None
 
     def link(self, nodes: int) -> float:
         """Bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
@@ -100,6 +106,7 @@ def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> D
         network_bytes_per_s=(cluster["network_gb_per_s"] or NETWORK_GB_PER_S) * 1e9,
         is_gpu=True,
         resident_threads=peak.resident_threads,
+        attention_utilisation=ATTENTION_UTILISATION[(peak.bf16_tflops or 0) > FAST_TFLOPS],
     )
 
 

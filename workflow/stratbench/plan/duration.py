@@ -142,6 +142,9 @@ def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
     # Nearly all of forward is computed once more in backward, where activations are checkpointed.
     again = s.settings.activation_checkpointing * f.flops_per_sample
     flops_s = (f.training_flops_per_sample + again) * batch / flops_rate(device, rates)
+    if rates == USUAL and device.attention_utilisation:
+        slower = GPU_UTILISATION[USUAL] / device.attention_utilisation
+        flops_s *= 1 + f.attention_share * (slower - 1)
     fused = COMPILED if s.settings.compile else 1.0
     memory_s = 0.0
     if device.memory_bytes_per_s:

@@ -107,6 +107,7 @@ class Footprint:
     pass; `training_flops_per_sample`: of forward and backward, which frozen parameters make less.
     `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
     `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
+    `attention_share`: the share of `flops_per_sample` in fused attention, which is slower than products.
     `frozen_bytes`: what of the parameters that this rank holds is never trained. `stages`: the same of the
     first rank of each stage, where the network is cut into several; what stands here is the first one's.
     """
@@ -125,6 +126,7 @@ class Footprint:
     grown_bytes: int = 0
     frozen_bytes: int = 0
     on_cuda: bool = False
+    attention_share: float = 0.0
     stages: list[Footprint] = field(default_factory=list)
 
     @property
@@ -279,6 +281,7 @@ def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprin
         grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
         frozen_bytes=_frozen_bytes(strategy),
         on_cuda=request.on_cuda,
+        attention_share=_attention_share(steps[1]),
     )
 
 
@@ -302,6 +305,12 @@ def _frozen_bytes(strategy: Strategy) -> int:
 
     frozen = [local_part(p) for p in strategy.model.parameters() if not p.requires_grad]
     return sum(p.numel() * p.element_size() for p in frozen)
+
+
+def _attention_share(step: list[Phase]) -> float:
+    forward = [phase for phase in step if phase.name == "forward"]
+    flops = sum(phase.flops for phase in forward)
+    return sum(phase.attention_flops for phase in forward) / flops if flops else 0.0
 
 
 def _counted_flops(request: Request, forward_flops: float) -> dict[str, float]:

@@ -15,25 +15,17 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from stratbench.plan.footprint.reductions import Reduction
 from stratbench.plan.footprint.torch_internals import TorchDispatchMode, number_of
 from stratbench.plan.footprint.traffic import PARTS, staging_bytes
 from stratbench.telemetry.collective_count import collective_of, tensors_in
 from stratbench.telemetry.collectives import CollectiveCall
+from stratbench.telemetry.flops import attention_formulas
 from stratbench.telemetry.shards import local_part
 
-_ATEN = torch.ops.aten
-#: Formulas of operations; those of attention on a CPU are missing in PyTorch before 2.15.
-_FLOPS = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention
-    ],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ],
-} | flop_registry
+_FLOPS = flop_registry | {op: shape_wrapper(f) for op, f in attention_formulas().items()}
 #: Scalars weigh nothing, and the loss scaler's come and go at other times in its first step.
 SCALAR_BYTES = 8
 
@@ -47,6 +39,7 @@ class Phase:
     operations: int = 0  # kernels, about: operations that are not views
     touched_bytes: int = 0  # read and written by them
     flops: int = 0
+    attention_flops: int = 0  # of these, those of fused attention
     collectives: list[CollectiveCall] = field(default_factory=list)
     #: Operations and bytes of the phase when each of the collectives started.
     reached: list[tuple[int, int]] = field(default_factory=list)
@@ -125,7 +118,9 @@ class OperatorTrace(TorchDispatchMode):
                 map(_n_bytes, tensors_in(out))
             )
             if op._overloadpacket in _FLOPS:
-                phase.flops += _FLOPS[op._overloadpacket](*args, **kwargs, out_val=out)
+                flops = _FLOPS[op._overloadpacket](*args, **kwargs, out_val=out)
+                phase.flops += flops
+                phase.attention_flops += flops * ("attention" in op.__name__)
         if self._on_cpu and op._overloadpacket in _CONVOLUTIONS:
             for copies_bytes in _CONVOLUTIONS[op._overloadpacket](args, out):
                 self._passing("scratch", copies_bytes)

@@ -303,6 +303,7 @@ def _reduced(f: Footprint) -> dict[str, Any]:
         "copy": f.copied_bytes,
         "flops": f.flops_per_sample,
         "training_flops": f.training_flops_per_sample,
+        "attention": f.attention_share,
         "operations": f.operations_per_step,
         "touched": _line(f.touched_bytes),
     }
