@@ -25,7 +25,7 @@ CPU_PROCESS_BYTES = 1 * GIB
 GPU_HOST_PROCESS_BYTES = 4 * GIB
 #: Share of the peak that fused attention gets, counted whole though it is causal, on GPUs of the A100's
 #: generation and on faster ones, which are those with more than so many dense TFLOPS in half precision.
-ATTENTION_UTILISATION = (0.45, 0.25)
+ATTENTION_UTILISATION = (0.6, 0.33)
 FAST_TFLOPS = 400
 #: Between two nodes, in one direction, where the config gives no rate: 100 Gbit/s.
 NETWORK_GB_PER_S = 12.5
