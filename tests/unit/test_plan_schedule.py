@@ -254,14 +254,14 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
     span, batch = quantities.span_text(fit.train), str(fit.largest_batch)
     at = shown.index(peak)
     assert 'title="the weights: 1.00 GiB"' in shown[at + 1]
-    usual = seconds_text(fit.usual_s)
+    usual, compared = seconds_text(fit.usual_s), quantities.compared_text(fit.usual_s, fit.train)
     rest = [f"{amount} {unit}", "fits", batch, sent, usual, span, fit.train.source]
     assert shown[at + 2 : at + 9] == rest
     told = plan_text(plan).splitlines()
     over = next(i for i, line in enumerate(told) if line.endswith("(! does not fit, ? tight)"))
     assert told[over].startswith(f"   {unit} a worker that a cell needs, at 8 workers")
     assert told[over + 2].split() == ["ddp", amount]
-    assert " ".join(told[over + 5].split()) == f"ddp ~{usual}, {span}"
+    assert " ".join(told[over + 5].split()) == f"ddp {compared}"
 
 
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
@@ -989,3 +989,11 @@ def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
         assert duration.step_on(device, c.subject, awaited, 0).seconds == pytest.approx(
             expected * computes_s
         )
+
+
+def test_the_time_to_compare_by_has_its_ranges_unit():
+    for low, high, usual, text in (
+        (0, 0.5, 0.2, "under 1 s"), (12, 64, 31.4, "31 (12-64 s)"),
+        (240, 1200, 600, "10.0 (4.0-20 min)"), (3600, 18_000, 7200, "2.0 (1.0-5.0 h)"),
+    ):  # fmt: skip
+        assert quantities.compared_text(usual, Span(low, high, "")) == text

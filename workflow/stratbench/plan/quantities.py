@@ -111,3 +111,11 @@ def span_text(span: Span) -> str:
     if span.high_s < 6000:
         return f"{span.low_s / 60:.1f}-{span.high_s / 60:.0f} min"
     return f"{span.low_s / 3600:.1f}-{span.high_s / 3600:.1f} h"
+
+
+def compared_text(usual_s: float, span: Span) -> str:
+    """The time by which cells are compared before its range, in the range's unit: `20.5 (12-45 min)`."""
+    if span.high_s < 1:
+        return span_text(span)
+    unit_s, digits = (1, 0) if span.high_s < 100 else (60, 1) if span.high_s < 6000 else (3600, 1)
+    return f"{usual_s / unit_s:.{digits}f} ({span_text(span)})"

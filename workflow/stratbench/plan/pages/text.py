@@ -21,7 +21,15 @@ from stratbench.cell.text.words import (
 from stratbench.plan.pages.answers import PART_NAMES, answered_questions
 from stratbench.plan.pages.table import COLUMNS, RANGE
 from stratbench.plan.pages.what_fits import data_of
-from stratbench.plan.quantities import assumed_rates, cells_by, in_order, in_unit, span_text, totals
+from stratbench.plan.quantities import (
+    assumed_rates,
+    cells_by,
+    compared_text,
+    in_order,
+    in_unit,
+    span_text,
+    totals,
+)
 from stratbench.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
 from stratbench.study.reasons import lines_by_reason
 
@@ -47,7 +55,7 @@ TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
         _fit_mark,
     ),
     "train_time_s": (
-        "training time, at {workers} workers: ~ to compare by, range (! cut off by the limit, ? perhaps)",
+        "training time to compare by (range), at {workers} workers (! cut off, ? perhaps)",
         _time_mark,
     ),
     "wire_bytes_per_step": (
@@ -180,13 +188,13 @@ def _quickest_first(cells: list[Planned]) -> list[str]:
 
 
 def _time_field(c: Planned) -> str:
-    """The range of a cell's training, after the one time that compares cells where both are by the device."""
+    """The range of a cell's training, after the time that compares cells where both are by the device."""
     fit = c.fit
     if fit.train is None:
         return "unknown"
     if fit.train != fit.by_device:
         return span_text(fit.train)
-    return f"~{seconds_text(fit.usual_s)}, {span_text(fit.train)}"
+    return compared_text(fit.usual_s, fit.train)
 
 
 def side_by_side(widths: list[int]) -> list[list[int]]:
