@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB, bytes_text, seconds_text
-from stratbench.plan.duration import Span
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.quantities import in_order, span_text
 from stratbench.plan.schedule import Plan, Planned, longest_time_s
