@@ -5,6 +5,7 @@
 # make test-gpu-path   tests without a GPU what runs on one: PyTorch's CUDA build (a download of some GB) on a GPU
 #              in software (tests/software_gpu); no part of make test
 # make test-deepspeed   tests the strategy deepspeed, with DeepSpeed in an environment of its own; no part of make test
+# make test-transformers   tests models of transformers and timm, in an environment of its own; no part of make test
 # make clean   removes the environments and keeps results/; make clean-results deletes all records, too
 
 PYTHON ?= python3
@@ -16,14 +17,16 @@ GPU_PATH_VENV := .venv-gpu-path
 GPU_PATH_STAMP := $(GPU_PATH_VENV)/.requirements
 DEEPSPEED_VENV := .venv-deepspeed
 DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.requirements
+TRANSFORMERS_VENV := .venv-transformers
+TRANSFORMERS_STAMP := $(TRANSFORMERS_VENV)/.requirements
 PIP := -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: demo test test-quick lint docs clean clean-results setup gpu-check test-gpu-path test-deepspeed
+.PHONY: demo test test-quick lint docs clean clean-results setup gpu-check test-gpu-path test-deepspeed test-transformers
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n 's/^# //p' Makefile | head -8
+	@sed -n 's/^# //p' Makefile | head -9
 
 setup: $(RUN_STAMP)
 
@@ -88,6 +91,15 @@ test-deepspeed: $(DEEPSPEED_STAMP)
 	$(DEEPSPEED_VENV)/bin/python -m pytest -k deepspeed tests/unit/test_saved_state.py tests/unit/test_frozen.py \
 	  tests/unit/test_slowdown.py tests/unit/test_data_placement.py $(ARGS)
 
+$(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt envs/requirements-dev.txt envs/constraints.txt | $(TRANSFORMERS_VENV)/bin/python
+	@echo "installing envs/requirements-transformers.txt into $(TRANSFORMERS_VENV), with all that the tests run on"
+	@$(TRANSFORMERS_VENV)/bin/python $(PIP) -r envs/requirements.txt -r envs/requirements-dev.txt -r envs/requirements-transformers.txt
+	@touch $@
+
+# Nothing is downloaded from a hub of models.
+test-transformers: $(TRANSFORMERS_STAMP)
+	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/unit/test_transformers.py $(ARGS)
+
 # A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.
 gpu-check:
 	@if $(PYTHON) -c 'import sys, torch, torchvision; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
@@ -95,7 +107,7 @@ gpu-check:
 	else $(MAKE) --no-print-directory setup && $(BIN)/python benchmarks/gpu/check.py $(ARGS); fi
 
 clean:
-	rm -rf $(VENV) $(GPU_PATH_VENV) $(DEEPSPEED_VENV)
+	rm -rf $(VENV) $(GPU_PATH_VENV) $(DEEPSPEED_VENV) $(TRANSFORMERS_VENV)
 	@[ ! -e results ] || echo "results is kept: make clean-results deletes it"
 
 # With results goes .snakemake, which knows what they were made from.

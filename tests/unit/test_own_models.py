@@ -24,6 +24,7 @@ from stratbench.telemetry.flops import counted_flops
 from stratbench.workload import tasks, users_code
 from stratbench.workload.network import models, own, sharding
 from stratbench.workload.network.own import OwnModel
+from stratbench.workload.network.trial import take_trial
 from stratbench.workload.users_code import ModelError
 
 CPU = torch.device("cpu")
@@ -287,7 +288,10 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
             {"call": "a.B", "kwargs": {"x": "$vocabulary"}},
             "'$vocabulary' does not follow from these",
         ),
-        ({"kwargs": {}}, "config: models.mine: the key 'call' is missing."),
+        (
+            {"kwargs": {}},
+            "config: models.mine: give one of call, transformers and timm; given: none",
+        ),
         (
             {"call": "torchvision.models.alexnet", "shard": []},
             "config: models.mine.shard: must not be",
@@ -315,6 +319,19 @@ def test_names_that_cannot_be_are_refused():
         load_config(raw | {"models": {"vgg16": {"call": "a.B"}}})
     with pytest.raises(ConfigError, match="code = 'no-such-folder': is no folder"):
         load_config(raw | {"code": ["no-such-folder"]})
+
+
+def test_a_buffer_that_forward_only_reads_is_not_said_to_be_written():
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.scale)
+
+    found = take_trial("it", Scaled(), torch.zeros(2, 3), torch.tensor([0, 1]), [2, 2])
+    assert found.written == ()
 
 
 # --- code ----------------------------------------------------------------------------------------

@@ -336,7 +336,7 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
     ]
     trial = None
     if s.own_model:
-        facts["own"] = models.facts_of_own(network, classes, shape)
+        facts["own"] = models.facts_of_own(network, model, classes, shape)
         if formats := models.changed_formats(model):
             facts["own"]["formats"] = formats
         samples = strategy.samples_per_step(s)

@@ -113,7 +113,12 @@ class TensorParallel(Split, Sharded):
             yield why
         elif worker.settings.own_model is not None:
             yield from super().refusals_of_model(model, worker)
-            yield from faults_of_plan(model, models.tensor_plan(network))
+            try:
+                plan = models.tensor_plan(network, model)
+            except ValueError as e:
+                yield str(e)
+                return
+            yield from faults_of_plan(model, plan)
             if self.options.sequence:
                 yield (
                     "sequence: true is tried with the built-in networks alone, which say of each norm that "
@@ -136,7 +141,9 @@ class TensorParallel(Split, Sharded):
         )
         if tensor > 1:
             again = repeated_parameters(model)
-            plan = separate_heads(model, models.tensor_plan(models.model_of(worker.settings)))
+            plan = separate_heads(
+                model, models.tensor_plan(models.model_of(worker.settings), model)
+            )
             parallelize_module(model, mesh["tensor"], styles(model, plan, self.options.sequence))
             for (module, name), (first, own) in again:
                 setattr(module, name, getattr(first, own))

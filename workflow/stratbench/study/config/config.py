@@ -28,7 +28,7 @@ from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.own_data import is_own
-from stratbench.workload.network import models
+from stratbench.workload.network import libraries, models
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,9 @@ class Study:
             ):
                 named = f"{what} ({spec['call']})" if spec else ""
                 if spec and named not in faults:
-                    faults[named] = users_code.fault_of_code(spec["call"], self._folders)
+                    faults[named] = libraries.fault_of_library(spec) or users_code.fault_of_code(
+                        spec["call"], self._folders
+                    )
         return [f"{named}: {fault}" for named, fault in faults.items() if fault]
 
     def dataset(self, name: str) -> Dataset:

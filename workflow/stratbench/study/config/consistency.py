@@ -20,7 +20,7 @@ from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.datasets import DATASETS
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.network import models, own
+from stratbench.workload.network import libraries, models, own
 
 #: The longest that all names of a cell may be, joined: a file's name has at most 255 bytes.
 MAX_NAME_BYTES = 240
@@ -75,10 +75,17 @@ def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) ->
 
 
 def check_models(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the name or call of a user's model cannot be one. Imports nothing."""
+    """Raises ConfigError if the name or call of a user's model cannot be one. Imports nothing.
+
+    Entries that name a model of a library become calls, in place.
+    """
     for name, spec in config["models"].items():
         if name in models.MODELS:
             raise ConfigError(f"config: models.{name}: {name!r} is built in; choose another name")
+        try:
+            spec = config["models"][name] = libraries.as_call(spec)
+        except ValueError as e:
+            raise ConfigError(f"config: models.{name}{e}") from e
         if fault := users_code.fault_of_call(spec["call"]):
             raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
         for key in spec["kwargs"]:

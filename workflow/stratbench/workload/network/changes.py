@@ -198,11 +198,12 @@ class Changes(TorchDispatchMode):
         with torch.no_grad():
             for p, before in self._parameters.values():
                 p.copy_(before)
-            for module, key, _, tensor, before, _version in self._buffers:
+            for i, (module, key, name, tensor, before, _version) in enumerate(self._buffers):
                 if others:
                     module._buffers[key] = tensor
                 if floats if tensor.is_floating_point() else others:
                     tensor.copy_(before)  # also where BatchNorm has not counted its change
+                    self._buffers[i] = (module, key, name, tensor, before, tensor._version)
         if others:
             self._attributes.put_back()
 

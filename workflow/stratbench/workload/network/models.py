@@ -252,7 +252,8 @@ def trial_of(
     device = next(model.parameters()).device
     values, layout = tasks.takes_values(task), torch.contiguous_format
     x, y = example_batch(trial.SAMPLES, shape, classes, device, dtype, layout, values)
-    outputs = tasks.outputs_of(task, y.shape, classes)
+    # A vocabulary may have more tokens than the data.
+    outputs = tasks.outputs_of(task, y.shape, getattr(model, "scores", classes))
     try:
         return trial.take_trial(in_words(name), model, x, y, outputs, groups, classes)
     except users_code.ModelError as e:
@@ -313,8 +314,8 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     if (stated := facts_of(name).own) is not None:
         from stratbench.workload.network import sharding
 
-        if stated.shard:
-            return sharding.groups_by_class(model, stated.shard, stated)
+        if shard := stated.shard or sharding.stated_classes(model):
+            return sharding.groups_by_class(model, shard, stated)
         return sharding.groups_by_size(model)
     family = facts_of(name).family
     if family == "vgg":
@@ -323,14 +324,19 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
-def _statement(network: str | Model, key: str) -> Any:
-    """What a network states by `key`; None: nothing. A user may name, as `module:NAME`, what says it."""
+def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
+    """What a network states by `key`; None: nothing.
+
+    A user may name, as `module:NAME`, what says it, or a function of the network that returns it.
+    """
     model = facts_of(network)
     if model.own is None:
         path = getattr(FAMILIES[model.family], key)
         return path and _import_name(path)
     stated = getattr(model.own, key)
-    return users_code.import_name(model.own, stated) if isinstance(stated, str) else stated
+    if isinstance(stated, str):
+        stated = users_code.import_name(model.own, stated)
+    return stated(built) if callable(stated) else stated
 
 
 def _states(network: str | Model, key: str) -> bool:
@@ -344,9 +350,12 @@ def has_tensor_plan(network: str | Model) -> bool:
     return _states(network, "tensor_plan")
 
 
-def tensor_plan(network: str | Model) -> dict[str, str]:
-    """How workers divide the network's layers: of modules, by their paths (`*`: any name), which way."""
-    return _statement(network, "tensor_plan")
+def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
+    """How workers divide the layers of `model`: of modules, by their paths (`*`: any name), which way.
+
+    ValueError where it cannot say.
+    """
+    return _statement(network, "tensor_plan", model)
 
 
 def heads_of(network: str | Model) -> int:
@@ -364,16 +373,16 @@ def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
     """The network's forward as a chain of pieces. ValueError where one is not in it."""
     from stratbench.workload.network import pieces
 
-    return pieces.pieces_of(model, _statement(network, "pieces"))
+    return pieces.pieces_of(model, _statement(network, "pieces", model))
 
 
-def sharding_rule(name: str | Model) -> str:
-    """By which rule `wrap_groups` makes its groups, in words."""
+def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
+    """By which rule `wrap_groups` makes its groups, in words; `built`: the network."""
     model = facts_of(name)
     if model.own:
         from stratbench.workload.network import sharding
 
-        return sharding.rule_of(model.own.shard)
+        return sharding.rule_of(model.own.shard or (built and sharding.stated_classes(built)))
     blocks = [path.partition(":")[2] for path in FAMILIES[model.family].blocks]
     return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
 
@@ -392,11 +401,13 @@ def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     return groups + [(f"classifier.{i}", [module]) for i, module in linear]
 
 
-def facts_of_own(model: Model, classes: int, shape: tuple[int, ...]) -> dict[str, Any]:
+def facts_of_own(
+    model: Model, built: nn.Module, classes: int, shape: tuple[int, ...]
+) -> dict[str, Any]:
     """What the record says of a user's model: the arguments of its call, and how it is sharded."""
     return {
         "arguments": own.arguments(model.own, classes, shape),
-        "sharding": sharding_rule(model),
+        "sharding": sharding_rule(model, built),
     }
 
 

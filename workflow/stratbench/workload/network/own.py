@@ -9,15 +9,18 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import util
+from functools import cache, partial
+from importlib import import_module, util
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stratbench.workload.network import libraries
 from stratbench.workload.users_code import ModelError, callable_of, error_text, top_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
 #: What follows from the data, and the arguments that it is given to by name.
@@ -101,7 +104,7 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
     A callable that only passes keywords on (torchvision's, timm's) is given `num_classes`; timm's
     `in_chans`, too.
     """
-    function = callable_of(own)
+    function = _maker(own)
     facts = facts_of_data(classes, shape)
     given = with_facts(own.kwargs, facts)
     try:
@@ -129,6 +132,14 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
     return filled | _for_torchvision(own, shape) | given
 
 
+def _maker(own: OwnModel) -> Callable[..., Any]:
+    """What makes the network: what the call names, or what gives a class of transformers its config."""
+    named = callable_of(own)
+    if top_of(own.call) == "transformers" and isinstance(named, type):
+        return partial(import_module(libraries.HERE).network, named)
+    return named
+
+
 def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
     """What some of torchvision's networks need beside the classes: their size, one output only."""
     name = own.torchvision_name or ""
@@ -151,7 +162,7 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     given: dict[str, Any] = {}
     try:
         given = arguments(own, classes, shape)
-        made = callable_of(own)(**given)
+        made = _maker(own)(**given)
     except (MemoryError, ModelError):
         raise
     except Exception as e:

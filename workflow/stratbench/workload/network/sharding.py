@@ -38,6 +38,12 @@ def rule_of(shard: Sequence[str] | None) -> str:
     return f"by size: groups of about 1/{GROUPS} of the parameters"
 
 
+def stated_classes(model: nn.Module) -> list[str]:
+    """The classes that a network itself names to be sharded, as those of transformers do; none if none."""
+    there = {type(m).__name__ for m in model.modules()}
+    return sorted(there.intersection(getattr(model, "_no_split_modules", None) or ()))
+
+
 def groups_by_class(model: nn.Module, shard: Sequence[str], who: object) -> Groups:
     """(label, modules) of every instance of a class named in `shard`, the outermost where they nest.
 

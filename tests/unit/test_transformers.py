@@ -1,0 +1,293 @@
+"""Models of transformers, named in five lines of config, train as a plain loop does, or say what is wrong.
+
+`make test-transformers` runs all of it. Without transformers what needs it is skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from importlib import util
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_zoo
+import torch
+import zoo
+from torch import Tensor, nn
+
+from launching import LIMIT_S, settings
+from stratbench.cell.settings import Settings
+from stratbench.strategies import option_defaults
+from stratbench.study.config.config import Study, load_config
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload import tasks
+from stratbench.workload.data.device_data import Texts
+from stratbench.workload.network import libraries, models
+from stratbench.workload.users_code import ModelError
+
+with_transformers = pytest.mark.skipif(
+    util.find_spec("transformers") is None, reason="pip install transformers"
+)
+
+CPU = torch.device("cpu")
+VOCABULARY, POSITIONS = 8, 12
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = SIZES | {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 4}
+OF_GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4}
+OF_GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+#: class -> arguments of its config
+KINDS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": TINY,
+    "GPT2LMHeadModel": OF_GPT2,
+    "Qwen3ForCausalLM": TINY,
+    "MistralForCausalLM": TINY | {"sliding_window": 5},
+    "GemmaForCausalLM": TINY,
+}
+WAYS = ("single", "ddp", "fsdp", "zero1", "ps-sync")
+
+
+def config_of(entry: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A config with one model, and the texts that it is trained on."""
+    text = {"source": "markov-text", "train_samples": 32, "test_samples": 8}
+    text |= {"vocabulary": VOCABULARY, "sequence": POSITIONS}
+    block = {
+        "dataset": "text", "models": ["mine"], "strategies": ["ddp"], "gpus": [2], "epochs": 1,
+        "global_batch": 8, "lr": 0.1, "device": "cpu",
+    }  # fmt: skip
+    return {
+        "study": "s",
+        "datasets": {"text": text},
+        "models": {"mine": entry},
+        "studies": {"s": {"experiments": {"e": block | changes}}},
+    }
+
+
+def study_of(entry: dict[str, Any], **changes: Any) -> Study:
+    return load_config(config_of(entry, **changes))[1]
+
+
+def built_from(entry: dict[str, Any]) -> nn.Module:
+    """The network of an entry of `models`, as a job builds it."""
+    model = models.named_model("mine", study_of(entry).own_model("mine"))
+    return models.for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def data_of() -> Texts:
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(VOCABULARY, (test_zoo.SAMPLES + 6, POSITIONS + 1), generator=generator)
+    train, test = text[: test_zoo.SAMPLES], text[test_zoo.SAMPLES :]
+    meta = {"name": "made", "shape": [POSITIONS], "classes": VOCABULARY}
+    arrays = {"train_inputs": train[:, :-1], "train_targets": train[:, 1:]}
+    return Texts(meta, arrays | {"test_inputs": test[:, :-1], "test_targets": test[:, 1:]})
+
+
+def settings_of(name: str, way: str) -> Settings:
+    strategy, options, workers = test_zoo.WAYS[way]
+    entry = {"transformers": name, "arguments": KINDS[name]}
+    return settings(
+        strategy, options=option_defaults(strategy) | options, model="mine", dataset="made",
+        own_model=study_of(entry).own_model("mine"), gpus=workers, seed=test_zoo.SEED,
+        epochs=test_zoo.EPOCHS, global_batch=test_zoo.BATCH,
+        per_worker_batch=test_zoo.BATCH // workers, precision="fp64", **test_zoo.HYPER,
+    )  # fmt: skip
+
+
+def member(cells: list[test_zoo.Cell], rank: int, folder: str) -> None:
+    """One of two workers, which train models of transformers in some ways."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with mock.patch.multiple(test_zoo, settings_of=settings_of, data_of=data_of):
+        test_zoo.member(cells, rank, folder)
+
+
+class Plainly(nn.Module):
+    """What a user of transformers alone writes: a model of a config, and its logits."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import transformers
+
+        cls = getattr(transformers, name)
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), None)
+        pads = {} if name == "GemmaForCausalLM" else {"pad_token_id": None}
+        config = cls.config_class(vocab_size=VOCABULARY, **ends, **pads, **KINDS[name])
+        self.model = cls(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x, use_cache=False).logits.transpose(1, 2)
+
+
+def plain(name: str, way: str) -> list[tuple[float, float]]:
+    with (
+        mock.patch.dict(zoo.NETWORKS, {name: lambda _classes: Plainly(name)}),
+        mock.patch.object(test_zoo, "data_of", data_of),
+    ):
+        return test_zoo.plain(name, way)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@with_transformers
+def test_each_trains_as_a_plain_loop_does(tmp_path):
+    cells = [(name, way, "") for name in KINDS for way in WAYS]
+    with mock.patch.object(test_zoo, "member", member):
+        found = test_zoo.trained(cells, tmp_path)
+    assert len(found) == len(cells)
+    for name, way, _ in cells:
+        got = found[f"{name} {way} "]
+        assert "losses" in got, (name, way, got)
+        expected = plain(name, way)
+        pairs = zip(got["losses"], expected, strict=True)
+        apart = max(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True))
+        assert apart <= test_zoo.TOLERANCE, (name, way, apart)
+
+
+# --- what the model states ------------------------------------------------------------------------
+
+LLAMA = {"transformers": "LlamaForCausalLM", "arguments": TINY}
+
+
+@with_transformers
+def test_a_model_is_sharded_by_the_classes_that_it_states():
+    model = models.named_model("mine", study_of(LLAMA).own_model("mine"))
+    built = models.for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+    labels = [label for label, _ in models.wrap_groups(model, built)]
+    assert labels == ["network.model.layers.0", "network.model.layers.1"]
+    said = models.facts_of_own(model, built, VOCABULARY, (POSITIONS,))
+    assert said["sharding"] == "instances of LlamaDecoderLayer"
+
+
+@with_transformers
+def test_a_file_says_the_same_as_a_class_and_its_place_does_not_count(tmp_path):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY}
+    entries = []
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text(json.dumps(config))
+        entries.append({"transformers": str(tmp_path / place)})
+    first, second = (study_of(entry).own_model("mine") for entry in entries)
+    assert first == second
+    bare = {key: value for key, value in config.items() if key != "architectures"}
+    (tmp_path / "one" / "config.json").write_text(json.dumps(bare))
+    states = [built_from(entry).state_dict() for entry in (*entries, LLAMA)]
+    for other in states[1:]:
+        assert all(value.equal(states[0][key]) for key, value in other.items())
+
+
+@with_transformers
+def test_a_vocabulary_and_a_length_may_be_larger_than_the_datas_and_not_smaller():
+    larger = LLAMA | {"arguments": TINY | {"vocab_size": 11}}
+    model = models.named_model("mine", study_of(larger).own_model("mine"))
+    built = built_from(larger)
+    groups = models.wrap_groups(model, built)
+    task = tasks.NextToken()
+    models.trial_of(model, built, VOCABULARY, (POSITIONS,), groups, task, torch.float64)
+    assert built(torch.zeros(2, POSITIONS, dtype=torch.long)).shape == (2, POSITIONS, 11)
+    gpt2 = {"transformers": "GPT2LMHeadModel", "arguments": OF_GPT2}
+    model = models.named_model("mine", study_of(gpt2).own_model("mine"))
+    longer = models.for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
+    assert longer.network.config.n_positions == 2000
+    for key, why in {
+        "vocab_size": "vocab_size = 5: the data set has 8 tokens; remove it, or set at least 8",
+        "max_position_embeddings": "n_positions = 5: the data set's samples have 12 tokens",
+    }.items():
+        with pytest.raises(ModelError, match=why):
+            built_from(gpt2 | {"arguments": OF_GPT2 | {key: 5}})
+
+
+@with_transformers
+def test_it_starts_from_a_folders_weights_only_if_asked_for_and_unpickles_nothing(tmp_path):
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **TINY)
+    saved = transformers.LlamaForCausalLM(config)
+    saved.save_pretrained(tmp_path)
+    entry = {"transformers": str(tmp_path)}
+    name = "model.layers.1.mlp.up_proj.weight"
+    expected = saved.state_dict()[name].double()
+    assert not built_from(entry).network.state_dict()[name].equal(expected)
+    assert built_from(entry | {"weights": True}).network.state_dict()[name].equal(expected)
+    first = study_of(entry | {"weights": True}).own_model("mine")
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert study_of(entry | {"weights": True}).own_model("mine") != first
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"weights = true: .* is no folder with \*\.safetensors"):
+        study_of(entry | {"weights": True})
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({}, ": give one of call, transformers and timm; given: none"),
+        (LLAMA | {"timm": "x"}, ": give one of call, transformers and timm; given: transformers, timm"),
+        (LLAMA | {"kwargs": {"a": 1}}, ".kwargs: belongs to `call`; with `transformers` write arguments"),
+        ({"call": "a.B", "arguments": {}}, ".arguments: belongs to a model of transformers or timm"),
+        ({"timm": "x", "weights": True}, ".weights: belongs to a model of transformers; remove it"),
+        (LLAMA | {"weights": True}, ".weights = true: LlamaForCausalLM is no folder with *.safetensors"),
+        ({"transformers": "org/model"}, ".transformers = 'org/model': there is no file org/model; name a"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_config_is_told_without_the_library(entry, message):
+    with pytest.raises(ConfigError) as raised:
+        study_of(entry)
+    assert str(raised.value).startswith(f"config: models.mine{message}")
+
+
+@pytest.mark.parametrize("text", ["[1", "[1]", "{}"])
+def test_a_file_that_is_no_config_is_told(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json (is no JSON|has no model_type)"):
+        study_of({"transformers": str(tmp_path)})
+
+
+def faults_of(entry: dict[str, Any]) -> list[str]:
+    study = study_of(entry)
+    return study.faults_of_code(study.cells)
+
+
+def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(libraries, "_folder_of", lambda _: None)
+    (fault,) = faults_of(LLAMA)
+    assert fault == (
+        "model 'mine' (transformers:LlamaForCausalLM): the package transformers is not installed here; pip "
+        "install transformers"
+    )
+
+
+@with_transformers
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("LamaForCausalLM", {}, "transformers has no 'LamaForCausalLM'; did you mean 'LlamaForCausalLM'?"),
+        ("LlamaForCausalLM", {"num_layers": 2},
+         "arguments.num_layers: its config has no 'num_layers'; did you mean 'num_hidden_layers'?"),
+        ("GPT2LMHeadModel", {"n_layers": 2, "hidden_size": 16},
+         "arguments.n_layers: its config has no 'n_layers'; did you mean 'n_layer'?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_class_or_key_is_told_before_any_job(name, arguments, why):
+    (fault,) = faults_of({"transformers": name, "arguments": arguments})
+    assert fault == f"model 'mine' (transformers:{name}): {why}"
+
+
+@with_transformers
+def test_files_show_the_keys_that_a_config_has():
+    """They are read without importing transformers."""
+    import transformers
+
+    folder = libraries._folder_of("transformers")
+    for name in KINDS:
+        kind = getattr(transformers, name).config_class
+        keys = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+        found = libraries._keys_of_config(folder, libraries._file_of_class(folder, name), name)
+        assert keys <= found, name
+        assert {key for key in found if not hasattr(kind(), key)} <= {"attn_implementation"}

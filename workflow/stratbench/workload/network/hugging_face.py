@@ -1,0 +1,117 @@
+"""Networks of transformers: built from a config, with what they state of themselves.
+
+`libraries` names this in the entries that it makes. Importing this file imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+
+class Scores(nn.Module):
+    """A model of transformers that returns its scores alone, and says of its layers what transformers does.
+
+    `scores` are its outputs for a token or sample: as many as its vocabulary has, which may be more than
+    the data have.
+    """
+
+    def __init__(self, network: PreTrainedModel, scores: int) -> None:
+        super().__init__()
+        self.network, self.scores = network, scores
+        self._no_split_modules = sorted(network._no_split_modules or ())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x).logits
+
+
+def network(
+    cls: type,
+    config: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    weights: str | None = None,
+    weights_sha256: str | None = None,
+    vocab_size: int | None = None,
+    sequence: int | None = None,
+    num_classes: int | None = None,
+    in_channels: int | None = None,
+    image_size: int | list[int] | None = None,
+) -> Scores:
+    """The network of a class of transformers.
+
+    Args:
+        cls: The class, or one that chooses it by the config's `model_type` (AutoModelForCausalLM).
+        config: The content of a config.json; without it the class's own defaults.
+        arguments: What they are in place of it.
+        weights: A folder with safetensors; without it weights are drawn.
+        weights_sha256: Distinguishes cells alone.
+        vocab_size: Tokens of the data; None for images.
+        sequence: Tokens of a sample.
+        num_classes: Classes of the data.
+        in_channels: Channels of the images.
+        image_size: Pixels of a side.
+
+    Raises:
+        ValueError: The config does not suit the data, or the weights not the config.
+    """
+    stated = {**(config or {}), **(arguments or {})}
+    model_type = stated.pop("model_type", None)
+    kind = CONFIG_MAPPING[model_type] if model_type else cls.config_class
+    names = getattr(kind, "attribute_map", {})
+    stated = {names.get(key, key): value for key, value in stated.items()}
+    if vocab_size is not None:
+        tokens = stated.setdefault("vocab_size", vocab_size)
+        # Tokens that mark a text's ends, and which the vocabulary does not have.
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            number = stated.get(key, getattr(kind, key, None))
+            if type(number) is int and number >= tokens:
+                stated[key] = None
+    made = kind.from_dict(
+        {key: v for key, v in stated.items() if key not in ("dtype", "torch_dtype")}
+    )
+    if vocab_size is not None:
+        _suit_text(made, stated, vocab_size, sequence)
+    if not issubclass(cls, PreTrainedModel):
+        cls = cls._model_mapping[type(made)]
+    made.use_cache = False  # for generation, which no training does
+    drawn = cls(made) if weights is None else _with_weights(cls, made, weights)
+    return Scores(drawn, made.vocab_size)
+
+
+def _suit_text(
+    config: PreTrainedConfig, stated: Mapping[str, Any], vocab_size: int, sequence: int
+) -> None:
+    """Give the config the length of the text, unless it states one. ValueError where it states too little."""
+    if config.vocab_size < vocab_size:
+        raise ValueError(
+            f"vocab_size = {config.vocab_size}: the data set has {vocab_size} tokens; remove it, or set at "
+            f"least {vocab_size}"
+        )
+    key = type(config).attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if getattr(config, key, sequence) < sequence:
+        if key in stated:
+            raise ValueError(
+                f"{key} = {stated[key]}: the data set's samples have {sequence} tokens; remove it, or set at "
+                f"least {sequence}"
+            )
+        setattr(config, key, sequence)
+
+
+def _with_weights(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, folder: str
+) -> PreTrainedModel:
+    model, found = cls.from_pretrained(
+        folder,
+        config=config,
+        dtype="float32",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{folder} has no weights of {', '.join(missing[:3])}")
+    return model

@@ -1,0 +1,215 @@
+"""Models that config.yaml names in transformers or timm: their entries become calls.
+
+Imported on every parse of the Snakefile: the libraries' files are read, and neither is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.text.words import repr_of
+
+#: Keys that name a model in a library, each the name of its package.
+LIBRARIES = ("transformers", "timm")
+#: What builds a network of transformers, and says how it can be divided.
+HERE = "stratbench.workload.network.hugging_face"
+#: Keys of a config, transformers' names and older ones, that say how many heads keys and values have.
+_HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
+
+
+def as_call(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of `models` as one that names a call. ValueError for what cannot be, as `.key = value: why`.
+
+    The content of a config file becomes an argument, so that cells depend on it and not on its place.
+    """
+    given = [key for key in ("call", *LIBRARIES) if key in spec]
+    if len(given) != 1:
+        raise ValueError(
+            f": give one of call, {' and '.join(LIBRARIES)}; given: {', '.join(given) or 'none'}"
+        )
+    (kind,) = given
+    if kind == "call":
+        for key in ("arguments", "weights", "lora"):
+            if key in spec:
+                raise ValueError(
+                    f".{key}: belongs to a model of transformers or timm; with `call` write kwargs"
+                )
+        return dict(spec)
+    if spec["kwargs"]:
+        raise ValueError(f".kwargs: belongs to `call`; with `{kind}` write arguments")
+    call = {key: spec[key] for key in ("shard", "tensor_plan", "heads", "pieces")}
+    return call | (_of_transformers if kind == "transformers" else _of_timm)(spec)
+
+
+def _of_timm(spec: Mapping[str, Any]) -> dict[str, Any]:
+    for key in ("weights", "lora"):
+        if key in spec:
+            raise ValueError(f".{key}: belongs to a model of transformers; remove it")
+    kwargs = {"model_name": spec["timm"], **spec.get("arguments", {})}
+    return {"call": "timm:create_model", "kwargs": kwargs}
+
+
+def _of_transformers(spec: Mapping[str, Any]) -> dict[str, Any]:
+    named, arguments = spec["transformers"], dict(spec.get("arguments", {}))
+    path = Path(named).expanduser()
+    config: dict[str, Any] = {}
+    if re.fullmatch(r"[A-Za-z]\w*", named, re.ASCII) and not path.exists():
+        name = named
+    else:
+        config = _read_config(named, path)
+        name = _class_of(config)
+    kwargs: dict[str, Any] = {"config": config} if config else {}
+    if arguments:
+        kwargs["arguments"] = arguments
+    if spec.get("weights"):
+        kwargs |= _weights_of(named, path)
+    if spec.get("lora"):
+        kwargs["lora"] = spec["lora"]
+    made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
+    for key in ("tensor_plan", "pieces"):
+        if spec[key] is None:
+            made[key] = f"{HERE}:{key}"
+    if spec["heads"] is None:
+        stated = config | arguments
+        counts = (stated[key] for key in _HEADS if type(stated.get(key)) is int)
+        made["heads"] = next((n for n in counts if n > 0), None)
+    return made
+
+
+def _read_config(named: str, path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    where = f".transformers = {repr_of(named)}"
+    if not file.is_file():
+        raise ValueError(
+            f"{where}: there is no file {file}; name a config.json, a folder with one, or a class such as "
+            "LlamaForCausalLM (nothing is downloaded)"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{where}: {file} is no JSON: {e}") from e
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{where}: {file} has no model_type; name the config.json of a model")
+    return config
+
+
+def _class_of(config: Mapping[str, Any]) -> str:
+    """The class that a config names, if it has a head; else the one that transformers takes for a text."""
+    named = [*(config.get("architectures") or []), ""][0]
+    return named if re.search(r"For[A-Z]|LMHead", named) else "AutoModelForCausalLM"
+
+
+def _weights_of(named: str, folder: Path) -> dict[str, Any]:
+    """The folder of weights, and a hash of them: other weights are another cell."""
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        raise ValueError(
+            f".weights = true: {named} is no folder with *.safetensors, and no other file of weights is "
+            "read; convert them with transformers (save_pretrained), or remove `weights`"
+        )
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(f"{file.name}\0".encode())
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return {"weights": str(folder.resolve()), "weights_sha256": digest.hexdigest()}
+
+
+# --- what the files of an installed library say ----------------------------------------------------
+
+
+def fault_of_library(spec: Mapping[str, Any]) -> str | None:
+    """Why a call of a library cannot be built, as far as its files show; None where nothing is wrong."""
+    package, _, name = spec["call"].partition(":")
+    if package not in LIBRARIES:
+        return None
+    folder = _folder_of(package)
+    if folder is None:
+        return f"the package {package} is not installed here; pip install {package}"
+    if package == "timm" or name.startswith("Auto"):
+        return None
+    file = _file_of_class(folder, name)
+    if file is None:
+        known = _classes_with_heads(folder)
+        return f"transformers has no {name!r}{_closest(name, known)}"
+    keys = _keys_of_config(folder, file, name)
+    for key in spec["kwargs"].get("arguments", {}):
+        if keys and key not in keys:
+            return f"arguments.{key}: its config has no {key!r}{_closest(key, keys)}"
+    return None
+
+
+def _closest(name: str, known: Iterator[str] | set[str]) -> str:
+    found = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+@cache
+def _folder_of(package: str) -> Path | None:
+    found = util.find_spec(package)
+    return Path(found.origin).parent if found is not None and found.origin else None
+
+
+@cache
+def _file_of_class(folder: Path, name: str) -> Path | None:
+    """The file of transformers that defines a class; first those of families whose names begin its own."""
+
+    def is_likely(path: Path) -> bool:
+        return name.lower().startswith(path.parent.name.replace("_", ""))
+
+    files = sorted(folder.glob("models/*/modeling_*.py"), key=is_likely, reverse=True)
+    text = f"\nclass {name}("
+    return next((f for f in files if text in f.read_text(encoding="utf-8")), None)
+
+
+def _classes_with_heads(folder: Path) -> set[str]:
+    auto = folder / "models" / "auto" / "modeling_auto.py"
+    text = auto.read_text(encoding="utf-8") if auto.is_file() else ""
+    return set(re.findall(r'"(\w+(?:For[A-Z]|LMHead)\w*)"', text))
+
+
+@cache
+def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
+    """The keys that the config of a model's class takes; empty where its files do not show them."""
+    text = modeling.read_text(encoding="utf-8").partition(f"\nclass {name}(")[2]
+    named = re.search(r"\bconfig: (\w+)", text.partition("\nclass ")[0])
+    if named is None:
+        return frozenset()
+    configs = modeling.with_name(modeling.name.replace("modeling_", "configuration_"))
+    classes: dict[str, ast.ClassDef] = {}
+    for file in (folder / "configuration_utils.py", configs):
+        if file.is_file():
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            classes |= {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+    keys, left = {"attn_implementation"}, [named[1]]
+    while left:
+        found = classes.get(left.pop())
+        if found is None:  # made elsewhere
+            return frozenset()
+        keys |= set(_keys_of_class(found))
+        ours = [b.id for b in found.bases if isinstance(b, ast.Name) and b.id.endswith("Config")]
+        left += ours if found.name not in ("PreTrainedConfig", "PretrainedConfig") else []
+    return frozenset(keys)
+
+
+def _keys_of_class(node: ast.ClassDef) -> Iterator[str]:
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            yield each.target.id
+        elif isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            yield from (a.arg for a in (*each.args.args[1:], *each.args.kwonlyargs))
+        elif (
+            isinstance(each, ast.Assign)
+            and isinstance(each.value, ast.Dict)
+            and any(isinstance(t, ast.Name) and t.id == "attribute_map" for t in each.targets)
+        ):
+            yield from (k.value for k in each.value.keys if isinstance(k, ast.Constant))
