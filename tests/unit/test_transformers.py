@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 from importlib import util
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from launching import LIMIT_S, settings
 from stratbench.cell.settings import Settings
-from stratbench.strategies import option_defaults
+from stratbench.strategies import mesh_of, option_defaults
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
@@ -28,6 +29,7 @@ from stratbench.workload.data.device_data import Texts
 from stratbench.workload.network import libraries, models
 from stratbench.workload.users_code import ModelError
 
+with_timm = pytest.mark.skipif(util.find_spec("timm") is None, reason="pip install timm")
 with_transformers = pytest.mark.skipif(
     util.find_spec("transformers") is None, reason="pip install transformers"
 )
@@ -46,7 +48,28 @@ KINDS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": TINY | {"sliding_window": 5},
     "GemmaForCausalLM": TINY,
 }
-WAYS = ("single", "ddp", "fsdp", "zero1", "ps-sync")
+#: name in timm -> arguments
+OF_TIMM: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": {"patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2},
+}
+#: way -> strategy, options given, workers
+WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "single": ("single", {}, 1),
+    "ddp": ("ddp", {}, 2),
+    "fsdp": ("fsdp", {}, 2),
+    "zero1": ("zero1", {}, 2),
+    "ps-sync": ("ps-sync", {}, 2),
+    "tensor": ("tensor", {}, 2),
+}
+#: What divides a network itself.
+SPLIT = {"tensor"}
+#: What cannot be divided, and a part of the sentence that says why.
+REFUSED = {
+    (
+        "GPT2LMHeadModel",
+        "tensor",
+    ): "transformers states no plan by which the layers of GPT2LMHeadModel can",
+}
 
 
 def config_of(entry: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -88,20 +111,25 @@ def data_of() -> Texts:
 
 
 def settings_of(name: str, way: str) -> Settings:
-    strategy, options, workers = test_zoo.WAYS[way]
-    entry = {"transformers": name, "arguments": KINDS[name]}
+    strategy, given, workers = WAYS[way]
+    options = option_defaults(strategy) | given
+    entry: dict[str, Any] = {"timm": name, "arguments": OF_TIMM.get(name)}
+    if name in KINDS:
+        entry = {"transformers": name, "arguments": KINDS[name]}
+    replicas = mesh_of(strategy, options, workers).replicas
     return settings(
-        strategy, options=option_defaults(strategy) | options, model="mine", dataset="made",
+        strategy, options=options, model="mine", dataset="made",
         own_model=study_of(entry).own_model("mine"), gpus=workers, seed=test_zoo.SEED,
         epochs=test_zoo.EPOCHS, global_batch=test_zoo.BATCH,
-        per_worker_batch=test_zoo.BATCH // workers, precision="fp64", **test_zoo.HYPER,
+        per_worker_batch=test_zoo.BATCH // replicas, precision="fp64", **test_zoo.HYPER,
     )  # fmt: skip
 
 
 def member(cells: list[test_zoo.Cell], rank: int, folder: str) -> None:
     """One of two workers, which train models of transformers in some ways."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with mock.patch.multiple(test_zoo, settings_of=settings_of, data_of=data_of):
+    of_text = {"data_of": data_of} if cells[0][0] in KINDS else {}
+    with mock.patch.multiple(test_zoo, WAYS=WAYS, settings_of=settings_of, **of_text):
         test_zoo.member(cells, rank, folder)
 
 
@@ -122,29 +150,52 @@ class Plainly(nn.Module):
         return self.model(input_ids=x, use_cache=False).logits.transpose(1, 2)
 
 
+def plain_of_timm(name: str) -> nn.Module:
+    import timm
+
+    given = {"num_classes": test_zoo.CLASSES, "in_chans": 1, "img_size": 4}
+    return timm.create_model(name, **given, **OF_TIMM[name])
+
+
 def plain(name: str, way: str) -> list[tuple[float, float]]:
+    make, of_text = (Plainly, {"data_of": data_of}) if name in KINDS else (plain_of_timm, {})
     with (
-        mock.patch.dict(zoo.NETWORKS, {name: lambda _classes: Plainly(name)}),
-        mock.patch.object(test_zoo, "data_of", data_of),
+        mock.patch.dict(zoo.NETWORKS, {name: lambda _classes: make(name)}),
+        mock.patch.multiple(test_zoo, WAYS=WAYS, **of_text),
     ):
         return test_zoo.plain(name, way)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S)
-@with_transformers
-def test_each_trains_as_a_plain_loop_does(tmp_path):
-    cells = [(name, way, "") for name in KINDS for way in WAYS]
-    with mock.patch.object(test_zoo, "member", member):
-        found = test_zoo.trained(cells, tmp_path)
+def check_cells(cells: list[test_zoo.Cell], folder: Path) -> None:
+    """AssertionError where one does not train as the plain loop, and is not refused as expected."""
+    with mock.patch.multiple(test_zoo, WAYS=WAYS, member=member):
+        found = test_zoo.trained(cells, folder)
     assert len(found) == len(cells)
     for name, way, _ in cells:
         got = found[f"{name} {way} "]
+        if why := REFUSED.get((name, way)):
+            assert why in got["refused"]
+            continue
         assert "losses" in got, (name, way, got)
         expected = plain(name, way)
         pairs = zip(got["losses"], expected, strict=True)
         apart = max(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True))
         assert apart <= test_zoo.TOLERANCE, (name, way, apart)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@with_transformers
+def test_models_of_transformers_train_as_a_plain_loop_does(tmp_path):
+    check_cells([(name, way, "") for name in KINDS for way in WAYS], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@with_timm
+def test_models_of_timm_train_as_a_plain_loop_does(tmp_path):
+    ways = (way for way in WAYS if way not in SPLIT)
+    check_cells([(name, way, "") for way in ways for name in OF_TIMM], tmp_path)
 
 
 # --- what the model states ------------------------------------------------------------------------
@@ -160,6 +211,23 @@ def test_a_model_is_sharded_by_the_classes_that_it_states():
     assert labels == ["network.model.layers.0", "network.model.layers.1"]
     said = models.facts_of_own(model, built, VOCABULARY, (POSITIONS,))
     assert said["sharding"] == "instances of LlamaDecoderLayer"
+
+
+def test_workers_that_do_not_divide_its_heads_are_refused_with_the_config():
+    with pytest.raises(ConfigError, match="4 workers cannot divide its 2 heads evenly"):
+        study_of(LLAMA, strategies=["tensor"], gpus=[4])
+
+
+@with_transformers
+def test_a_plan_that_says_what_tensor_does_not_do_is_refused(monkeypatch):
+    from stratbench.workload.network import hugging_face
+
+    built = built_from(LLAMA)
+    assert hugging_face.tensor_plan(built)["network.model.layers.*.self_attn.q_proj"] == "columns"
+    plan = {"layers.*.self_attn.q_proj": "packed_colwise"}
+    monkeypatch.setattr(type(built.network.config), "base_model_tp_plan", plan)
+    with pytest.raises(ValueError, match=r"says 'packed_colwise' of network.model.layers"):
+        hugging_face.tensor_plan(built)
 
 
 @with_transformers
@@ -291,3 +359,12 @@ def test_files_show_the_keys_that_a_config_has():
         found = libraries._keys_of_config(folder, libraries._file_of_class(folder, name), name)
         assert keys <= found, name
         assert {key for key in found if not hasattr(kind(), key)} <= {"attn_implementation"}
+
+
+@with_timm
+def test_a_wrong_name_of_timm_is_told_before_any_job():
+    (fault,) = faults_of({"timm": "convnext_tny.in12k"})
+    assert fault == (
+        "model 'mine' (timm:create_model): timm has no 'convnext_tny'; did you mean 'convnext_tiny'?"
+    )
+    assert faults_of({"timm": "convnext_tiny.in12k"}) == []

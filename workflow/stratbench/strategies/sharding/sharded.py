@@ -151,7 +151,10 @@ def mean_buffers(model: nn.Module, workers: int) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    buffers = [b for b in model.buffers() if b.is_floating_point()]
+    from stratbench.telemetry.shards import local_part
+
+    # A buffer beside a divided weight is a DTensor that every worker has whole.
+    buffers = [local_part(b) for b in model.buffers() if b.is_floating_point()]
     own = [b.clone() for b in buffers]
     if buffers:
         mean = torch.cat([b.flatten() for b in buffers])

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 #: How a plan says that a module is divided; `styles` says what each word does.
 WORDS = (
-    *("embedding", "first", "norm", "input", "columns", "columns of it", "rows", "heads", "scores"),
+    *("embedding", "first", "norm", "head norm", "input", "columns", "columns of it", "rows"),
+    *("heads", "scores"),
 )
 
 
@@ -98,8 +99,10 @@ class TensorParallel(Split, Sharded):
                     "and their class token do not come out even; set it to false"
                 )
 
-    def too_many(self, network: str | Model, gpus: int) -> str | None:
-        workers, heads = self.mesh(gpus).tensor, models.heads_of(network)
+    def too_many(
+        self, network: str | Model, gpus: int, built: nn.Module | None = None
+    ) -> str | None:
+        workers, heads = self.mesh(gpus).tensor, models.heads_of(network, built)
         if heads % workers:
             return (
                 f"{workers} workers cannot divide its {heads} heads evenly; set tensor_workers to a divisor "
@@ -119,6 +122,8 @@ class TensorParallel(Split, Sharded):
                 yield str(e)
                 return
             yield from faults_of_plan(model, plan)
+            if why := self.too_many(network, worker.world_size, model):
+                yield why
             if self.options.sequence:
                 yield (
                     "sequence: true is tried with the built-in networks alone, which say of each norm that "
@@ -210,7 +215,7 @@ class TensorParallel(Split, Sharded):
             for _, work in self._under_way:
                 work.wait()
             self._under_way.clear()
-        # A norm's gradient is of the positions that this worker has; the others' are still to be added.
+        # A norm's gradient is of the positions or heads that this worker has; the others' are to be added.
         for p in self.parameters:
             placements = getattr(p.grad, "placements", None)
             if placements is not None and placements != p.placements:
@@ -298,10 +303,11 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
     """Of each module that the plan names, by its path, how `parallelize_module` divides it.
 
     A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts
-    read its first input, which is gathered once for all of them; others they read as they are. `columns`:
+    read their first input, which is gathered once for all of them; others they read as they are. `columns`:
     the outputs of a linear layer; `columns of it`: the same below an `input`. `rows`: the inputs. `norm`:
-    of each position by itself. `heads`: an nn.MultiheadAttention of one input (`separate_heads`).
-    `scores`: the outputs, which stay divided for the loss.
+    of each position by itself. `head norm`: of each head by itself, [batch, positions, heads, width].
+    `heads`: an nn.MultiheadAttention of one input (`separate_heads`). `scores`: the outputs, which stay
+    divided for the loss.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -341,6 +347,8 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
                 return PrepareModuleInput(
                     input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=True
                 )
+            case "head norm":
+                return SequenceParallel(sequence_dim=2, use_local_output=True)
             case "norm" if sequence:
                 return SequenceParallel()
             case "first" | "norm":

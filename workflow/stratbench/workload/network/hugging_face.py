@@ -23,6 +23,10 @@ class Scores(nn.Module):
         super().__init__()
         self.network, self.scores = network, scores
         self._no_split_modules = sorted(network._no_split_modules or ())
+        heads = ("num_key_value_heads", "num_attention_heads")
+        counts = (getattr(network.config, key, None) for key in heads)
+        #: Of keys and values, which are the fewest; 0 where it has none.
+        self.heads = next((n for n in counts if type(n) is int), 0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x).logits
@@ -115,3 +119,38 @@ def _with_weights(
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{folder} has no weights of {', '.join(missing[:3])}")
     return model
+
+
+#: What transformers' plans say of a module, and the words of ours that do the same.
+_WORDS = {
+    "colwise": "columns",
+    "rowwise": "rows",
+    "colwise_gather_output": "scores",
+    "replicated_with_grad_allreduce": "head norm",
+}
+
+
+def tensor_plan(built: Scores) -> dict[str, str]:
+    """How transformers itself divides the layers, in our words. ValueError where they do not say it."""
+    model, name = built.network, type(built.network).__name__
+    base = model.config.base_model_tp_plan
+    if not base:
+        raise ValueError(
+            f"transformers states no plan by which the layers of {name} can be divided"
+        )
+    below = f"network.{model.base_model_prefix}."
+    theirs = {f"{below}{path}": word for path, word in base.items()}
+    theirs |= {f"network.{path}": word for path, word in (type(model)._tp_plan or {}).items()}
+    plan = {}
+    for path, word in theirs.items():
+        ours = _WORDS.get(word)
+        if ours is None or (ours == "head norm" and not path.endswith(("q_norm", "k_norm"))):
+            raise ValueError(
+                f"transformers' plan for {name} says {word!r} of {path}, which `tensor` does not do"
+            )
+        plan[path] = ours
+    # Of a matrix that is both, the scores' part is the embedding's.
+    first = model.get_input_embeddings()
+    if getattr(model.get_output_embeddings(), "weight", None) is first.weight:
+        plan |= {path: "embedding" for path, module in built.named_modules() if module is first}
+    return plan

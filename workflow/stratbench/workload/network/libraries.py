@@ -75,9 +75,8 @@ def _of_transformers(spec: Mapping[str, Any]) -> dict[str, Any]:
     if spec.get("lora"):
         kwargs["lora"] = spec["lora"]
     made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
-    for key in ("tensor_plan", "pieces"):
-        if spec[key] is None:
-            made[key] = f"{HERE}:{key}"
+    if spec["tensor_plan"] is None:
+        made["tensor_plan"] = f"{HERE}:tensor_plan"
     if spec["heads"] is None:
         stated = config | arguments
         counts = (stated[key] for key in _HEADS if type(stated.get(key)) is int)
@@ -135,7 +134,9 @@ def fault_of_library(spec: Mapping[str, Any]) -> str | None:
     folder = _folder_of(package)
     if folder is None:
         return f"the package {package} is not installed here; pip install {package}"
-    if package == "timm" or name.startswith("Auto"):
+    if package == "timm":
+        return _fault_of_timm(folder, spec["kwargs"].get("model_name"))
+    if name.startswith("Auto"):
         return None
     file = _file_of_class(folder, name)
     if file is None:
@@ -146,6 +147,18 @@ def fault_of_library(spec: Mapping[str, Any]) -> str | None:
         if keys and key not in keys:
             return f"arguments.{key}: its config has no {key!r}{_closest(key, keys)}"
     return None
+
+
+def _fault_of_timm(folder: Path, name: Any) -> str | None:
+    if not isinstance(name, str):
+        return None
+    texts = (p.read_text(encoding="utf-8") for p in folder.glob("models/*.py"))
+    pattern = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.M)
+    known = {found for text in texts for found in pattern.findall(text)}
+    network = name.partition(".")[0]  # what follows names weights
+    if not known or network in known or ":" in name:
+        return None
+    return f"timm has no {network!r}{_closest(network, known)}"
 
 
 def _closest(name: str, known: Iterator[str] | set[str]) -> str:

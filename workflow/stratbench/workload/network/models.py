@@ -358,10 +358,14 @@ def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
     return _statement(network, "tensor_plan", model)
 
 
-def heads_of(network: str | Model) -> int:
-    """The heads of its attention; 0, which any number divides, where it has none."""
+def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
+    """The heads of its attention; 0, which any number divides, where it has none.
+
+    A network that is `built` may say it where its user does not.
+    """
     model = facts_of(network)
-    return (model.own.heads if model.own else model.heads) or 0
+    stated = model.own.heads if model.own else model.heads
+    return stated or getattr(built, "heads", 0)
 
 
 def has_pieces(network: str | Model) -> bool:

@@ -128,7 +128,7 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
         if top == "timm" and "channels" in facts:
-            filled.setdefault("in_chans", facts["channels"])
+            filled |= _for_timm(given.get("model_name"), facts)
     return filled | _for_torchvision(own, shape) | given
 
 
@@ -150,6 +150,15 @@ def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
     if name in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": True}
     return {}
+
+
+def _for_timm(name: str | None, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a network of timm takes of images, beside the classes: their size where it is fixed."""
+    import timm
+
+    config = timm.get_pretrained_cfg(name, allow_unregistered=True) if name else None
+    fixed = config is not None and config.fixed_input_size
+    return {"in_chans": facts["channels"]} | ({"img_size": facts["size"]} if fixed else {})
 
 
 # --- the network ---------------------------------------------------------------------------------
