@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ from stratbench.workload.network import libraries, models
 from stratbench.workload.users_code import ModelError
 
 with_timm = pytest.mark.skipif(util.find_spec("timm") is None, reason="pip install timm")
+with_peft = pytest.mark.skipif(util.find_spec("peft") is None, reason="pip install peft")
 with_transformers = pytest.mark.skipif(
     util.find_spec("transformers") is None, reason="pip install transformers"
 )
@@ -48,9 +49,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": TINY | {"sliding_window": 5},
     "GemmaForCausalLM": TINY,
 }
+LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 #: name in timm -> arguments
 OF_TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2},
+}
+#: name -> its entry in `models`
+ENTRIES: dict[str, dict[str, Any]] = {
+    **{name: {"transformers": name, "arguments": given} for name, given in KINDS.items()},
+    **{name: {"timm": name, "arguments": given} for name, given in OF_TIMM.items()},
+    "Adapted": {"transformers": "LlamaForCausalLM", "arguments": TINY, "lora": LORA},
 }
 #: way -> strategy, options given, workers
 WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -65,6 +73,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
 SPLIT = {"tensor"}
 #: What cannot be divided, and a part of the sentence that says why.
 REFUSED = {
+    ("Adapted", "tensor"): "`tensor` does not divide layers with adapters; remove lora",
     (
         "GPT2LMHeadModel",
         "tensor",
@@ -113,9 +122,7 @@ def data_of() -> Texts:
 def settings_of(name: str, way: str) -> Settings:
     strategy, given, workers = WAYS[way]
     options = option_defaults(strategy) | given
-    entry: dict[str, Any] = {"timm": name, "arguments": OF_TIMM.get(name)}
-    if name in KINDS:
-        entry = {"transformers": name, "arguments": KINDS[name]}
+    entry = ENTRIES[name]
     replicas = mesh_of(strategy, options, workers).replicas
     return settings(
         strategy, options=options, model="mine", dataset="made",
@@ -128,7 +135,7 @@ def settings_of(name: str, way: str) -> Settings:
 def member(cells: list[test_zoo.Cell], rank: int, folder: str) -> None:
     """One of two workers, which train models of transformers in some ways."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    of_text = {"data_of": data_of} if cells[0][0] in KINDS else {}
+    of_text = {} if cells[0][0] in OF_TIMM else {"data_of": data_of}
     with mock.patch.multiple(test_zoo, WAYS=WAYS, settings_of=settings_of, **of_text):
         test_zoo.member(cells, rank, folder)
 
@@ -140,11 +147,16 @@ class Plainly(nn.Module):
         super().__init__()
         import transformers
 
-        cls = getattr(transformers, name)
+        entry = ENTRIES[name]
+        cls = getattr(transformers, entry["transformers"])
         ends = dict.fromkeys(("bos_token_id", "eos_token_id"), None)
         pads = {} if name == "GemmaForCausalLM" else {"pad_token_id": None}
-        config = cls.config_class(vocab_size=VOCABULARY, **ends, **pads, **KINDS[name])
+        config = cls.config_class(vocab_size=VOCABULARY, **ends, **pads, **entry["arguments"])
         self.model = cls(config)
+        if "lora" in entry:
+            import peft
+
+            self.model = peft.get_peft_model(self.model, peft.LoraConfig(**entry["lora"]))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(input_ids=x, use_cache=False).logits.transpose(1, 2)
@@ -158,7 +170,7 @@ def plain_of_timm(name: str) -> nn.Module:
 
 
 def plain(name: str, way: str) -> list[tuple[float, float]]:
-    make, of_text = (Plainly, {"data_of": data_of}) if name in KINDS else (plain_of_timm, {})
+    make, of_text = (plain_of_timm, {}) if name in OF_TIMM else (Plainly, {"data_of": data_of})
     with (
         mock.patch.dict(zoo.NETWORKS, {name: lambda _classes: make(name)}),
         mock.patch.multiple(test_zoo, WAYS=WAYS, **of_text),
@@ -188,6 +200,13 @@ def check_cells(cells: list[test_zoo.Cell], folder: Path) -> None:
 @with_transformers
 def test_models_of_transformers_train_as_a_plain_loop_does(tmp_path):
     check_cells([(name, way, "") for name in KINDS for way in WAYS], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@with_peft
+def test_adapters_train_as_a_plain_loop_does(tmp_path):
+    check_cells([("Adapted", way, "") for way in WAYS], tmp_path)
 
 
 @pytest.mark.slow
@@ -368,3 +387,17 @@ def test_a_wrong_name_of_timm_is_told_before_any_job():
         "model 'mine' (timm:create_model): timm has no 'convnext_tny'; did you mean 'convnext_tiny'?"
     )
     assert faults_of({"timm": "convnext_tiny.in12k"}) == []
+
+
+@with_peft
+def test_adapters_are_made_by_peft_whose_version_counts_and_whose_options_are_known():
+    adapted = ENTRIES["Adapted"]
+    trained = [n for n, p in built_from(adapted).named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * 2
+    assert all("lora_" in name for name in trained)
+    assert study_of(adapted).own_model("mine")["version"] == (
+        f"{metadata.version('transformers')}, peft {metadata.version('peft')}"
+    )
+    assert faults_of(adapted) == []
+    (fault,) = faults_of(LLAMA | {"lora": {"lora_rank": 2}})
+    assert "lora.lora_rank: peft's LoraConfig has no 'lora_rank'; did you mean" in fault

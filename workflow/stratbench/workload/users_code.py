@@ -137,11 +137,13 @@ def _imports_of(path: Path) -> list[str]:
     return modules
 
 
-def fingerprint(call: str, folders: Iterable[Path]) -> dict[str, str | None]:
+def fingerprint(
+    call: str, folders: Iterable[Path], packages: Iterable[str] = ()
+) -> dict[str, str | None]:
     """Return the identity of a model's code: `sha256` of its files in `folders`, and a `version`.
 
     Of the package that it comes from, or of those that its files import, such as `peft 0.21.2,
-    transformers 5.24.0`.
+    transformers 5.24.0`. `packages`: others that it is made with.
     """
     if files := sources(call, folders):
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
@@ -150,7 +152,8 @@ def fingerprint(call: str, folders: Iterable[Path]) -> dict[str, str | None]:
         versions = {name: _version_of(name) for name in others}
         told = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         return {"sha256": digest_of(files), "version": told or None}
-    return {"sha256": None, "version": _version_of(top_of(call))}
+    version, beside = _version_of(top_of(call)), [f"{p} {_version_of(p)}" for p in packages]
+    return {"sha256": None, "version": ", ".join([str(version), *beside]) if beside else version}
 
 
 def digest_of(files: Mapping[str, Path]) -> str:

@@ -133,7 +133,7 @@ class Study:
     def _with_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
             self._own_code[key] = spec and spec | users_code.fingerprint(
-                spec["call"], self._folders
+                spec["call"], self._folders, libraries.packages_beside(spec)
             )
         return self._own_code[key]
 

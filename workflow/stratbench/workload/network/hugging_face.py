@@ -38,6 +38,7 @@ def network(
     arguments: Mapping[str, Any] | None = None,
     weights: str | None = None,
     weights_sha256: str | None = None,
+    lora: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     sequence: int | None = None,
     num_classes: int | None = None,
@@ -52,6 +53,7 @@ def network(
         arguments: What they are in place of it.
         weights: A folder with safetensors; without it weights are drawn.
         weights_sha256: Distinguishes cells alone.
+        lora: Options of peft's LoraConfig: adapters are trained in place of the weights.
         vocab_size: Tokens of the data; None for images.
         sequence: Tokens of a sample.
         num_classes: Classes of the data.
@@ -82,6 +84,10 @@ def network(
         cls = cls._model_mapping[type(made)]
     made.use_cache = False  # for generation, which no training does
     drawn = cls(made) if weights is None else _with_weights(cls, made, weights)
+    if lora is not None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        drawn = inject_adapter_in_model(LoraConfig(**lora), drawn)
     return Scores(drawn, made.vocab_size)
 
 
@@ -134,6 +140,8 @@ def tensor_plan(built: Scores) -> dict[str, str]:
     """How transformers itself divides the layers, in our words. ValueError where they do not say it."""
     model, name = built.network, type(built.network).__name__
     base = model.config.base_model_tp_plan
+    if any(hasattr(module, "base_layer") for module in built.modules()):
+        raise ValueError("`tensor` does not divide layers with adapters; remove lora")
     if not base:
         raise ValueError(
             f"transformers states no plan by which the layers of {name} can be divided"

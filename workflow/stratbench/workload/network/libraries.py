@@ -146,7 +146,7 @@ def fault_of_library(spec: Mapping[str, Any]) -> str | None:
     for key in spec["kwargs"].get("arguments", {}):
         if keys and key not in keys:
             return f"arguments.{key}: its config has no {key!r}{_closest(key, keys)}"
-    return None
+    return _fault_of_lora(spec)
 
 
 def _fault_of_timm(folder: Path, name: Any) -> str | None:
@@ -159,6 +159,29 @@ def _fault_of_timm(folder: Path, name: Any) -> str | None:
     if not known or network in known or ":" in name:
         return None
     return f"timm has no {network!r}{_closest(network, known)}"
+
+
+def packages_beside(spec: Mapping[str, Any]) -> list[str]:
+    """The packages that a call of a library needs beside its own."""
+    is_adapted = spec["call"].startswith("transformers:") and "lora" in spec.get("kwargs", {})
+    return ["peft"] if is_adapted else []
+
+
+def _fault_of_lora(spec: Mapping[str, Any]) -> str | None:
+    for package in packages_beside(spec):
+        folder = _folder_of(package)
+        if folder is None:
+            return f"lora: the package {package} is not installed here; pip install {package}"
+        keys: set[str] = set()
+        for name in ("config.py", "tuners/lora/config.py"):
+            tree = ast.parse((folder / name).read_text(encoding="utf-8"))
+            named = ("PeftConfigMixin", "PeftConfig", "LoraConfig")
+            found = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in named)
+            keys |= {key for each in found for key in _keys_of_class(each)}
+        for key in spec["kwargs"]["lora"]:
+            if keys and key not in keys:
+                return f"lora.{key}: peft's LoraConfig has no {key!r}{_closest(key, keys)}"
+    return None
 
 
 def _closest(name: str, known: Iterator[str] | set[str]) -> str:
