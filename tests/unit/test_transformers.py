@@ -68,16 +68,15 @@ WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     "zero1": ("zero1", {}, 2),
     "ps-sync": ("ps-sync", {}, 2),
     "tensor": ("tensor", {}, 2),
+    "pipeline": ("pipeline", {"microbatches": 4}, 2),
 }
 #: What divides a network itself.
-SPLIT = {"tensor"}
+SPLIT = {"tensor", "pipeline"}
 #: What cannot be divided, and a part of the sentence that says why.
 REFUSED = {
     ("Adapted", "tensor"): "`tensor` does not divide layers with adapters; remove lora",
-    (
-        "GPT2LMHeadModel",
-        "tensor",
-    ): "transformers states no plan by which the layers of GPT2LMHeadModel can",
+    ("GPT2LMHeadModel", "tensor"): "transformers states no plan by which the layers of GPT2LM",
+    ("GPT2LMHeadModel", "pipeline"): "transformers states no plan by which GPT2LMHeadModel can",
 }
 
 

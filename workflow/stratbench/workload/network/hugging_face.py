@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from stratbench.workload.network.pieces import Plan
+
 
 class Scores(nn.Module):
     """A model of transformers that returns its scores alone, and says of its layers what transformers does.
@@ -162,3 +164,50 @@ def tensor_plan(built: Scores) -> dict[str, str]:
     if getattr(model.get_output_embeddings(), "weight", None) is first.weight:
         plan |= {path: "embedding" for path, module in built.named_modules() if module is first}
     return plan
+
+
+def pieces(built: Scores) -> Plan:
+    """The model's forward as a chain, by transformers' own plan of it. ValueError where there is none."""
+    model, base = built.network, built.network.base_model
+    body, head = model.config.base_model_pp_plan, type(model)._pp_plan
+    if not body or not head or base is model:
+        name = type(model).__name__
+        raise ValueError(f"transformers states no plan by which {name} can be cut into stages")
+    chain: list[Any] = []
+    for i, key in enumerate(body):
+        path, part = f"network.{model.base_model_prefix}.{key}", getattr(base, key)
+        if isinstance(part, nn.ModuleList):
+            after = tuple(body)[i + 1 :]
+            chain += [(_Layer(key, j, after), (f"{path}.{j}",)) for j in range(len(part))]
+        else:
+            chain.append(path)
+    return (*chain, *(f"network.{key}" for key in head))
+
+
+class _Layer:
+    """The forward of the model without a head, with one of its layers alone.
+
+    Masks and positions are those that the model itself makes for its layers.
+    """
+
+    def __init__(self, layers: str, number: int, after: tuple[str, ...]) -> None:
+        self._layers, self._number, self._after = layers, number, after
+        self.__name__ = f"{layers}.{number}"
+
+    def __call__(self, built: Scores, x: Tensor) -> Tensor:
+        base = built.network.base_model
+        kept = {key: base._modules[key] for key in (self._layers, *self._after)}
+        layers = [_Same() for _ in kept[self._layers]]
+        layers[self._number] = kept[self._layers][self._number]
+        base._modules |= dict.fromkeys(self._after, _Same()) | {self._layers: nn.ModuleList(layers)}
+        try:
+            return base(inputs_embeds=x).last_hidden_state
+        finally:
+            base._modules |= kept
+
+
+class _Same(nn.Module):
+    """Stands for what a piece leaves to others."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x

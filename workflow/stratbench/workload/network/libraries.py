@@ -75,8 +75,9 @@ def _of_transformers(spec: Mapping[str, Any]) -> dict[str, Any]:
     if spec.get("lora"):
         kwargs["lora"] = spec["lora"]
     made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
-    if spec["tensor_plan"] is None:
-        made["tensor_plan"] = f"{HERE}:tensor_plan"
+    for key in ("tensor_plan", "pieces"):
+        if spec[key] is None:
+            made[key] = f"{HERE}:{key}"
     if spec["heads"] is None:
         stated = config | arguments
         counts = (stated[key] for key in _HEADS if type(stated.get(key)) is int)
