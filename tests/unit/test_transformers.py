@@ -41,6 +41,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = SIZES | {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 4}
 OF_GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4}
 OF_GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+OF_VIT = SIZES | {"intermediate_size": 24, "patch_size": 2}
 #: class -> arguments of its config
 KINDS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": TINY,
@@ -54,10 +55,13 @@ LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 OF_TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2},
 }
+VIT = "ViTForImageClassification"
+OF_IMAGES = {*OF_TIMM, VIT}
 #: name -> its entry in `models`
 ENTRIES: dict[str, dict[str, Any]] = {
     **{name: {"transformers": name, "arguments": given} for name, given in KINDS.items()},
     **{name: {"timm": name, "arguments": given} for name, given in OF_TIMM.items()},
+    VIT: {"transformers": VIT, "arguments": OF_VIT},
     "Adapted": {"transformers": "LlamaForCausalLM", "arguments": TINY, "lora": LORA},
 }
 #: way -> strategy, options given, workers
@@ -134,7 +138,7 @@ def settings_of(name: str, way: str) -> Settings:
 def member(cells: list[test_zoo.Cell], rank: int, folder: str) -> None:
     """One of two workers, which train models of transformers in some ways."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    of_text = {} if cells[0][0] in OF_TIMM else {"data_of": data_of}
+    of_text = {} if cells[0][0] in OF_IMAGES else {"data_of": data_of}
     with mock.patch.multiple(test_zoo, WAYS=WAYS, settings_of=settings_of, **of_text):
         test_zoo.member(cells, rank, folder)
 
@@ -168,8 +172,19 @@ def plain_of_timm(name: str) -> nn.Module:
     return timm.create_model(name, **given, **OF_TIMM[name])
 
 
+def plain_vit(_name: str) -> nn.Module:
+    import transformers
+
+    given = {"num_labels": test_zoo.CLASSES, "num_channels": 1, "image_size": 4}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**given, **OF_VIT))
+    forward = model.forward
+    model.forward = lambda x: forward(pixel_values=x).logits
+    return model
+
+
 def plain(name: str, way: str) -> list[tuple[float, float]]:
-    make, of_text = (plain_of_timm, {}) if name in OF_TIMM else (Plainly, {"data_of": data_of})
+    make = {**dict.fromkeys(OF_TIMM, plain_of_timm), VIT: plain_vit}.get(name, Plainly)
+    of_text = {} if name in OF_IMAGES else {"data_of": data_of}
     with (
         mock.patch.dict(zoo.NETWORKS, {name: lambda _classes: make(name)}),
         mock.patch.multiple(test_zoo, WAYS=WAYS, **of_text),
@@ -206,6 +221,13 @@ def test_models_of_transformers_train_as_a_plain_loop_does(tmp_path):
 @with_peft
 def test_adapters_train_as_a_plain_loop_does(tmp_path):
     check_cells([("Adapted", way, "") for way in WAYS], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@with_transformers
+def test_a_classifier_of_images_trains_as_a_plain_loop_does(tmp_path):
+    check_cells([(VIT, way, "") for way in WAYS if way not in SPLIT], tmp_path)
 
 
 @pytest.mark.slow
@@ -305,6 +327,30 @@ def test_it_starts_from_a_folders_weights_only_if_asked_for_and_unpickles_nothin
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"weights = true: .* is no folder with \*\.safetensors"):
         study_of(entry | {"weights": True})
+
+
+@with_transformers
+def test_texts_and_images_are_told_apart_in_a_sentence():
+    with pytest.raises(ModelError, match="the data are texts, and ViTConfig has no vocab_size"):
+        built_from(ENTRIES[VIT])
+    model = models.named_model("mine", study_of(LLAMA).own_model("mine"))
+    with pytest.raises(ModelError, match="the data are images, and LlamaConfig has no image_size"):
+        models.for_training(model, 5, (1, 4, 4), 0, CPU, torch.float64)
+
+
+@with_transformers
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "lama"}, "model_type = 'lama': this transformers has no such model"),
+        ({"model_type": "vit"}, "the data are texts, and ViTConfig has no vocab_size"),
+        ({"model_type": "t5"}, "AutoModelForCausalLM has no class for T5Config; name one in the config's"),
+    ],
+)  # fmt: skip
+def test_a_config_that_no_model_is_made_of_is_told(tmp_path, config, why):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=why):
+        built_from({"transformers": str(tmp_path)})
 
 
 # --- mistakes -------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def network(
         weights_sha256: Distinguishes cells alone.
         lora: Options of peft's LoraConfig: adapters are trained in place of the weights.
         vocab_size: Tokens of the data; None for images.
-        sequence: Tokens of a sample.
+        sequence: Tokens of a sample of text.
         num_classes: Classes of the data.
         in_channels: Channels of the images.
         image_size: Pixels of a side.
@@ -67,6 +67,8 @@ def network(
     """
     stated = {**(config or {}), **(arguments or {})}
     model_type = stated.pop("model_type", None)
+    if model_type is not None and model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type = {model_type!r}: this transformers has no such model")
     kind = CONFIG_MAPPING[model_type] if model_type else cls.config_class
     names = getattr(kind, "attribute_map", {})
     stated = {names.get(key, key): value for key, value in stated.items()}
@@ -77,20 +79,39 @@ def network(
             number = stated.get(key, getattr(kind, key, None))
             if type(number) is int and number >= tokens:
                 stated[key] = None
+    else:
+        of_images = {
+            "image_size": image_size,
+            "num_channels": in_channels,
+            "num_labels": num_classes,
+        }
+        stated = of_images | stated
     made = kind.from_dict(
         {key: v for key, v in stated.items() if key not in ("dtype", "torch_dtype")}
     )
+    _check_kind(kind, vocab_size is not None)
     if vocab_size is not None:
         _suit_text(made, stated, vocab_size, sequence)
     if not issubclass(cls, PreTrainedModel):
-        cls = cls._model_mapping[type(made)]
+        if kind not in cls._model_mapping:
+            raise ValueError(
+                f"{cls.__name__} has no class for {kind.__name__}; name one in the config's `architectures`"
+            )
+        cls = cls._model_mapping[kind]
     made.use_cache = False  # for generation, which no training does
     drawn = cls(made) if weights is None else _with_weights(cls, made, weights)
     if lora is not None:
         from peft import LoraConfig, inject_adapter_in_model
 
         drawn = inject_adapter_in_model(LoraConfig(**lora), drawn)
-    return Scores(drawn, made.vocab_size)
+    return Scores(drawn, made.num_labels if vocab_size is None else made.vocab_size)
+
+
+def _check_kind(kind: type[PreTrainedConfig], is_text: bool) -> None:
+    """ValueError where a config is of images and the data are texts, or the other way round."""
+    for key, wanted, data in (("vocab_size", True, "texts"), ("image_size", False, "images")):
+        if is_text == wanted and not hasattr(kind, key):
+            raise ValueError(f"the data are {data}, and {kind.__name__} has no {key}")
 
 
 def _suit_text(
@@ -103,7 +124,7 @@ def _suit_text(
             f"least {vocab_size}"
         )
     key = type(config).attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    if getattr(config, key, sequence) < sequence:
+    if (getattr(config, key, None) or sequence) < sequence:
         if key in stated:
             raise ValueError(
                 f"{key} = {stated[key]}: the data set's samples have {sequence} tokens; remove it, or set at "

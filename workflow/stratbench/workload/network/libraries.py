@@ -9,7 +9,7 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import util
@@ -185,8 +185,11 @@ def _fault_of_lora(spec: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _closest(name: str, known: Iterator[str] | set[str]) -> str:
-    found = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+def _closest(name: str, known: Iterable[str]) -> str:
+    """The closest of some names, as a question; first the shortest that has all words of the one given."""
+    words, ordered = set(name.lower().split("_")), sorted(known, key=lambda key: (len(key), key))
+    wider = [key for key in ordered if words <= set(key.lower().split("_"))]
+    found = wider or get_close_matches(name, ordered, n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
@@ -227,7 +230,7 @@ def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
         if file.is_file():
             tree = ast.parse(file.read_text(encoding="utf-8"))
             classes |= {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
-    keys, left = {"attn_implementation"}, [named[1]]
+    keys, left = {"attn_implementation", "num_labels"}, [named[1]]
     while left:
         found = classes.get(left.pop())
         if found is None:  # made elsewhere
