@@ -274,7 +274,7 @@ def test_memory_is_held_against_the_plan(part, monkeypatch, peak_mib, states_off
         training_peak=lambda batch, resident_threads: SimpleNamespace(n_bytes=1000 * mib),
     )
     found = {"model_states": {"parameters_bytes": 100 + states_off}, "steps": 1}
-    found["resident_threads"] = 132 * 2048
+    found["resident_threads"], found["gpu_bytes"] = 132 * 2048, 80 * 1024 * mib
     found["memory"] = {
         "method": "cuda-allocator", "peak_bytes": (peak_mib + 94) * mib,  # whole blocks
         "requested_peak_bytes": (peak_mib + 64) * mib, "cublas_bytes": 64 * mib,
