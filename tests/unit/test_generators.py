@@ -88,3 +88,20 @@ def test_workers_that_build_other_weights_are_told_so_under_every_kind_of_strate
     code, output = launched.finish()
     assert code != 0
     assert f"FAILED: ModelError: model 'mine': {OTHER_START}\n" in output, output
+
+
+@pytest.mark.parametrize(
+    ("draw", "seen"),
+    [
+        (random.random, True),
+        (lambda: random.gauss(0, 1), True),
+        (np.random.rand, True),
+        (np.random.normal, True),
+        (lambda: torch.rand(()), False),
+        (lambda: None, False),
+    ],
+)
+def test_numbers_of_python_and_numpy_are_told_from_those_of_torch(draw, seen):
+    before = Generators.now()
+    draw()
+    assert before.differ_outside_torch(Generators.now()) is seen

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache, partial
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import zoo
 from process_groups import forking
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import LIMIT_S, settings
 from stratbench.cell.run_folder import RunFolder
@@ -445,6 +448,41 @@ def test_what_is_worth_knowing_is_remarked(kind, said):
     remarks = list(acceptance.remarks(model, found))
     assert len(remarks) == len(said)
     assert all(part in remark for part, remark in zip(said, remarks, strict=True)), remarks
+
+
+class Skips(zoo.Base):
+    """Calls its middle where a number is small."""
+
+    def __init__(self, classes: int, draw: Callable[[], float]) -> None:
+        super().__init__(classes)
+        self.draw = draw
+
+    def change(self, h: Tensor) -> Tensor:
+        return self.mid(h) if self.draw() < 0.5 else h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.change(self.stem(x.flatten(1))))
+
+
+@pytest.mark.parametrize(
+    ("draw", "names", "passes"),
+    [(random.random, ("mid",), 8), (np.random.rand, ("mid",), 8), (float, (), 1)],
+)
+def test_fake_tensors_pass_again_only_where_numbers_of_python_or_numpy_are_drawn(
+    draw, names, passes
+):
+    drawn: list[float] = []
+
+    def drawing() -> float:
+        drawn.append(draw())
+        return drawn[-1]
+
+    with generators.generators_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
+        model = Skips(CLASSES, drawing)
+        with Changes(model) as changes:
+            found = trial.modules_by_chance(model, torch.zeros(2, 1, 4, 4), changes)
+    assert found == names
+    assert len(drawn) == passes
 
 
 @pytest.mark.timeout(LIMIT_S)

@@ -63,6 +63,11 @@ class Generators(NamedTuple):
         pairs = zip(self.tensors(), others.tensors(), strict=True)
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
+    def differ_outside_torch(self, others: Generators) -> bool:
+        """Whether numbers of Python or numpy were drawn between the two, which both had one seed."""
+        # Of numpy's state: how many of its keys are used, and the half of a pair that is left.
+        return self.python != others.python or self.numpy[2:] != others.numpy[2:]
+
     def tensors(self) -> list[Tensor]:
         """The states as numbers, always as many, to be written, or read into (`of_tensors`).
 
