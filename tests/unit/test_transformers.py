@@ -304,7 +304,7 @@ def test_a_vocabulary_and_a_length_may_be_larger_than_the_datas_and_not_smaller(
         "vocab_size": "vocab_size = 5: the data set has 8 tokens; remove it, or set at least 8",
         "max_position_embeddings": "n_positions = 5: the data set's samples have 12 tokens",
     }.items():
-        with pytest.raises(ModelError, match=why):
+        with pytest.raises(ModelError, match=rf"\(transformers:GPT2LMHeadModel\): {why}"):
             built_from(gpt2 | {"arguments": OF_GPT2 | {key: 5}})
 
 
@@ -407,8 +407,12 @@ def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(mon
     ],
 )  # fmt: skip
 def test_a_wrong_class_or_key_is_told_before_any_job(name, arguments, why):
-    (fault,) = faults_of({"transformers": name, "arguments": arguments})
-    assert fault == f"model 'mine' (transformers:{name}): {why}"
+    entry = {"transformers": name, "arguments": arguments}
+    told = f"model 'mine' (transformers:{name}): {why}"
+    assert faults_of(entry) == [told]
+    with pytest.raises(ModelError) as raised:  # as `check` and `plan` tell it, and the job itself
+        built_from(entry)
+    assert str(raised.value) == told
 
 
 @with_transformers

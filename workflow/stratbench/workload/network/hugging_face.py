@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from stratbench.workload.network.libraries import Unsuitable
 from stratbench.workload.network.pieces import Plan
 
 
@@ -63,12 +64,12 @@ def network(
         image_size: Pixels of a side.
 
     Raises:
-        ValueError: The config does not suit the data, or the weights not the config.
+        Unsuitable: The config does not suit the data, or the weights not the config.
     """
     stated = {**(config or {}), **(arguments or {})}
     model_type = stated.pop("model_type", None)
     if model_type is not None and model_type not in CONFIG_MAPPING:
-        raise ValueError(f"model_type = {model_type!r}: this transformers has no such model")
+        raise Unsuitable(f"model_type = {model_type!r}: this transformers has no such model")
     kind = CONFIG_MAPPING[model_type] if model_type else cls.config_class
     names = getattr(kind, "attribute_map", {})
     stated = {names.get(key, key): value for key, value in stated.items()}
@@ -94,7 +95,7 @@ def network(
         _suit_text(made, stated, vocab_size, sequence)
     if not issubclass(cls, PreTrainedModel):
         if kind not in cls._model_mapping:
-            raise ValueError(
+            raise Unsuitable(
                 f"{cls.__name__} has no class for {kind.__name__}; name one in the config's `architectures`"
             )
         cls = cls._model_mapping[kind]
@@ -108,25 +109,25 @@ def network(
 
 
 def _check_kind(kind: type[PreTrainedConfig], is_text: bool) -> None:
-    """ValueError where a config is of images and the data are texts, or the other way round."""
+    """Raise Unsuitable where a config is of images and the data are texts, or the other way round."""
     for key, wanted, data in (("vocab_size", True, "texts"), ("image_size", False, "images")):
         if is_text == wanted and not hasattr(kind, key):
-            raise ValueError(f"the data are {data}, and {kind.__name__} has no {key}")
+            raise Unsuitable(f"the data are {data}, and {kind.__name__} has no {key}")
 
 
 def _suit_text(
     config: PreTrainedConfig, stated: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
-    """Give the config the length of the text, unless it states one. ValueError where it states too little."""
+    """Give the config the length of the text, unless it states one. Unsuitable where it states too little."""
     if config.vocab_size < vocab_size:
-        raise ValueError(
+        raise Unsuitable(
             f"vocab_size = {config.vocab_size}: the data set has {vocab_size} tokens; remove it, or set at "
             f"least {vocab_size}"
         )
     key = type(config).attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if (getattr(config, key, None) or sequence) < sequence:
         if key in stated:
-            raise ValueError(
+            raise Unsuitable(
                 f"{key} = {stated[key]}: the data set's samples have {sequence} tokens; remove it, or set at "
                 f"least {sequence}"
             )
@@ -146,7 +147,7 @@ def _with_weights(
         output_loading_info=True,
     )
     if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"{folder} has no weights of {', '.join(missing[:3])}")
+        raise Unsuitable(f"{folder} has no weights of {', '.join(missing[:3])}")
     return model
 
 

@@ -26,6 +26,10 @@ HERE = "stratbench.workload.network.hugging_face"
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
 
 
+class Unsuitable(ValueError):
+    """A library's model cannot be made of its config for these data: why, in words."""
+
+
 def as_call(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of `models` as one that names a call. ValueError for what cannot be, as `.key = value: why`.
 
@@ -153,13 +157,18 @@ def fault_of_library(spec: Mapping[str, Any]) -> str | None:
 def _fault_of_timm(folder: Path, name: Any) -> str | None:
     if not isinstance(name, str):
         return None
-    texts = (p.read_text(encoding="utf-8") for p in folder.glob("models/*.py"))
-    pattern = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.M)
-    known = {found for text in texts for found in pattern.findall(text)}
+    known = _names_of_timm(folder)
     network = name.partition(".")[0]  # what follows names weights
     if not known or network in known or ":" in name:
         return None
     return f"timm has no {network!r}{_closest(network, known)}"
+
+
+@cache
+def _names_of_timm(folder: Path) -> frozenset[str]:
+    texts = (p.read_text(encoding="utf-8") for p in folder.glob("models/*.py"))
+    pattern = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.M)
+    return frozenset(found for text in texts for found in pattern.findall(text))
 
 
 def packages_beside(spec: Mapping[str, Any]) -> list[str]:

@@ -133,7 +133,12 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
 
 
 def _maker(own: OwnModel) -> Callable[..., Any]:
-    """What makes the network: what the call names, or what gives a class of transformers its config."""
+    """What makes the network: what the call names, or what gives a class of transformers its config.
+
+    ModelError where it cannot be imported, or a library's files show that it cannot be built.
+    """
+    if fault := libraries.fault_of_library({"call": own.call, "kwargs": own.kwargs}):
+        raise ModelError(f"{own}: {fault}")
     named = callable_of(own)
     if top_of(own.call) == "transformers" and isinstance(named, type):
         return partial(import_module(libraries.HERE).network, named)
@@ -174,6 +179,8 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
         made = _maker(own)(**given)
     except (MemoryError, ModelError):
         raise
+    except libraries.Unsuitable as e:
+        raise ModelError(f"{own}: {e}") from e
     except Exception as e:
         _raise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in given.items())
