@@ -42,6 +42,10 @@ class Refused(ModelError):
     """A strategy cannot train a network, though others may: a result of its cell, and no failure."""
 
 
+class Unsuitable(ValueError):
+    """A library's model cannot be made of its config for these data: why, in words."""
+
+
 class Called(Protocol):
     """What a user names by a call; as a text it is what errors call it."""
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from stratbench.workload.network.libraries import Unsuitable
 from stratbench.workload.network.pieces import Plan
+from stratbench.workload.users_code import Unsuitable
 
 
 class Scores(nn.Module):

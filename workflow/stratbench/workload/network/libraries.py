@@ -26,10 +26,6 @@ HERE = "stratbench.workload.network.hugging_face"
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
 
 
-class Unsuitable(ValueError):
-    """A library's model cannot be made of its config for these data: why, in words."""
-
-
 def as_call(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of `models` as one that names a call. ValueError for what cannot be, as `.key = value: why`.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.workload.network import libraries
-from stratbench.workload.users_code import ModelError, callable_of, error_text, top_of
+from stratbench.workload.users_code import ModelError, Unsuitable, callable_of, error_text, top_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,7 +179,7 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
         made = _maker(own)(**given)
     except (MemoryError, ModelError):
         raise
-    except libraries.Unsuitable as e:
+    except Unsuitable as e:
         raise ModelError(f"{own}: {e}") from e
     except Exception as e:
         _raise_out_of_memory(e)
