@@ -601,7 +601,7 @@ def test_where_nothing_was_measured_the_plan_is_pointed_to():
     found = decided([failed(name, "missing") for name in ("ddp", "fsdp")])
     assert found.choice is None
     assert found.headline == (
-        "Nothing can be recommended. Nothing was measured: train its cells, or ask `snakemake plan` what "
+        "Nothing can be recommended. Nothing was measured: train its cells, or ask `plan` what "
         "fits and how long it takes."
     )
     assert (found.confidence, found.short.why) == ("none", "2 of 2 were not measured")

@@ -738,7 +738,7 @@ def test_of_what_fits_the_quickest_and_those_near_it_are_named(plan_of):
     plan = plan_of(strategies=["ddp", "zero1", "fsdp"], gpus=[4])
     spans = {"ddp": (1, 9, 3.02), "zero1": (2, 8, 3.2), "fsdp": (1, 8, 3)}
 
-    def told(**changes: tuple[float, float, float] | None) -> str:
+    def told(state: str = "to do", **changes: tuple[float, float, float] | None) -> str:
         cells = []
         for c in plan.cells:
             span = (spans | changes)[c.cell.strategy]
@@ -746,7 +746,7 @@ def test_of_what_fits_the_quickest_and_those_near_it_are_named(plan_of):
             ends, usual_s = (span[:2], span[2]) if span else (None, None)
             by_device = ends and Span(*ends, "")
             fit = replace(c.fit, by_device=by_device, usual_s=usual_s, verdict=verdict)
-            cells.append(replace(c, fits_on={"A": fit}))
+            cells.append(replace(c, fits_on={"A": fit}, state=state))
         (answer,) = dict(answered_questions(replace(plan, cells=cells)))[
             "What fits, and what is quickest?"
         ]
@@ -760,6 +760,7 @@ def test_of_what_fits_the_quickest_and_those_near_it_are_named(plan_of):
     assert told(zero1=(1, 1, 1)).endswith("zero1 (1-1 s).")
     assert "2 of 3 fit" in told(fsdp=None)
     assert "none fits; " in told(ddp=None, zero1=None, fsdp=None)
+    assert told(state="done").endswith("; all are trained, and `decide` says which is quickest.")
 
 
 def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_it_still_fits(

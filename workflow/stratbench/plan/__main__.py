@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1 if checked.refused else 0
         if checked.refused:
             told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"
-            more = "" if args.model else ", and `snakemake check`"
+            more = "" if args.model else ", and `check`"
             print(f"{told}: see below{more}", flush=True)
         records = records_by_cell(study, config["results"])
         timed = timed_records(records, cluster["gpu"])

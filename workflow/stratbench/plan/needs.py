@@ -84,7 +84,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
     if not data.is_read:
         raise ConfigError(
             f"config: datasets.{cell.dataset}: is not yet prepared, so that nothing is known of its size; "
-            "`snakemake plan` prepares it, and this command can follow"
+            "`plan` prepares it, and this command can follow"
         )
     return Subject(
         cell=cell,

@@ -33,7 +33,7 @@ NONE_LEFT = {
     "refused": ("Every strategy refuses this network.", "were refused"),
     "failed": ("Every cell failed.", "failed"),
     "not measured": (
-        "Nothing was measured: train its cells, or ask `snakemake plan` what fits and how long it takes.",
+        "Nothing was measured: train its cells, or ask `plan` what fits and how long it takes.",
         "were not measured",
     ),
     "does not learn": ("No candidate learns.", "do not learn"),

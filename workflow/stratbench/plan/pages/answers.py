@@ -157,7 +157,9 @@ def _quickest(plan: Plan) -> Iterator[str]:
         count += f", {tight} tight" if tight else ""
         told = f"{where}: {count}; {least.cell.strategy} needs least memory"
         best, near = _quickest_of(able, ALIKE), _quickest_of(able, NEAR)
-        if best:
+        if all(c.state == "done" for c in able):
+            told += "; all are trained, and `decide` says which is quickest"
+        elif best:
             ranges = {span_text(c.fit.by_device) for c in best}
             told += f"; quickest by what the device can do: {names_text([c.cell.strategy for c in best])}"
             told += f" ({' or '.join(sorted(ranges))})" if len(ranges) < 3 else ""
