@@ -11,7 +11,7 @@ from stratbench.analysis.records.facts import Facts
 from stratbench.strategies import REGISTRY, mesh_of, traits_of
 
 #: The share of its training in which a worker may wait for a core: three processes on two idle cores wait
-#: for 16 %, and where one process of another's is beside two workers, one of these for 22 % and more.
+#: for 14 %, and two workers beside one busy process of another's for 26 % and more.
 WAITED = 0.2
 
 
