@@ -96,7 +96,7 @@ def test_a_cell_on_cpus_asks_for_its_threads_and_the_plans_memory():
     assert asked("ddp", 4, threads=2) == (1, 0, 8, 4 * 2048)
     assert asked("ps-async", 4) == (1, 0, 5, 5 * 2048)  # its server is one more process
     assert asked("ddp", 8, threads=2) == (2, 0, 8, 4 * 2048)
-    assert asked("ddp", 4, planned_mib=4000) == (1, 0, 4, 4600 + resources.JOB_MIB)
+    assert asked("ddp", 4, planned_mib=4000) == (1, 0, 4, 4400 + resources.JOB_MIB)
     assert asked("ddp", 4, cluster={"mem_mib_per_cpu_worker": 500}) == (1, 0, 4, 2000)
     # On GPUs it asks for their shares; a plan can only ask for more.
     assert asked("ddp", 4, device="auto") == (1, 4, 32, 4 * 32768)
@@ -175,7 +175,7 @@ def test_the_demo_fits_on_small_nodes():
         ("ddp", 4, {"cluster": {"mem_mib_per_cpu_worker": 9000}},
          ["36,000 MiB", "24,000 MiB", "lower cluster.mem_mib_per_cpu_worker"]),
         ("ddp", 4, {"planned_mib": 30_000},
-         ["35,524 MiB", "the plan says that it needs so much memory: lower cluster.gpus_per_node"]),
+         ["34,024 MiB", "the plan says that it needs so much memory: lower cluster.gpus_per_node"]),
         ("ddp", 4, {"device": "auto"},
          ["a node with 4 GPUs, 32 CPU cores, 131,072 MiB", "has 4 GPUs, 16 CPU cores, 24,000 MiB",
           "lower cluster.cpus_per_gpu; lower cluster.mem_mib_per_gpu"]),

@@ -313,12 +313,13 @@ def test_names_that_cannot_be_are_refused():
         ConfigError, match=r"'resnet81': is not a model.* of torchvision; your own go to"
     ):
         load_config(raw)
+    study = {"s": {"experiments": {"first": experiment(models=["resnet50"])}}}
     with pytest.raises(
         ConfigError, match=r"models\.vgg16: 'vgg16' is built in; choose another name"
     ):
-        load_config(raw | {"models": {"vgg16": {"call": "a.B"}}})
+        load_config(raw | {"studies": study, "models": {"vgg16": {"call": "a.B"}}})
     with pytest.raises(ConfigError, match="code = 'no-such-folder': is no folder"):
-        load_config(raw | {"code": ["no-such-folder"]})
+        load_config(raw | {"studies": study, "code": ["no-such-folder"]})
 
 
 def test_a_buffer_that_forward_only_reads_is_not_said_to_be_written():

@@ -22,6 +22,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import folded
 from stratbench.plan.check import Network, networks_of
 from stratbench.plan.needs import subject_of
+from stratbench.strategies import strategy_class
 from stratbench.study.config.config import Study
 
 #: Errors that a machine with a GPU, or with other files, may not have.
@@ -70,7 +71,8 @@ def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
     settings = study.settings(cell)
     own = settings.own_model or settings.own_task
     # Data of the user's own are known once they are prepared, by a job of this very run.
-    if not own or settings.strategy == "command" or not study.dataset(cell.dataset).is_read:
+    by_command = strategy_class(settings.strategy).kind == "own"
+    if not own or by_command or not study.dataset(cell.dataset).is_read:
         return None
     return cell.experiment, cell.model
 

@@ -163,9 +163,9 @@ def _quickest(plan: Plan) -> Iterator[str]:
             ranges = {span_text(c.fit.by_device) for c in best}
             told += f"; quickest by what the device can do: {names_text([c.cell.strategy for c in best])}"
             told += f" ({' or '.join(sorted(ranges))})" if len(ranges) < 3 else ""
-        if len(near) > len(best):
-            others = names_text([c.cell.strategy for c in near[len(best) :]])
-            told += f"; within {100 * NEAR:.0f} %: {others}"
+            if len(near) > len(best):
+                others = names_text([c.cell.strategy for c in near[len(best) :]])
+                told += f"; within {100 * NEAR:.0f} %: {others}"
         yield f"{told}."
 
 
