@@ -315,7 +315,7 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
             frozen=_numel(p for p in model.parameters() if not p.requires_grad),
             groups=sizes,
             root=parameters - sum(size for _, size in sizes),
-            rule=models.sharding_rule(request.network),
+            rule=models.sharding_rule(request.network, model),
             batchnorm=models.has_batchnorm(model),
             dropout=trial.draws,
             writes_buffers=models.has_batchnorm(model) or bool(trial.written),
