@@ -18,11 +18,8 @@ onsuccess:
 
 
 onerror:
-    print(
-        folded(reasons.iter_summary(failed_jobs(), RESULTS, BEGUN_S)),
-        file=sys.stderr,
-        flush=True,
-    )
+    if failed := list(reasons.iter_summary(failed_jobs(), RESULTS, BEGUN_S)):
+        print(folded(failed), file=sys.stderr, flush=True)
 
 
 # A simulation, where `decide` asks for one: the way of a training through a cluster's queue.
