@@ -35,6 +35,11 @@ def test_what_is_pinned_is_not_too_old() -> None:
     assert versions.describe_old_packages(needed) == []
 
 
+def test_a_copy_of_the_workflow_alone_is_not_refused(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    assert versions.requirements() == []
+
+
 def test_floors_are_the_same_in_all_places() -> None:
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     floors = {Requirement(r).name: str(Requirement(r).specifier)[2:] for r in needed}

@@ -12,10 +12,16 @@ from stratbench.cell.installation import INSTALLED, ROOT
 
 
 def requirements() -> list[str]:
-    """Return the packages that are needed with their oldest versions, as pyproject.toml has them."""
+    """Return the packages that are needed with their oldest versions, as pyproject.toml has them.
+
+    Nothing in a copy of the workflow without that file.
+    """
     if INSTALLED:
         return [r for r in metadata.requires("stratbench") or () if "extra ==" not in r]
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    try:
+        text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
     return tomllib.loads(text)["project"]["dependencies"]
 
 
