@@ -121,8 +121,8 @@ def test_blocks_that_are_killed_fail_and_come_again_until_they_are_whole(raced: 
     assert raced.states("wide") == ["FAILED", "CANCELLED", "COMPLETED"]
     assert raced.states("near") == ["TIMEOUT", "COMPLETED"]
     assert "block1.log" in raced.outputs[0]
-    assert "SLURM status is: 'TIMEOUT'" in raced.outputs[0]
-    assert "SLURM status is: 'CANCELLED'" in raced.outputs[1]
+    assert "failed: TIMEOUT on node" in raced.outputs[0]
+    assert "failed: CANCELLED on node" in raced.outputs[1]
     reason = json.loads(raced.evidence)["reason"]
     # Either worker may be the first to tell: the one that was killed, or the one that waits for it.
     assert reason.startswith("segment 00-ddp: ")
