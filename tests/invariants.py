@@ -691,6 +691,8 @@ def traffic(told: Told) -> None:
         told.same("communication.server_wait_ms and its phase", moved.get("server_wait_ms"), waited)
     total, hidden, shown = (moved.get(f"{name}_ms") for name in ("total", "overlapped", "exposed"))
     longest = told("time.step_ms.max")
+    # Communication is timed in steps of its own choice, which on a busy machine may be longer ones.
+    longest = None if longest is None else 1.5 * longest + 1.0
     for what, value, most in (
         ("exposed_ms", shown, total), ("overlapped_ms", hidden, total), ("total_ms", total, longest),
         ("server_wait_ms", moved.get("server_wait_ms"), longest),
