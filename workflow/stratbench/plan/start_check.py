@@ -20,8 +20,6 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import folded
-from stratbench.plan.check import Network, networks_of
-from stratbench.plan.needs import subject_of
 from stratbench.strategies import strategy_class
 from stratbench.study.config.config import Study
 
@@ -79,6 +77,10 @@ def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
 
 def main() -> int:
     """Check the networks of the cells on stdin; print the faults, and whether their cells train on GPUs."""
+    # Here, since the rules import this file each time that they are read.
+    from stratbench.plan.check import Network, networks_of
+    from stratbench.plan.needs import subject_of
+
     given = json.load(sys.stdin)
     config = given["config"]
     study = Study(config, config["study"])
