@@ -33,6 +33,7 @@ LIMITS_S = (10.0, 60.0, 300.0)
 #: The rules of the audit that may find something in an honest cell: the machine and its load are to blame.
 OF_THE_MACHINE = {"busy-machine", "loaded-machine", "steps-uneven", "workers-are-processes"}
 OF_THE_MACHINE |= {"processes-share-cores", "late-start", "input-bound", "waits-for-cores"}
+OF_THE_MACHINE |= {"ranks-share-cores"}
 #: Of a strategy that takes no SGD.
 ADAMW = {
     "optimizer": "adamw", "momentum": 0.0, "nesterov": False, "betas": [0.9, 0.999], "eps": 1e-8,

@@ -565,6 +565,15 @@ def test_a_cell_that_is_slow_by_itself_does_not_wait_for_cores(share):
     assert not any(RULE["waits-for-cores"].check(planted.study({DDP: record}, "cpu")))
 
 
+def test_a_cell_of_more_processes_than_cores_waits_for_its_own():
+    record = copy.deepcopy(sound("cpu")[DDP])
+    waited(0.5)(record)
+    assert any(RULE["waits-for-cores"].check(planted.study({DDP: record}, "cpu")))
+    for one in record["workers"]:
+        one["provenance"]["host"]["affinity"] = [0]
+    assert not any(RULE["waits-for-cores"].check(planted.study({DDP: record}, "cpu")))
+
+
 def test_workers_with_a_core_of_their_own_or_all_cores_share_none():
     for cores in ([[0], [1]], [[0, 1], [0, 1]], [[0, 1], [1]]):
         records = {DDP: copy.deepcopy(sound("cuda")[DDP])}

@@ -257,11 +257,10 @@ def check_one_start(worker: Worker) -> None:
     """ModelError where the workers of a process group built other initial weights; all of them call it."""
     if worker.world_size == 1 or not dist.is_initialized():
         return
-    least = torch.tensor([*bytes.fromhex(worker.start)], dtype=torch.uint8, device=worker.device)
-    most = least.clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    if not torch.equal(least, most):
+    own = torch.tensor([*bytes.fromhex(worker.start)], dtype=torch.uint8, device=worker.device)
+    all_of_them = own.new_empty(worker.world_size * len(own))
+    dist.all_gather_into_tensor(all_of_them, own)
+    if len({bytes(start.tolist()) for start in all_of_them.cpu().split(len(own))}) > 1:
         raise ModelError(f"model {worker.settings.model!r}: {OTHER_START}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.derived import cpu_cores, value_at
 from stratbench.analysis.records.facts import Facts
 from stratbench.strategies import REGISTRY, mesh_of, traits_of
 
@@ -58,16 +58,23 @@ def lost_workers(facts: Facts) -> Iterator[str]:
 
 @record_rule("waits-for-cores", "doubtful", "time")
 def waits_for_cores(facts: Facts) -> Iterator[str]:
-    """A worker could have computed and waited for a core: others computed on its cores, or the cell itself
-    has more busy threads than cores. Its times are those of a crowded machine.
+    """A worker could have computed and waited for a core, since others computed on its cores. Its times are
+    those of a crowded machine.
     """
-    for worker in facts.workers if facts.status == "ok" else ():
-        waited_s, trained_s = worker.get("core_wait_s"), worker.get("train_time_s")
-        if waited_s and trained_s and waited_s > WAITED * trained_s:
-            share = min(1.0, waited_s / trained_s)
-            yield (
-                f"rank {worker['rank']} waited for a core in {share:.0%} of {trained_s:.3g} s of training"
-            )
+    cores = cpu_cores({"workers": facts.workers})
+    if facts.status != "ok" or (cores and cores < len(facts.workers) + len(facts.servers)):
+        return  # a cell of more processes than cores waits for its own: `processes-share-cores` says that
+    shares = [
+        (w["core_wait_s"] / w["train_time_s"], w)
+        for w in facts.workers
+        if w.get("core_wait_s") and w.get("train_time_s")
+    ]
+    share, worker = max(shares, key=lambda pair: pair[0], default=(0.0, {}))
+    if share > WAITED:
+        yield (
+            f"rank {worker['rank']} waited for a core in {min(1.0, share):.0%} of "
+            f"{worker['train_time_s']:.3g} s of training"
+        )
 
 
 @record_rule("fewer-workers-than-asked", "doubtful", "time")
