@@ -23,6 +23,7 @@ NOT_RUN = {
 #: What the software GPU cannot show of the stages that run: part of a check's name, and why.
 CANNOT_SHOW = {
     "a forked child computes on the device": "the sum is a kernel",
+    ": an accuracy": "the scores are of kernels: none of the answers counts",
     "a matrix product reaches the datasheet": "it is a kernel",
     "the first step is no slower than three median ones": "the host's times, and it may be busy",
     "phase marks cost less than 1 % of a step": "the host's times, and it may be busy",
