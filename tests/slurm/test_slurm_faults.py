@@ -37,7 +37,7 @@ def printing(workflow: ClusterWorkflow, folder: Path, *args: str) -> Iterator[tu
 def test_cells_are_followed_while_the_controller_is_away(slurm: SlurmCluster, tmp_path: Path):
     """One cell ends and one is cancelled while SLURM does not answer; both are noticed afterwards."""
     workflow = ClusterWorkflow(tmp_path / "w", study({"ends": HELD, "lost": ENDLESS}), slurm)
-    workflow.change_code(EXECUTOR, "SILENCE_S = 120.0", "SILENCE_S = 1.0")
+    workflow.change_code(EXECUTOR, "UNANSWERED_S = 120.0", "UNANSWERED_S = 1.0")
     workflow.hold("ends")
     with printing(workflow, tmp_path, "--retries", "0") as (run, printed):
         until(lambda: workflow.training_worker("ends") and workflow.training_worker("lost"))

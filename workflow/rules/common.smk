@@ -81,7 +81,7 @@ ROUND = Round(
     STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not workflow.is_main_process
 )
 
-# What says of cells that nothing can train them, before the first is submitted.
+# Functions that say of cells that nothing can train them, before the first is submitted.
 START_CHECKS = []
 
 
@@ -287,7 +287,7 @@ def jobs_of(rule):
 
 
 def failed_jobs():
-    """What each failed job trained, and its log."""
+    """Yield what each failed job trained, and its log."""
     for job in workflow.scheduler.failed:
         if job.rule.name == rules.train_cell.rule.name:
             yield cell_of(job.wildcards), Path(job.log[0])

@@ -18,5 +18,6 @@ if PACKAGE_ROOT not in sys.path:
 
 from stratbench.study.versions import describe_old_packages, requirements
 
-if old := describe_old_packages(requirements()):
+# Not in each job again: it costs 0.1 s.
+if workflow.is_main_process and (old := describe_old_packages(requirements())):
     raise WorkflowError("\n".join(old))

@@ -65,7 +65,7 @@ def faults_of_networks(
 
 
 def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
-    """What two cells have in common whose check is the same; None if there is nothing to check."""
+    """Return a key that is equal for cells with the same check; None if there is nothing to check."""
     settings = study.settings(cell)
     own = settings.own_model or settings.own_task
     # Data of the user's own are known once they are prepared, by a job of this very run.

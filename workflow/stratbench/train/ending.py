@@ -85,7 +85,7 @@ def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str |
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
-#: What gloo and NCCL say where a worker's peer is gone.
+#: Messages of gloo and NCCL where a worker's peer is gone.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process (exited|has terminated)"
 )

@@ -179,7 +179,7 @@ class Pipeline(Split):
         return self.mesh(gpus).stages * STAGES_A_WORKER[self.options.schedule]
 
     def waiting(self, stages: int) -> list[int]:
-        """Of each stage, micro-batches whose activations it holds at once."""
+        """Return how many micro-batches' activations each stage holds at once."""
         most = self.options.microbatches
         if self.options.schedule == "gpipe":
             return [most] * stages

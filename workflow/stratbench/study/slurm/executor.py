@@ -30,7 +30,7 @@ FIRST_LOOK_S, LONGEST_LOOK_S = 5.0, 60.0
 #: How often the wait between two requests looks whether Snakemake ends, in seconds.
 WAKE_S = 0.5
 #: After so many seconds without an answer the user is told.
-SILENCE_S = 120.0
+UNANSWERED_S = 120.0
 #: After so many seconds in which nothing else is told, a line says how far the run is.
 PROGRESS_S = 600.0
 #: A job that all answers of so many seconds omit has ended.
@@ -153,7 +153,7 @@ class FollowsJobs(RemoteExecutor):
             return
         for job in given_up:
             why = f"SLURM has taken no job for {submission.SILENCE_S / 60:.0f} minutes"
-            super().report_job_error(SubmittedJobInfo(job), msg=f"{why}: sbatch failed each time. ")
+            self.report_job_error(SubmittedJobInfo(job), msg=f"{why}: sbatch failed each time. ")
 
     def _until_reported(self, job: Any) -> None:
         """Wait a moment until the plugin has reported a submission from its other thread."""
@@ -266,10 +266,10 @@ class FollowsJobs(RemoteExecutor):
     def _tell_silence(self, now: float, jobs: int) -> None:
         f = self.followed
         f.silent_since = f.silent_since or now
-        if now - f.silent_since >= SILENCE_S and not f.silence_told:
+        if now - f.silent_since >= UNANSWERED_S and not f.silence_told:
             f.silence_told = True
             f.tell(
-                f"SLURM has not answered for {SILENCE_S / 60:.0f} minutes; {counted(jobs, 'job')} of this "
+                f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; {counted(jobs, 'job')} of this "
                 "run may train on, and they are waited for"
             )
 

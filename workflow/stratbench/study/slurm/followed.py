@@ -1,4 +1,4 @@
-"""What a run knows of its jobs on SLURM: those to submit, those that run, and how many have ended."""
+"""State of a run's jobs on SLURM: those to submit, those that run, and how many have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stratbench.study.slurm import submission
 from stratbench.study.slurm.live_jobs import tell
 from stratbench.study.slurm.waiting import Waiting
 
-#: What the state of a job that has failed means, and what helps.
+#: The meaning of each state of a failed job, and the remedy.
 ENDS = {
     "CANCELLED": "it was cancelled",
     "DEADLINE": "its deadline passed",
@@ -29,7 +29,7 @@ ENDS = {
 
 @dataclass
 class Followed:
-    """What is known of the run's jobs.
+    """State of the run's jobs.
 
     Attributes:
         asks: What each job asks SLURM for, in words, by the first file that it makes.

@@ -13,13 +13,13 @@ from typing import Any, Literal
 SILENCE_S = 600.0
 #: The shortest and the longest pause between two tries, in seconds: it doubles.
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
-#: What sbatch prints where the number of a user's jobs is limited.
+#: Messages of sbatch where the number of a user's jobs is limited.
 _LIMITS = re.compile(
     r"(Assoc|QOS)(Max|Grp)\w*Submit\w*Limit|MaxJobCount|MaxArraySize"
     r"|job submit limit|Job(s)? (count|number) limit",
     re.IGNORECASE,
 )
-#: What it prints where SLURM did not answer, or could not.
+#: Messages of sbatch where SLURM did not answer, or could not.
 _SILENCE = re.compile(
     r"timed? ?out|unable to (contact|connect|establish)|temporarily un|unexpected message received"
     r"|slurm_persist_conn|zero bytes|connection (refused|reset|failure)|communication \w* ?(failure|error)"

@@ -14,7 +14,7 @@ from stratbench.study.slurm.job_states import QUEUED, JobState
 PATIENCE_S = 120.0
 #: The queue's own reasons: the job waits for its turn, for a date that was asked for, or for another job.
 ORDINARY = frozenset({"Priority", "Resources", "None", "Dependency", "BeginTime", ""})
-#: What SLURM's reasons mean, and what to do where only a person can end the wait. The first that matches.
+#: The meaning of SLURM's reasons, and the remedy where only a person can end the wait. The first counts.
 MEANINGS = {
     r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints": (
         "no node of the partition has what it asks for, or its limits forbid it: change `cluster` or the "

@@ -45,9 +45,7 @@ _NV4, _NV5 = ("NVLink 4", 450), ("NVLink 5", 900)
 
 # Multiprocessors times the threads that each holds by its compute capability (CUDA C++ Programming Guide,
 # technical specifications), as cudaGetDeviceProperties tells both.
-_P40, _V100, _A100, _H100, _H100_PCIE, _B200, _GB200 = (
-    n * 2048 for n in (30, 80, 108, 132, 114, 148, 152)
-)
+_P40, _V100, _A100, _H100, _H100_PCIE, _B200 = (n * 2048 for n in (30, 80, 108, 132, 114, 148))
 _A10, _A10G, _A6000, _L4, _L40S, _RTX3090, _RTX4090 = (
     n * 1536 for n in (72, 80, 84, 58, 142, 82, 128)
 )
@@ -89,8 +87,8 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
     (r"H200 NVL", Datasheet("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, *_GEN5, _H100)),
     # NVIDIA Blackwell architecture brief, HGX B200.
     (r"B200", Datasheet("B200", 80, 1100, 2250, 2250, 180, 8000, *_NV5, _B200)),
-    # NVIDIA GB200 NVL72 datasheet, half of a superchip.
-    (r"GB200", Datasheet("GB200", 80, 1250, 2500, 2500, 186, 8000, *_NV5, _GB200)),
+    # NVIDIA GB200 NVL72 datasheet, half of a superchip. It states no threads: those of the B200 are taken.
+    (r"GB200", Datasheet("GB200", 80, 1250, 2500, 2500, 186, 8000, *_NV5, _B200)),
     # NVIDIA L4 and L40S datasheets.
     (r"L4", Datasheet("L4", 30.3, 60, 121, 121, 24, 300, *_GEN4, _L4)),
     (r"L40S", Datasheet("L40S", 91.6, 183, 362, 362, 48, 864, *_GEN4, _L40S)),

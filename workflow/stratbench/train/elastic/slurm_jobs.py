@@ -12,6 +12,7 @@ from datetime import datetime
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.study.slurm import submission
 from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm, printed_by
+from stratbench.study.slurm.job_states import QUEUED
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic.keeper import Backend, Refused, Seen
 
@@ -19,9 +20,6 @@ from stratbench.train.elastic.keeper import Backend, Refused, Seen
 WARNING_S = 60
 #: A job's id, state, reason, start and end, as squeue writes them.
 _FORMAT = "%i|%T|%r|%S|%e"
-#: States of a job that has not begun.
-_QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-_QUEUED |= {"RESV_DEL_HOLD"}
 #: States of a job whose processes may run.
 _RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 #: Ends that say nothing against the worker.
@@ -114,7 +112,7 @@ class SlurmJobs(Backend):
 
 def _seen(state: str, reason: str, start: str, end: str) -> Seen:
     state = state.partition(" ")[0]  # CANCELLED by 1000
-    if state in _QUEUED:
+    if state in QUEUED:
         return Seen("queued", reason)
     if state in _RUNNING:
         return Seen("running", started_unix_s=_date(start))
