@@ -289,8 +289,12 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
             "'$vocabulary' does not follow from these",
         ),
         (
-            {"kwargs": {}},
+            {"kwargs": {"a": 1}},
             "config: models.mine: give one of call, transformers and timm; given: none",
+        ),
+        (
+            {},
+            "mine: it has a name alone, so only a trainer of your own (strategy `command`) builds it",
         ),
         (
             {"call": "torchvision.models.alexnet", "shard": []},

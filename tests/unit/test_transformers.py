@@ -359,7 +359,7 @@ def test_a_config_that_no_model_is_made_of_is_told(tmp_path, config, why):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({}, ": give one of call, transformers and timm; given: none"),
+        ({"shard": ["Block"]}, ": give one of call, transformers and timm; given: none"),
         (LLAMA | {"timm": "x"}, ": give one of call, transformers and timm; given: transformers, timm"),
         (LLAMA | {"kwargs": {"a": 1}}, ".kwargs: belongs to `call`; with `transformers` write arguments"),
         ({"call": "a.B", "arguments": {}}, ".arguments: belongs to a model of transformers or timm"),

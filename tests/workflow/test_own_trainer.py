@@ -104,7 +104,7 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
         "tiny-text": {"source": "markov-text", "train_samples": 128, "test_samples": 64,
                       "vocabulary": 17, "sequence": 8},
     }  # fmt: skip
-    config["models"] = {"nano": {"call": "model.GPT"}}
+    config["models"] = {"nano": {"call": "model.GPT"}, "my-gpt": {}}
     first = config["studies"]["tiny"]["experiments"]["first"]
     first |= {
         "dataset": "tiny-text",
@@ -112,7 +112,9 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
         "strategies": ["ddp", "mine"],
         "gpus": [2],
     }
-    config["studies"]["tiny"] |= variants | {"experiments": {"first": first}}
+    variants["variants"]["again"] = variants["variants"]["mine"]
+    alone = first | {"models": ["my-gpt"], "strategies": ["mine", "again"]}
+    config["studies"]["tiny"] |= variants | {"experiments": {"first": first, "alone": alone}}
     workflow = Workflow(tmp_path, config)
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(trainer())
@@ -123,21 +125,31 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
     assert found["program"]["files"] == ["model.py", "train.py"]
     study = tmp_path / "results" / "tiny"
     with (study / "cells.csv").open(newline="") as file:
-        rows = {row["strategy"]: row for row in csv.DictReader(file)}
+        every = list(csv.DictReader(file))
+    rows = {row["strategy"]: row for row in every if row["experiment"] == "first"}
     assert rows["mine"]["same_work"] == "yes"
+    assert [r["status"] for r in every if r["model"] == "my-gpt"] == ["ok", "ok"]
     assert rows["ddp"]["same_work"] == ""
     with (study / "audit.csv").open(newline="") as file:
         found = {f["rule"] for f in csv.DictReader(file) if f["strategy"] == "mine"}
     assert found <= OF_THE_MACHINE
-    assert "mine" in (study / "report.html").read_text()
+    report = (study / "report.html").read_text()
+    assert "mine" in report
+    assert "my-gpt" in report
     # A changed script, or one beside it, trains its cells again, and no others.
     assert workflow.jobs() == {}
     (tmp_path / "model.py").write_text(MODEL + "\n# changed\n")
-    assert workflow.jobs()["train_cell"] == 2  # ddp has the network's file
+    assert workflow.jobs()["train_cell"] == 4  # ddp has the network's file
     (tmp_path / "model.py").write_text(MODEL)
     assert workflow.jobs() == {}
     (tmp_path / "train.py").write_text(trainer() + "# changed\n")
-    assert workflow.jobs()["train_cell"] == 1
+    assert workflow.jobs()["train_cell"] == 3
+    # What its trainer alone builds is neither checked nor planned, and refused for other strategies.
+    checked = workflow.run("check")
+    assert checked.returncode == 0, checked.stdout
+    assert "not checked: it has a name alone" in " ".join(checked.stdout.split())
+    planned = workflow.run("plan")
+    assert planned.returncode == 0, planned.stdout
     # What is not there is told before any job.
     (tmp_path / "train.py").unlink()
     told = workflow.run()

@@ -274,6 +274,8 @@ def _found_of(request: Request) -> CheckResult:
 def _found_of_network(request: Request) -> CheckResult:
     from stratbench.workload.network.trial import NO_VALUES, PassFailed
 
+    if models.has_name_alone(request.network):
+        return CheckResult(unchecked="it has a name alone: the command that trains it builds it")
     parameters = _parameters(request)
     if models.facts_of(request.network).own and parameters <= MOST_REAL_PARAMETERS:
         found = _tried(request, on_fakes=False)

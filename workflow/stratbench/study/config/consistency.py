@@ -322,8 +322,13 @@ def _strategy_faults(
     gpus_per_node: int,
 ) -> Iterator[str]:
     networks = {m: models.named_model(m, models.spec_of(m, given)) for m in block["models"]}
+    name_alone = [
+        m for m in block["models"] if given.get(m, {}).get("call") == libraries.NAME_ALONE
+    ]
     for name, base, options in _strategies(block, study):
         strategy = strategy_class(base)
+        if name_alone and strategy.kind != "own":
+            yield f".strategies = {name!r}: {name_alone[0]}: {libraries.BUILT_BY_COMMAND}"
         most = strategy.max_workers
         if most is not None and min(block["gpus"]) > most:
             yield (

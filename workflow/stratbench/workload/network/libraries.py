@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.text.words import repr_of
+from stratbench.workload.users_code import Unsuitable
 
 #: Keys that name a model in a library, each the name of its package.
 LIBRARIES = ("transformers", "timm")
@@ -24,6 +25,13 @@ LIBRARIES = ("transformers", "timm")
 HERE = "stratbench.workload.network.hugging_face"
 #: Keys of a config, transformers' names and older ones, that say how many heads keys and values have.
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
+#: The call of a model that has a name alone: a trainer of the user's builds it.
+NAME_ALONE = f"{__name__}:name_alone"
+#: Why nothing here can build it.
+BUILT_BY_COMMAND = (
+    "it has a name alone, so only a trainer of your own (strategy `command`) builds it; give it `call`, "
+    "`transformers` or `timm` for other strategies"
+)
 
 
 def as_call(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +40,8 @@ def as_call(spec: Mapping[str, Any]) -> dict[str, Any]:
     The content of a config file becomes an argument, so that cells depend on it and not on its place.
     """
     given = [key for key in ("call", *LIBRARIES) if key in spec]
+    if not given and not any(spec.values()):
+        return {**spec, "call": NAME_ALONE}
     if len(given) != 1:
         raise ValueError(
             f": give one of call, {' and '.join(LIBRARIES)}; given: {', '.join(given) or 'none'}"
@@ -48,6 +58,15 @@ def as_call(spec: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f".kwargs: belongs to `call`; with `{kind}` write arguments")
     call = {key: spec[key] for key in ("shard", "tensor_plan", "heads", "pieces")}
     return call | (_of_transformers if kind == "transformers" else _of_timm)(spec)
+
+
+def name_alone() -> None:
+    """What is called for a model with a name alone.
+
+    Raises:
+        Unsuitable: Always.
+    """
+    raise Unsuitable(BUILT_BY_COMMAND)
 
 
 def _of_timm(spec: Mapping[str, Any]) -> dict[str, Any]:

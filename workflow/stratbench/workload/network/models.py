@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from stratbench.workload import users_code
-from stratbench.workload.network import own
+from stratbench.workload.network import libraries, own
 from stratbench.workload.network.own import OwnModel
 from stratbench.workload.network.registry import FAMILIES, MODELS, Model, facts_of
 
@@ -261,6 +261,12 @@ def trial_of(
             raise
         cast = "cast what a layer takes to the dtype of its weight"
         raise type(e)(f"{e}; {formats}: {cast}") from e
+
+
+def has_name_alone(name: str | Model) -> bool:
+    """Whether a trainer of the user's builds the model, and nothing here can."""
+    stated = facts_of(name).own
+    return stated is not None and stated.call == libraries.NAME_ALONE
 
 
 def in_words(name: str | Model) -> str:
