@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pandas as pd
@@ -154,16 +154,20 @@ def test_one_line_says_how_many_answers_are_sure():
         lead_of([("a", tie)] * 3),
         lead_of([("a", one), ("b", tie)]),
         lead_of([("a", sure)]),
+        lead_of([("a", sure), ("b", sure), ("c", sure)]),
+        lead_of([("a", sure), ("b", replace(tie, strategy="ddp")), ("c", sure)]),
     ]
     assert lines == [
         "One answer is sure: ddp × 8 for a. One holds with a condition, one rests on one run of each "
         "cell and one has no strategy to recommend.",
         "One question, no sure answer yet: it rests on one run of each cell.",
         "Two questions, no sure answer yet: both do not tell the first two apart.",
-        "Three questions, no sure answer yet: all hold with a condition.",
+        "Three questions, no sure answer yet (zero1 × 8 in all): all hold with a condition.",
         "Two questions, no sure answer yet. One holds with a condition and one rests on one run of each "
         "cell.",
         "One answer is sure: ddp × 8 for a.",
+        "Three answers are sure: ddp × 8 in all.",
+        "Two answers are sure: ddp × 8 for a; ddp × 8 for c. One holds with a condition.",
     ]
 
 

@@ -257,14 +257,18 @@ def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
     if not answers:
         return ""
     sentences = []
+    choices = {a.name for _, a in answers}
+    alike = choices.pop() if len(answers) > 2 and len(choices) == 1 else ""
     if sure:
         names = [f"{a.name} for {model}" for model, a in sure]
         listed = "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
+        listed = f"{alike} in all" if alike and len(sure) == len(answers) else listed
         verb = "answer is" if len(sure) == 1 else "answers are"
         sentences.append(f"{number(len(sure)).capitalize()} {verb} sure: {listed}.")
     else:
         questions = "question" if len(answers) == 1 else "questions"
         opening = f"{number(len(answers)).capitalize()} {questions}, no sure answer yet"
+        opening += f" ({alike} in all)" if alike else ""
         if len({a.kind for _, a in answers}) == 1:
             one, many = KINDS[answers[0][1].kind]
             same = {1: f"it {one}", 2: f"both {many}"}.get(len(answers), f"all {many}")
