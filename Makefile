@@ -1,6 +1,7 @@
 # make demo    sets itself up, runs the demo study on this machine, writes results/demo/report.html
 # make test    sets itself up, runs all tests: 20 to 30 minutes on 2 cores; make test-quick without the slow ones
-# make lint    formatting and style                    make docs         regenerates generated pages
+# make lint    formatting and style     make docs    regenerates generated pages (make pages), and builds the
+#              site of all pages in docs/_build/html (make site), with Sphinx in an environment of its own
 # make gpu-check   checks the engine on a GPU, at most 10 minutes; uses $(PYTHON) where it has PyTorch
 # make test-gpu-path   tests without a GPU what runs on one: PyTorch's CUDA build (a download of some GB) on a GPU
 #              in software (tests/software_gpu); no part of make test
@@ -19,14 +20,16 @@ DEEPSPEED_VENV := .venv-deepspeed
 DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.requirements
 TRANSFORMERS_VENV := .venv-transformers
 TRANSFORMERS_STAMP := $(TRANSFORMERS_VENV)/.requirements
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.requirements
 PIP := -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: demo test test-quick lint docs clean clean-results setup gpu-check test-gpu-path test-deepspeed test-transformers
+.PHONY: demo test test-quick lint docs pages site clean clean-results setup gpu-check test-gpu-path test-deepspeed test-transformers
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n 's/^# //p' Makefile | head -9
+	@sed -n 's/^# //p' Makefile | head -10
 
 setup: $(RUN_STAMP)
 
@@ -66,9 +69,21 @@ lint: $(DEV_STAMP)
 	$(BIN)/snakefmt --check Snakefile workflow/rules
 	$(BIN)/snakemake --lint
 
-docs: $(DEV_STAMP)
+docs: pages site
+
+pages: $(DEV_STAMP)
 	PYTHONPATH=workflow $(BIN)/python docs/architecture.py
 	PYTHONPATH=workflow $(BIN)/python docs/config_tables.py docs/configuration.md
+
+$(DOCS_STAMP): envs/requirements-docs.txt envs/constraints.txt | $(DOCS_VENV)/bin/python
+	@echo "installing envs/requirements-docs.txt into $(DOCS_VENV)"
+	@$(DOCS_VENV)/bin/python $(PIP) -r envs/requirements-docs.txt
+	@touch $@
+
+# A broken link or a page in no table of contents is an error. Nothing is read from a network.
+site: $(DOCS_STAMP)
+	$(DOCS_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d docs/_build/doctrees . docs/_build/html
+	@echo "site: docs/_build/html/index.html"
 
 $(GPU_PATH_STAMP): envs/requirements-gpu-path.txt envs/requirements.txt envs/requirements-dev.txt envs/constraints.txt | $(GPU_PATH_VENV)/bin/python
 	@echo "installing envs/requirements-gpu-path.txt into $(GPU_PATH_VENV) (PyTorch and its CUDA libraries: some GB)"
@@ -107,7 +122,7 @@ gpu-check:
 	else $(MAKE) --no-print-directory setup && $(BIN)/python benchmarks/gpu/check.py $(ARGS); fi
 
 clean:
-	rm -rf $(VENV) $(GPU_PATH_VENV) $(DEEPSPEED_VENV) $(TRANSFORMERS_VENV)
+	rm -rf $(VENV) $(GPU_PATH_VENV) $(DEEPSPEED_VENV) $(TRANSFORMERS_VENV) $(DOCS_VENV) docs/_build
 	@[ ! -e results ] || echo "results is kept: make clean-results deletes it"
 
 # With results goes .snakemake, which knows what they were made from.

@@ -170,7 +170,7 @@ def test_what_a_strategy_needs_has_its_pin():
 
 def test_every_requirement_is_pinned_exactly_and_constrained_alike():
     constraints = pins("envs/constraints.txt")
-    for kind in ("", "-dev", "-analysis", "-deepspeed", "-transformers"):
+    for kind in ("", "-dev", "-analysis", "-deepspeed", "-transformers", "-docs"):
         path = f"envs/requirements{kind}.txt"
         for pin in pins(path):
             assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+", pin), f"{path}: {pin}"
