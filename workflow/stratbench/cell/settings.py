@@ -141,8 +141,8 @@ class Settings:
         "are processes of this machine.")
     checkpoint_every: int | None = setting(None, minimum=1,
         help="Steps after which each worker keeps its state on the disk, so that a cell whose node is lost, "
-        "or whose job is ended, goes on from there when it is tried again (docs/elastic.md). Keeping it is "
-        "in no training time, but what is written beside the training may disturb it. null: such a cell "
+        "or whose job is ended, goes on from there when it is tried again (docs/checkpoints.md). Keeping it "
+        "is in no training time, but what is written beside the training may disturb it. null: such a cell "
         "begins anew.")
     placement: Literal["device", "host"] = setting("device",
         help="Where the data set lies: whole on each worker's device; or in host memory, for what does not "
