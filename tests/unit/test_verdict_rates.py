@@ -1,6 +1,6 @@
 """How often the race claims what is not so, simulated through its own functions with fixed seeds.
 
-`benchmarks/statistics/verdict.py` makes the longer table that docs/verdict.md states.
+`benchmarks/statistics/verdict.py` makes the longer table that docs/validation/verdict.md states.
 """
 
 from __future__ import annotations

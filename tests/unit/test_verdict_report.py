@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -19,6 +21,8 @@ from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.report import report
 from stratbench.analysis.report.verdict_section import verdict_section
 from stratbench.analysis.tables import tables
+
+ROOT = Path(__file__).parents[2]
 
 
 def verdict_of(files: Files) -> str:
@@ -44,6 +48,13 @@ def told(tmp_path_factory) -> Files:
     against.main([*both, "--cells-out", f"{root}/against_cells.csv",
                   "--claims-out", f"{root}/against_claims.csv"])  # fmt: skip
     return files
+
+
+def test_the_page_on_verdicts_shows_what_is_printed(told, capfd):
+    page = (ROOT / "docs/verdict.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    told.command("tell")
+    assert example in capfd.readouterr().out
 
 
 def test_a_decision_goes_by_blocks_where_there_are_some_and_says_so(told):
