@@ -114,6 +114,7 @@ $(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt 
 # Nothing is downloaded from a hub of models.
 test-transformers: $(TRANSFORMERS_STAMP)
 	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/unit/test_transformers.py $(ARGS)
+	$(TRANSFORMERS_VENV)/bin/python -m pytest tests/workflow/test_tutorials.py -k transformers $(ARGS)
 
 # A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.
 gpu-check:
