@@ -12,7 +12,7 @@ import pytest
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.study import resume
+from stratbench.study import resume, snakemake_internals
 
 CELL = Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
 
@@ -27,7 +27,9 @@ class Output(list):
 def snakemake(monkeypatch: pytest.MonkeyPatch):
     """What is used of Snakemake's workflow; `log` tells what was done to it."""
     log: list[object] = []
-    monkeypatch.setattr(resume.os, "execv", lambda program, argv: log.append(argv[1:3]))
+    monkeypatch.setattr(
+        snakemake_internals.os, "execv", lambda program, argv: log.append(argv[1:3])
+    )
     return SimpleNamespace(
         dag=SimpleNamespace(
             needrun=lambda job: job.planned,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.study import resume
+from stratbench.study import snakemake_internals
 from stratbench.study.slurm import commands, live_jobs
 
 
@@ -42,7 +42,9 @@ def job(tmp_path: Path, *wildcards: str) -> SimpleNamespace:
 def snakemake(monkeypatch: pytest.MonkeyPatch):
     """What it uses of Snakemake's workflow; `log` tells what was done to it."""
     log: list[str] = []
-    monkeypatch.setattr(resume.os, "execv", lambda program, argv: log.append(argv[1:3]))
+    monkeypatch.setattr(
+        snakemake_internals.os, "execv", lambda program, argv: log.append(argv[1:3])
+    )
     return SimpleNamespace(
         persistence=SimpleNamespace(unlock=lambda: log.append("unlock")), log=log
     )

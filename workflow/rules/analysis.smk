@@ -10,9 +10,7 @@ report: "../report/workflow.rst"
 
 
 onsuccess:
-    if any(
-        job.rule.name == rules.write_report.rule.name for job in workflow.dag.jobs
-    ):
+    if internals.get_jobs(workflow, rules.write_report):
         print(folded(brief.answer_lines(Path(RESULTS, STUDY.name))), flush=True)
     end_round()
 

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
-from snakemake.settings.types import DeploymentMethod
 
 from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
@@ -20,6 +19,7 @@ from stratbench.plan.device_rates import named_gpus
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import faults
 from stratbench.study import resume
+from stratbench.study import snakemake_internals as internals
 from stratbench.study.config.config import load_config
 from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
@@ -31,7 +31,7 @@ from stratbench.study.verdict_round import Round
 from stratbench.workload.data.prepared import meta_name
 
 try:
-    CONFIG, STUDY = load_config(config, workflow.configfiles)
+    CONFIG, STUDY = load_config(config, internals.get_config_files(workflow))
     named_gpus(CONFIG["cluster"])
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
@@ -40,7 +40,7 @@ except ConfigError as error:
 BEGUN_S = time.time()
 JOBS = Jobs(CONFIG, STUDY)
 set_job_environment(CONFIG, PACKAGE_ROOT)
-add_cache_command(workflow.remote_execution_settings, Path(".snakemake/cache"))
+add_cache_command(internals.get_job_settings(workflow), Path(".snakemake/cache"))
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.
 FIND_PACKAGE = 'export PYTHONPATH="$STRATBENCH_PACKAGE${{PYTHONPATH:+:$PYTHONPATH}}"; '
@@ -54,13 +54,13 @@ VALUES = f"{job_values.OF_JOB} "
 TO_LOG = " > {log:q} 2>&1 || {{ cat {log:q} >&2; exit 1; }}"
 
 RESULTS = CONFIG["results"]
-if workflow.modifier.path_modifier.replace_prefix(RESULTS) != RESULTS:
+if internals.has_prefix(workflow, RESULTS):
     raise WorkflowError(
         "stratbench cannot be used as a module with `prefix:`; set `results` in its config instead"
     )
 CLUSTER = CONFIG["cluster"]
 # Whether jobs have another Python than this one. It finds the package of a clone, and nothing that is installed here.
-IN_CONDA = DeploymentMethod.CONDA in workflow.deployment_settings.deployment_method
+IN_CONDA = internals.uses_conda(workflow)
 if IN_CONDA and INSTALLED:
     raise WorkflowError(
         "--sdm conda: a conda environment does not find the stratbench that pip has installed; leave the option out, "
@@ -78,7 +78,7 @@ ASKS_PROJECTION = CONFIG["decide"]["gpus"] is not None and any(
 )
 NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
 ROUND = Round(
-    STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not workflow.is_main_process
+    STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not internals.is_main(workflow)
 )
 
 # Functions that say of cells that nothing can train them, before the first is submitted.
@@ -167,7 +167,7 @@ def worker_job_of(cell, resources):
     Worker jobs have the partition, account and the like of the cell's own job. Only in a job that SLURM runs is
     Snakemake not the main process.
     """
-    if not JOBS.settings_of(cell).elastic or workflow.is_main_process:
+    if not JOBS.settings_of(cell).elastic or internals.is_main(workflow):
         return ""
     asked = JOBS.request_of(cell).worker
     return WorkerJob.of(asked, resources, CLUSTER["worker_partition"]).as_json()
@@ -194,15 +194,12 @@ def verdict_of(wildcards):
     return list(filter(None, [told_verdict(wildcards)]))
 
 
-def on_slurm():
-    """Whether jobs are submitted to SLURM."""
-    return not workflow.local_exec and workflow.executor_plugin.name == "slurm"
-
-
 @cache
 def links_request():
     """What the measurement of links asks a scheduler for; of one node where there is no SLURM."""
-    return JOBS.links_request(cluster_nodes() if on_slurm() else [])
+    return JOBS.links_request(
+        cluster_nodes() if internals.is_on_slurm(workflow) else []
+    )
 
 
 def measured_links(wildcards):
@@ -268,7 +265,7 @@ def missing_needs(cells):
     settings = [(c.strategy, JOBS.settings_of(c)) for c in cells]
     used = [(name, strategy_class(s.strategy), s.options) for name, s in settings]
     lacking = [*faults(used), *STUDY.faults_of_code(cells)]
-    elsewhere = not workflow.local_exec
+    elsewhere = not internals.is_local(workflow)
     return lacking or [
         fault
         for check in START_CHECKS
@@ -281,28 +278,26 @@ def block_request(wildcards):
     return ROUND.request_of(block_of(wildcards))
 
 
-def jobs_of(rule):
-    """The jobs of a rule that are planned."""
-    return [job for job in workflow.dag.jobs if job.rule.name == rule.rule.name]
-
-
 def failed_jobs():
     """Yield what each failed job trained, and its log."""
-    for job in workflow.scheduler.failed:
-        if job.rule.name == rules.train_cell.rule.name:
+    for job in internals.iter_failed(workflow):
+        if internals.is_of_rule(job, rules.train_cell):
             yield cell_of(job.wildcards), Path(job.log[0])
-        elif job.rule.name == rules.run_block.rule.name:
+        elif internals.is_of_rule(job, rules.run_block):
             yield block_of(job.wildcards), Path(job.log[0])
 
 
 def begin_round():
     """Once the jobs are planned: keep the round for those of its jobs that run elsewhere."""
-    if jobs_of(rules.verdict):
+    if internals.get_jobs(workflow, rules.verdict):
         ROUND.keep()
 
 
 def end_round():
     """After a round: start the next, where the config says so and something is open."""
-    if jobs_of(rules.verdict) and CONFIG["verdict"]["rounds"] == "all":
+    if (
+        internals.get_jobs(workflow, rules.verdict)
+        and CONFIG["verdict"]["rounds"] == "all"
+    ):
         if not ROUND.content["done"] and or_workflow_error(ROUND.goes_on):
-            resume.restart(workflow)
+            internals.restart(workflow)

@@ -16,8 +16,9 @@ PACKAGE_ROOT = str(Path(RULES).parent)
 if PACKAGE_ROOT not in sys.path:
     sys.path.insert(0, PACKAGE_ROOT)
 
+from stratbench.study import snakemake_internals as internals
 from stratbench.study.versions import describe_old_packages, requirements
 
 # Not in each job again: it costs 0.1 s.
-if workflow.is_main_process and (old := describe_old_packages(requirements())):
+if internals.is_main(workflow) and (old := describe_old_packages(requirements())):
     raise WorkflowError("\n".join(old))

@@ -1,5 +1,4 @@
 import signal
-from threading import Thread
 
 from stratbench.study import job_values, order, resume
 from stratbench.study.slurm.job_requests import Submission, submit_what_fits
@@ -8,14 +7,10 @@ from stratbench.train import forkserver
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
 onstart:
-    # Snakemake's action takes a lock, for which its main thread, which may hold it, would wait for ever.
-    signal.signal(
-        signal.SIGTERM,
-        lambda *_: Thread(target=workflow.scheduler.exit_gracefully).start(),
-    )
+    signal.signal(signal.SIGTERM, lambda *_: internals.end_run(workflow))
     begin_round()
-    training = jobs_of(rules.train_cell)
-    planned = [job for job in training if workflow.dag.needrun(job)]
+    training = internals.get_jobs(workflow, rules.train_cell)
+    planned = [job for job in training if internals.is_planned(workflow, job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
     trained = [cell for cell, _ in cells]
     submissions = [
@@ -28,8 +23,8 @@ onstart:
         )
         for cell, job in cells
     ]
-    for job in jobs_of(rules.run_block):
-        if workflow.dag.needrun(job):
+    for job in internals.get_jobs(workflow, rules.run_block):
+        if internals.is_planned(workflow, job):
             planned.append(job)
             plan = block_of(job.wildcards)
             trained += map(plan.cell, plan.order)
@@ -41,16 +36,18 @@ onstart:
             )
     if lacking := missing_needs(trained):
         raise WorkflowError("\n".join(lacking))
-    if on_slurm() and (unheld := submit_what_fits(workflow, submissions)):
+    if internals.is_on_slurm(workflow) and (
+        unheld := submit_what_fits(workflow, submissions)
+    ):
         raise WorkflowError("\n".join(unheld))
-    if not workflow.local_exec:
+    if not internals.is_local(workflow):
         # Snakemake does not know its SLURM jobs again after it was killed.
         live_jobs.hold_until_ended(workflow, planned)
     resume.keep_finished(workflow, training)
     order.start_by_priority(workflow)
     job_values.keep_config(workflow)
-    job_values.write_values(workflow.dag.needrun_jobs())
-    if workflow.local_exec and submissions:
+    job_values.write_values(internals.iter_planned(workflow))
+    if internals.is_local(workflow) and submissions:
         forkserver.share_until_exit()
 
 

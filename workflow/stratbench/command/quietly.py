@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import sys
 
-import snakemake.cli
 from snakemake_interface_logger_plugins.common import LogEvent
+
+from stratbench.study.snakemake_internals import run_with
 
 
 class BeforeRules(logging.Handler):
@@ -26,9 +27,7 @@ class BeforeRules(logging.Handler):
 
 def main() -> None:
     """Takes Snakemake's arguments, and ends with its exit code."""
-    # Snakemake clears the handlers of its own logger, `snakemake.logging`.
-    logging.getLogger("snakemake").addHandler(BeforeRules())
-    snakemake.cli.main()
+    run_with(BeforeRules())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from stratbench.workload.torch_internals import unscale
+
 
 class LossScale:
     """What a worker multiplies its loss by: torch.amp.GradScaler's rule with its defaults.
@@ -55,4 +57,4 @@ class Unscaler:
 
     def unscale(self, grads: Tensor) -> None:
         """Divide `grads` by the scale, in place."""
-        torch._amp_foreach_non_finite_check_and_unscale_([grads], self.found, self._inverse)
+        unscale([grads], self.found, self._inverse)

@@ -93,9 +93,8 @@ def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
 
 def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
     """What of a network is worth knowing although every strategy trains it."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     from stratbench.workload.network.trial import tied_parameters
+    from stratbench.workload.torch_internals import BatchNorm
 
     for names in tied_parameters(model):
         yield (
@@ -104,7 +103,7 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
         )
     if formats := models.changed_formats(model):
         yield formats
-    norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, _BatchNorm))
+    norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, BatchNorm))
     if written := [name for name in trial.written if not name.startswith(norms)]:
         yield f"forward writes the buffers {names_text(written)}"
     if trial.replaced:
@@ -137,7 +136,8 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
 def unregistered(model: nn.Module) -> list[str]:
     """Plain attributes that hold parameters, by themselves or of modules, which the network does not know."""
     from torch import nn
-    from torch.utils._pytree import tree_leaves
+
+    from stratbench.workload.torch_internals import tree_leaves
 
     known = set(model.parameters())
     found = []

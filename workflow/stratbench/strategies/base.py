@@ -605,6 +605,8 @@ class Collective(Strategy):
         """Scale gradients and loss to the sum over the global batch divided by its weight."""
         import torch
 
+        from stratbench.workload.torch_internals import multiply_all
+
         own = torch.zeros((), dtype=torch.float64, device=self.worker.device)
         for weight in self.part_weights:
             own += weight
@@ -614,7 +616,7 @@ class Collective(Strategy):
         for gradient in self.gradients():
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, dtype), gradients in alike.items():
-            torch._foreach_mul_(gradients, factor.to(device, dtype))
+            multiply_all(gradients, factor.to(device, dtype))
         return loss * factor.to(loss.dtype)
 
     def mean_weight(self, own: Tensor) -> Tensor:
@@ -870,13 +872,10 @@ def compiled(module: nn.Module, s: Settings) -> nn.Module:
     if not s.compile:
         return module
     import torch
-    from torch._dynamo import config
-    from torch._inductor import config as inductor
 
-    # Each layer's own shape takes a graph of the same code.
-    config.recompile_limit = max(config.recompile_limit, 256)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4096)
-    inductor.compile_threads = 1  # no processes beside the worker
+    from stratbench.workload.torch_internals import configure_compiler
+
+    configure_compiler()
     return torch.compile(module, dynamic=False)
 
 

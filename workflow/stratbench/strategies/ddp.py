@@ -48,7 +48,9 @@ def sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
 
     torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
     """
-    logged = module._get_ddp_logging_data()
+    from stratbench.workload.torch_internals import read_ddp_log
+
+    logged = read_ddp_log(module)
     last = logged.get("iteration", 0)
     steps = min(last, 10) + max(0, last // every - 10 // every)
     return SampledTimes(
@@ -180,6 +182,8 @@ class DDP(base.Collective):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
+        from stratbench.workload.torch_internals import log_each_step
+
         module = DistributedDataParallel(
             model,
             device_ids=[worker.device] if worker.device.type == "cuda" else None,
@@ -189,7 +193,7 @@ class DDP(base.Collective):
         # On a GPU DDP waits for its events when it samples, so there its own rate stays.
         self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
-            module._set_ddp_runtime_logging_sample_rate(1)
+            log_each_step(module)
         self.compressor = self.make_compressor(worker.world_size)
         if self.compressor is not None:
             module.register_comm_hook(None, self.compressor.hook)
@@ -255,8 +259,10 @@ class DDP(base.Collective):
             yield model
 
     def report(self) -> dict[str, Any]:
+        from stratbench.workload.torch_internals import read_ddp_log
+
         report = super().report()
-        logged = self.module._get_ddp_logging_data()
+        logged = read_ddp_log(self.module)
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         report["details"]["bucket_bytes"] = [int(n) for n in str(sizes).split(",") if n.strip()]
         if self.compressor is not None:

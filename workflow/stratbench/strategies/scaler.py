@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stratbench.workload.torch_internals import ObservableScaler
 
-class SharedScaler(torch.amp.GradScaler):
+
+class SharedScaler(ObservableScaler):
     """GradScaler whose overflow flag is, if `shared`, the maximum over all workers.
 
     With sharded gradients an overflow shows up in one worker's shard only; without the reduction
@@ -22,13 +25,11 @@ class SharedScaler(torch.amp.GradScaler):
         self._shared = shared
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
-    def _unscale_grads_(self, *args, **kwargs):
-        overflows = super()._unscale_grads_(*args, **kwargs)
-        for flag in overflows.values():
+    def observe(self, flags: Iterable[torch.Tensor]) -> None:
+        for flag in flags:
             if self._shared:
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             self._skipped += (flag > 0).squeeze()
-        return overflows
 
     def counts(self) -> dict[str, Any]:
         """Its scale and what it has counted (synchronises); JSON can hold it."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import replacing
+from stratbench.study import snakemake_internals as internals
 
 OPTION = "--values"
 #: The option in the command of a rule.
@@ -30,23 +31,25 @@ def keep_config(workflow: Any) -> None:
     Args:
         workflow: Snakemake's, before its first job.
     """
-    text = json.dumps(workflow.globals["config"], default=str)
+    text = json.dumps(internals.get_config(workflow), default=str)
     path = CONFIGS / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    settings = workflow.config_settings
-    settings.configfiles, settings.config_args = [path.absolute()], []
+    internals.give_config(workflow, path)
 
 
 def is_given_config(workflow: Any) -> bool:
     """Return whether this process is a job that was given its run's config."""
-    return any(Path(p).parent.parts[-2:] == CONFIGS.parts for p in workflow.overwrite_configfiles)
+    return any(
+        Path(p).parent.parts[-2:] == CONFIGS.parts
+        for p in internals.get_named_config_files(workflow)
+    )
 
 
 def write_values(jobs: Iterable[Any]) -> None:
     """Write the file of each of Snakemake's `jobs` whose command names one."""
     for job in jobs:
-        command = job.rule.shellcmd or ""
+        command = internals.get_command(job)
         if OPTION in command:
             names = re.findall(r" @(\w+)", command)
             text = json.dumps({name: getattr(job.params, name) for name in names})

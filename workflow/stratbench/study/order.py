@@ -6,10 +6,10 @@ A machine that changes while a study runs, by heat or by its neighbours, then ch
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
+from stratbench.study.snakemake_internals import start_sorted
 
 #: Repeats of a study at most, places of comparisons in a repeat, and places in a comparison; of a size that
 #: the arithmetic of a solver holds (Snakemake without `scheduler: greedy`).
@@ -40,9 +40,4 @@ def start_by_priority(workflow: Any) -> None:
     It chooses by priority and starts what it has chosen in any order, which on SLURM is that of the queue.
     `workflow` is Snakemake's, about to start its first job.
     """
-    run = workflow.scheduler.run
-
-    def in_order(jobs: Sequence[Any], *others: Any, **named: Any) -> Any:
-        return run(sorted(jobs, key=lambda job: -job.priority), *others, **named)
-
-    workflow.scheduler.run = in_order
+    start_sorted(workflow, key=lambda job: -job.priority)

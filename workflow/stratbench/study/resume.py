@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.settings import Settings
+from stratbench.study import snakemake_internals as internals
 
 #: The data sets of which `forget_other_data` has told.
 _told: set[str] = set()
@@ -24,25 +24,24 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
     as finished with unknown settings: Snakemake would keep it when the settings change. Does nothing,
     and returns, if all is noted. `workflow` and the jobs are Snakemake's.
     """
-    dag, persistence = workflow.dag, workflow.persistence
     again = False
     for job in jobs:
         if not all(Path(path).exists() for path in job.output):
             continue
-        planned = dag.needrun(job)
+        planned = internals.is_planned(workflow, job)
         # Finished since it was planned: whatever it is, it need not be planned.
-        again |= planned and bool(dag.reason(job).missing_output)
-        cut_off = planned and bool(workflow.async_run(persistence.incomplete(job)))
-        unknown = not planned and not persistence.has_metadata(job)
+        again |= planned and internals.lacks_output(workflow, job)
+        cut_off = planned and internals.is_cut_off(workflow, job)
+        unknown = not planned and not internals.is_known(workflow, job)
         if (cut_off or unknown) and record.is_of(
             job.output.record, job.params.cell, job.params.settings
         ):
-            workflow.async_run(persistence.finished(job))
+            internals.note_finished(workflow, job)
             if cut_off:
                 again = True
                 print(f"finished as snakemake was killed: {job.output.record}", file=sys.stderr)
     if again:
-        restart(workflow)
+        internals.restart(workflow)
 
 
 def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
@@ -51,7 +50,7 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
     It does so by itself where it remembers the settings: not in a copy of the folder, nor where another
     folder with the same results has made the file since. Called as it plans the job, also in a dry run.
     """
-    if wanted.data_spec is None or str(path) in workflow.dag.forcefiles:
+    if wanted.data_spec is None or internals.is_forced(workflow, str(path)):
         return
     try:
         made = json.loads(path.read_bytes())
@@ -60,7 +59,7 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # there is none, or none that can be read: whoever reads it tells
     if others:
-        workflow.dag.forcefiles.add(str(path))
+        internals.force(workflow, str(path))
         if wanted.dataset not in _told:
             _told.add(wanted.dataset)
             print(
@@ -68,10 +67,3 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
                 "does not say on what, is made anew",
                 file=sys.stderr,
             )
-
-
-def restart(workflow: Any) -> None:
-    """Starts Snakemake again in this process's place: it plans by the files that now exist."""
-    workflow.persistence.unlock()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])

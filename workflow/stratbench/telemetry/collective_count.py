@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratbench.telemetry.collectives import CollectiveCall
+from stratbench.workload.torch_internals import (
+    TorchDispatchMode,
+    get_arguments,
+    resolve_group,
+    tree_leaves,
+)
 
 #: Collective operators by name without underscores at the ends; "" for those that move nothing.
 _KINDS = {
@@ -61,23 +65,15 @@ def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "no
     """What waits for a collective (`CollectiveCall.waiter`): by `async_op`, True where it is not given."""
     if op.namespace == _FUNCTIONAL:
         return "user"
-    names = [argument.name for argument in op._schema.arguments]
+    names = [argument.name for argument in get_arguments(op)]
     given = dict(zip(names, args, strict=False)) | kwargs
     return "none" if given.get("async_op", True) else "stream"
 
 
 def group_of(arguments: Any) -> torch.distributed.ProcessGroup | None:
     """A collective operator's group; None where it names none."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    for value in torch.utils._pytree.tree_leaves(arguments):
-        # A string may also be the operation's kind, as an object of another class may be.
-        with contextlib.suppress(RuntimeError, LookupError):
-            if isinstance(value, torch.ScriptObject):
-                return torch.distributed.ProcessGroup.unbox(value)
-            if isinstance(value, str):
-                return _resolve_process_group(value)
-    return None
+    groups = map(resolve_group, tree_leaves(arguments))
+    return next((group for group in groups if group is not None), None)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -40,12 +40,11 @@ class CompileWatch:
     """
 
     def __init__(self) -> None:
-        from torch._dynamo.callback import callback_handler
+        from stratbench.workload.torch_internals import watch_compiler
 
         self.compilations, self.seconds = 0, 0.0
         self._begun, self._warm = 0.0, 0
-        callback_handler.register_start_callback(self._start)
-        callback_handler.register_end_callback(self._end)
+        watch_compiler(self._start, self._end)
 
     def _start(self, _: Any) -> None:
         self._begun = time.perf_counter()

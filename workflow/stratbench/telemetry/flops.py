@@ -29,13 +29,14 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     from torch.utils.flop_counter import FlopCounterMode
 
     from stratbench.workload.known_values import KnownFakes
+    from stratbench.workload.torch_internals import count_attention
 
     # Not the meta device: networks know of fake tensors that these have no values.
     with KnownFakes():
         model = build().eval()  # in training, BatchNorm refuses a single sample
         text = len(input_shape) == 1
         x = torch.empty(1, *input_shape, dtype=torch.int64 if text else torch.float32)
-        attention = attention_formulas()
+        attention = count_attention()
         with (
             torch.no_grad(),
             FlopCounterMode(display=False, custom_mapping=attention) as counter,
@@ -50,25 +51,6 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
                 model(x).sum().backward()
             training = min(counter.get_total_flops(), TRAINING_FLOPS * forward)
     return {"forward_flops_per_sample": forward, "training_flops_per_sample": training}
-
-
-def attention_formulas() -> dict[Any, Callable[..., int]]:
-    """Operations of the fused attention that tensors on CPUs take, real or fake, by the arguments' shapes.
-
-    PyTorch counts those of CUDA alone. As there, all scores count, also those that a causal mask leaves out.
-    """
-    import torch
-    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
-
-    def of_forward(*shapes: Any, **_named: Any) -> int:
-        return sdpa_flop_count(*shapes[:3])
-
-    def of_backward(*shapes: Any, **_named: Any) -> int:
-        return sdpa_backward_flop_count(*shapes[:4])
-
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return {forward: of_forward, backward: of_backward}
 
 
 def _of_convolutions_backward(

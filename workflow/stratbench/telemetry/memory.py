@@ -20,6 +20,7 @@ from torch import nn
 
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.shards import free_gathered, local_part
+from stratbench.workload.torch_internals import free_cublas_workspaces
 
 METHOD_RESET = "vmhwm"
 # Without the reset, a peak before start() can hide the one asked for: upper bounds.
@@ -52,7 +53,7 @@ class MemoryMeter:
             self._nvml = self._nvml or Nvml()
             torch.cuda.synchronize(self.device)
             # cuBLAS keeps tens of MiB for each stream, which are no model states.
-            torch._C._cuda_clearCublasWorkspaces()
+            free_cublas_workspaces()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._method = METHOD_CUDA
             self._base_bytes = torch.cuda.memory_allocated(self.device)
@@ -117,7 +118,7 @@ def _requested_bytes(device: torch.device) -> dict[str, int]:
     before = torch.cuda.memory_stats(device)
     if not before.get("requested_bytes.all.peak"):  # another allocator (cudaMallocAsync)
         return {}
-    torch._C._cuda_clearCublasWorkspaces()
+    free_cublas_workspaces()
     kept_bytes = (
         before["requested_bytes.all.current"]
         - torch.cuda.memory_stats(device)["requested_bytes.all.current"]

@@ -36,6 +36,7 @@ from stratbench.train.restarts.keeping import Keeper
 from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
 from stratbench.workload.generators import Generators
 from stratbench.workload.tasks import Evaluated, Task, evaluated, sums_of_batch
+from stratbench.workload.torch_internals import wait_for_collectives
 
 
 @dataclass
@@ -327,7 +328,7 @@ def let_go_of_collectives(device: torch.device) -> None:
     called; after a quick warm-up they would lie in the peak, as large as all gradients.
     """
     torch.cuda.synchronize(device)
-    dist.group.WORLD._wait_for_pending_works()  # which the watchdog has not seen
+    wait_for_collectives()  # which the watchdog has not seen
     dist.all_reduce(torch.zeros(1, device=device))
 
 

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
+
+from stratbench.workload.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    OpOverload,
+    get_arguments,
+    get_storage_key,
+    writes_arguments,
 )
 
 #: The most numbers that all tensors may have from which a value is made: a mask of 4096 positions.
@@ -75,7 +79,7 @@ class KnownFakes(FakeTensorMode):
         recipe = None
         if isinstance(out, Tensor) and out.layout is torch.strided:
             recipe = self._recipe(op, args, kwargs, out.numel())
-        if op._schema.is_mutable:
+        if writes_arguments(op):
             for tensor in _written_by(op, args, kwargs):
                 # Views of what was written to have other values now: all of that storage are forgotten.
                 if tensor.layout is torch.strided and (key := _storage(tensor)) in self._written:
@@ -133,12 +137,12 @@ class _Unknown(Exception):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return get_storage_key(tensor.untyped_storage())
 
 
 def _written_by(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The operands that an operation writes to."""
-    for i, argument in enumerate(op._schema.arguments):
+    for i, argument in enumerate(get_arguments(op)):
         if argument.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             each = value if isinstance(value, list | tuple) else [value]
@@ -170,7 +174,7 @@ def _made(operand: Any, made: dict[Recipe, Any]) -> Any:
         return operand
     if operand not in made:
         args = _made(operand.args, made)
-        if operand.op._schema.is_mutable:  # other recipes go by what it was
+        if writes_arguments(operand.op):  # other recipes go by what it was
             args[0] = args[0].clone()
         kwargs = {key: _made(value, made) for key, value in operand.kwargs.items()}
         if "device" in kwargs:

@@ -8,8 +8,10 @@ import gc
 # takes 0.5 s of 2.5 s, so it looks for none now and, once they are frozen, not among them later.
 gc.disable()
 try:
+    from stratbench.workload.torch_internals import import_compiler
+
     # Every optimizer's constructor would import this part, in 1.5 s of each process.
-    import torch._dynamo  # noqa: F401
+    import_compiler()
 finally:
     gc.freeze()
     gc.enable()

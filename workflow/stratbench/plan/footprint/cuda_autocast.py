@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
+from stratbench.plan.footprint.torch_internals import no_autocast, unregister
+from stratbench.workload.torch_internals import get_arguments
+
 #: What is computed in float32, of operands that are cast.
 FLOAT32 = frozenset({
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
@@ -40,7 +43,6 @@ BY_OTHER = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.S
 #: are in the scores' own format.
 BY_PARTS = ("cross_entropy_loss",)
 SHORT = (torch.float16, torch.bfloat16)
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @contextmanager
@@ -58,7 +60,7 @@ def cuda_autocast() -> Iterator[None]:
                 library.impl(name, _outside(partial(kernel, _op(name))))
         yield
     finally:
-        library._destroy()
+        unregister(library)
 
 
 def _op(name: str) -> Any:
@@ -70,7 +72,7 @@ def _outside(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, within which nothing is cast."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with no_autocast():
             return kernel(*args, **kwargs)
 
     return called
@@ -85,7 +87,7 @@ def _cast(value: Any) -> Any:
 
 
 def _by_dtype(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    place = [argument.name for argument in op._schema.arguments].index("dtype") - 1
+    place = [argument.name for argument in get_arguments(op)].index("dtype") - 1
     given = args[place] if place < len(args) else kwargs.get("dtype")
     if x.dtype in SHORT and given is None:
         return op(x, *args[:place], **kwargs | {"dtype": torch.float32})

@@ -24,9 +24,7 @@ from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.torch_internals import (
     FakeTensors,
     fake_group,
-    replaced,
     torch_on_fakes,
-    unset_fake_temporarily,
 )
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
@@ -42,6 +40,7 @@ from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
 from stratbench.workload.tasks import tried_task
+from stratbench.workload.torch_internals import replaced, unset_fake_temporarily
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512

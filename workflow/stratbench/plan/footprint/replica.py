@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stratbench.plan.footprint.torch_internals import bucketed, replaced
+from stratbench.workload.torch_internals import assign_buckets, replaced
 
 
 class Replica(nn.Module):
@@ -39,7 +39,7 @@ class Replica(nn.Module):
         # Backward makes gradients final in about the reverse order of the forward.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self._hooked: list[GradBucket] = []
-        groups = bucketed(parameters, bucket_cap_mb << 20)
+        groups = assign_buckets(parameters, bucket_cap_mb << 20)
         self.buckets = [
             parameters[group[0]].new_empty(sum(parameters[i].numel() for i in group))
             for group in groups

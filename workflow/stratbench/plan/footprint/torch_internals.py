@@ -1,13 +1,12 @@
-"""What the plan asks of PyTorch that it gives no promise of: an upgrade of it opens this file first.
+"""PyTorch's private and undocumented names that the plan alone uses: an upgrade of it opens this file, too.
 
-Names with an underscore, modules that are not documented, and what is put in the place of torch's own
-functions while a strategy runs on fake tensors. Strategies and the emulation of DDP keep to names that are
-documented, but for DDP's buckets, which both make by torch's own function.
+Names that training uses as well are in `workload.torch_internals`. Here is also what is put in the place of
+PyTorch's own functions while a strategy runs on fake tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -16,23 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_impls import register_op_impl
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.profiler import record_function
+from torch.library import Library
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from stratbench.workload.known_values import KnownFakes
+from stratbench.workload.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    count_attention,
+    replaced,
+    unset_fake_temporarily,
+)
 
-__all__ = [
-    "FakeTensors",
-    "TorchDispatchMode",
-    "bucketed",
-    "fake_group",
-    "number_of",
-    "replaced",
-    "torch_on_fakes",
-    "unset_fake_temporarily",
-]
+#: The operations of an operator, by its arguments and its result.
+FLOP_FORMULAS = flop_registry | {op: shape_wrapper(f) for op, f in count_attention().items()}
+_CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 #: A reduce-scatter's names, from PyTorch 2.13 on and before.
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
@@ -99,17 +99,6 @@ _PLAIN = frozenset(
 )
 
 
-def bucketed(parameters: Sequence[Tensor], cap_bytes: int) -> list[list[int]]:
-    """The parameters, by their numbers, in buckets of at most so many bytes, as DDP forms them."""
-    groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
-    return groups
-
-
-def number_of(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from all others that exist; on a fake one, which has no address."""
-    return storage._cdata
-
-
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """A process group of which this is one rank, and the others are not there; until the block ends."""
@@ -173,14 +162,15 @@ def torch_on_fakes(on_cuda: bool, fused: bool) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """`module.name` is `value` until the block ends: for torch's own, which cannot be told otherwise."""
-    kept = getattr(module, name)
-    setattr(module, name, value)
-    try:
+def no_autocast() -> Iterator[None]:
+    """In the block no operator on a CPU casts its operands."""
+    with torch._C._ExcludeDispatchKeyGuard(_CPU_AUTOCAST):
         yield
-    finally:
-        setattr(module, name, kept)
+
+
+def unregister(library: Library) -> None:
+    """Put back the kernels whose place those of `library` have taken."""
+    library._destroy()
 
 
 def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:

@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from stratbench.plan.footprint.reductions import Reduction
-from stratbench.plan.footprint.torch_internals import TorchDispatchMode, number_of
+from stratbench.plan.footprint.torch_internals import FLOP_FORMULAS
 from stratbench.plan.footprint.traffic import PARTS, staging_bytes
 from stratbench.telemetry.collective_count import collective_of, tensors_in
 from stratbench.telemetry.collectives import CollectiveCall
-from stratbench.telemetry.flops import attention_formulas
 from stratbench.telemetry.shards import local_part
+from stratbench.workload.torch_internals import (
+    CPU_ATTENTION_BACKWARD,
+    TorchDispatchMode,
+    get_storage_key,
+)
 
-_FLOPS = flop_registry | {op: shape_wrapper(f) for op, f in attention_formulas().items()}
 #: Scalars weigh nothing, and the loss scaler's come and go at other times in its first step.
 SCALAR_BYTES = 8
 
@@ -90,7 +92,7 @@ class OperatorTrace(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
             result = original(storage, n_bytes)
-            if (entry := self._known.get(number_of(storage))) is not None:
+            if (entry := self._known.get(get_storage_key(storage))) is not None:
                 self._change(entry, storage.size())
                 self.tags.setdefault(entry[0], "gathered")
             return result
@@ -117,17 +119,17 @@ class OperatorTrace(TorchDispatchMode):
             phase.touched_bytes += sum(map(_n_bytes, tensors_in((args, kwargs)))) + sum(
                 map(_n_bytes, tensors_in(out))
             )
-            if op._overloadpacket in _FLOPS:
-                flops = _FLOPS[op._overloadpacket](*args, **kwargs, out_val=out)
+            if op.overloadpacket in FLOP_FORMULAS:
+                flops = FLOP_FORMULAS[op.overloadpacket](*args, **kwargs, out_val=out)
                 phase.flops += flops
                 phase.attention_flops += flops * ("attention" in op.__name__)
-        if self._on_cpu and op._overloadpacket in _CONVOLUTIONS:
-            for copies_bytes in _CONVOLUTIONS[op._overloadpacket](args, out):
+        if self._on_cpu and op.overloadpacket in _CONVOLUTIONS:
+            for copies_bytes in _CONVOLUTIONS[op.overloadpacket](args, out):
                 self._passing("scratch", copies_bytes)
-        if not self._on_cpu and op._overloadpacket is _ATTENTION_BACKWARD:
+        if not self._on_cpu and op.overloadpacket is CPU_ATTENTION_BACKWARD:
             self._passing("scratch", _flash_attention_bytes(args[1]))
-        if not self._on_cpu and op._overloadpacket in _SUMS:
-            reduction = _SUMS[op._overloadpacket](args)
+        if not self._on_cpu and op.overloadpacket in _SUMS:
+            reduction = _SUMS[op.overloadpacket](args)
             if reduction is not None:
                 phase.reductions.append((len(self.events), reduction))
         if op.namespace == "fsdp":
@@ -170,7 +172,7 @@ class OperatorTrace(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage, whose size is logged if it has changed."""
         storage = tensor.untyped_storage()
-        key = number_of(storage)
+        key = get_storage_key(storage)
         entry = self._known.get(key)
         if entry is None:
             self._count += 1
@@ -274,10 +276,6 @@ _SUMS = {
     torch.ops.aten.mean: _sum_over_dims,
     torch.ops.aten.convolution_backward: _sum_of_bias,
 }
-
-
-#: The attention that a CPU takes, whose place flash attention has on CUDA.
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _flash_attention_bytes(query: torch.Tensor) -> list[int]:

@@ -171,7 +171,8 @@ class FSDP(Sharded):
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-        from torch.nn.modules.batchnorm import _BatchNorm
+
+        from stratbench.workload.torch_internals import BatchNorm
 
         self.group_size = group_size(
             self.options.shard_workers, worker.world_size, worker.local_world
@@ -195,7 +196,7 @@ class FSDP(Sharded):
         apart: list[nn.Module] = []
         if policy is not None:
             # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
-            apart = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+            apart = [m for m in model.modules() if isinstance(m, BatchNorm)]
             if apart:
                 fully_shard(apart, **arguments)
             arguments["mp_policy"] = policy
@@ -244,10 +245,10 @@ class FSDP(Sharded):
         return self.loss_of(self.compiled(x), y)
 
     def communication(self) -> dict[str, Any]:
-        from torch.nn.modules.batchnorm import _BatchNorm
+        from stratbench.workload.torch_internals import BatchNorm
 
         in_16_bits = self.policy is not None
-        norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, _BatchNorm)]
+        norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, BatchNorm)]
         full = {id(p) for m in norms for p in m.parameters()}
         again = self._gathered_again()
         w, s = self.worker.world_size, self.group_size

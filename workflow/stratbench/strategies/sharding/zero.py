@@ -100,13 +100,11 @@ class ZeRO1(base.Collective):
             yield base.parted(trial.parted)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
-        import torch.distributed as dist
+        from stratbench.workload.torch_internals import assign_buckets
 
         # Backward makes gradients final in about the reverse order of the forward.
         parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        groups, _ = dist._compute_bucket_assignment_by_size(
-            parameters, [self.options.bucket_cap_mb << 20]
-        )
+        groups = assign_buckets(parameters, self.options.bucket_cap_mb << 20)
         self.buckets = [
             Bucket([parameters[i] for i in group], worker.rank, worker.world_size)
             for group in groups

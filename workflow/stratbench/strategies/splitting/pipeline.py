@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 BATCHNORM = (
     "BatchNorm would normalise over micro-batches, which is another training than over the batch"
 )
-#: PyTorch's method by which stages vote on what they send, which is known here: 2.15 has another name for it.
-VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 #: Stages that each worker has by a schedule: every so many-th one.
 STAGES_A_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
@@ -301,14 +299,9 @@ class Pipeline(Split):
                     setattr(module, name, None)
 
     def kept_tensors(self) -> dict[str, list[Tensor]]:
-        infos = [
-            i
-            for s in self._stages
-            for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())
-        ]
-        # Of the network's own input there is none; before PyTorch 2.12 it has no such attribute, either.
-        buffers = [getattr(i, "buffer", None) for each in infos for i in each]
-        return {"received": [buffer for buffer in buffers if buffer is not None]}
+        from stratbench.workload.torch_internals import receive_buffers
+
+        return {"received": receive_buffers(self._stages)}
 
     # --- a step ------------------------------------------------------------------------------------
 
@@ -321,7 +314,8 @@ class Pipeline(Split):
 
     def make_schedule(self, samples: int) -> Any:
         """Stages and their schedule for `samples`; buffers for what is received come with its first step."""
-        from stratbench.strategies.splitting.stages import SCHEDULES, agree
+        from stratbench.strategies.splitting.stages import SCHEDULES
+        from stratbench.workload.torch_internals import skip_votes
 
         o = self.options
         self._stages = [self._stage(i, samples // o.microbatches) for i in self._parts]
@@ -329,10 +323,7 @@ class Pipeline(Split):
         given = self._stages if STAGES_A_WORKER[o.schedule] > 1 else self._stages[0]
         # The loss is divided instead: gradients of several parts of a batch add up.
         schedule = kind(given, o.microbatches, loss_fn=self._loss, scale_grads=False)
-        vote = next((name for name in VOTES if hasattr(kind, name)), None)
-        if vote is None:
-            raise RuntimeError(f"this PyTorch's {kind.__name__} has none of {', '.join(VOTES)}")
-        setattr(schedule, vote, agree)
+        skip_votes(schedule)
         return schedule
 
     def _stage(self, i: int, samples: int) -> Stage:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratbench.workload.network.pieces import Piece
+from stratbench.workload.torch_internals import get_storage_key, is_view
 
 #: The class of each schedule.
 SCHEDULES = {
@@ -52,13 +53,13 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
     figures = []
     for unit in units:
         own = {p for piece in unit for p in piece.parameters(like)}
-        weights = {p.untyped_storage()._cdata for p in own}
+        weights = {get_storage_key(p.untyped_storage()) for p in own}
         kept: dict[int, int] = {}
 
         def keep(t: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights) -> Tensor:
             storage = t.untyped_storage()
-            if storage._cdata not in weights:
-                kept[storage._cdata] = storage.nbytes()
+            if (key := get_storage_key(storage)) not in weights:
+                kept[key] = storage.nbytes()
             return t
 
         with saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False) as counter:
@@ -123,17 +124,6 @@ def _split(
     return best[n]
 
 
-def agree(stages: Sequence[PipelineStage], *_: Any, **__: Any) -> None:
-    """In place of PyTorch's asking all workers, by messages, whether they were given the shapes: they were.
-
-    Those that were not would be sent as pickles, and none is unpickled here (PyTorch from 2.13 on asks).
-    """
-    from torch.distributed.pipelining import stage
-
-    for each in stages:
-        each._inference_mode = stage.InferenceMode.STATIC
-
-
 class Part(nn.Module):
     """The pieces of one stage. What it gives has the weights' number format, and lies in one piece.
 
@@ -168,7 +158,7 @@ class Part(nn.Module):
             return x
         x = x.to(self._dtype).contiguous()
         # Zero-bubble lets go of the graph in place, which views do not bear.
-        return x.clone() if x._is_view() else x
+        return x.clone() if is_view(x) else x
 
     def forward(self, x: Tensor) -> Tensor:
         with self._precision():

@@ -24,6 +24,7 @@ from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import comment_of, tell
 from stratbench.study.slurm.unstarted_jobs import describe_unstarted
 from stratbench.study.slurm.waiting import describe_progress
+from stratbench.study.snakemake_internals import avoid_nodes, extend_executor, fail_silently
 
 #: Seconds between two requests for the states of all jobs: the first, and the most, while none ends.
 FIRST_LOOK_S, LONGEST_LOOK_S = 5.0, 60.0
@@ -90,7 +91,7 @@ class FollowsJobs(RemoteExecutor):
                 else f"SLURM refuses it: {why}. {f.asks.get(first, first)}."
             )
             # Without Snakemake's report, a page of its command line.
-            self.workflow.scheduler.error_callback(job_info.job)
+            fail_silently(self.workflow, job_info.job)
             return
         self._ended(job_info)
         f.failed.add(job_info.job)
@@ -245,8 +246,8 @@ class FollowsJobs(RemoteExecutor):
         settings = self.workflow.executor_settings
         if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
             return None  # SLURM starts it again
-        if word == "NODE_FAIL" and state and hasattr(self, "_failed_nodes"):
-            self._failed_nodes.add(state.nodes)  # the plugin asks for others from now on
+        if word == "NODE_FAIL" and state:
+            avoid_nodes(self, state.nodes)
         if not word:
             said = "SLURM does not know it any more, and it left no result"
         else:
@@ -339,7 +340,4 @@ def follow(workflow: Any, followed: Followed) -> None:
         workflow: Snakemake's, which submits to SLURM.
         followed: What is known of its jobs.
     """
-    executor = workflow.scheduler._executor
-    plugins = type(executor)
-    executor.followed = followed
-    executor.__class__ = type("FollowingExecutor", (FollowsJobs, plugins), {})
+    extend_executor(workflow, FollowsJobs).followed = followed

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench.study.resume import restart
 from stratbench.study.slurm.commands import printed_by
+from stratbench.study.snakemake_internals import restart
 
 #: The time between two status requests, each for all jobs, in seconds.
 POLL_S = 15

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stratbench.workload.torch_internals import abort_collectives, limit_collectives
+
 log = logging.getLogger(__name__)
 
 #: How long members wait for one another to form a group, and within a collective, in seconds.
@@ -67,7 +69,7 @@ class Group:
         dist.all_reduce(torch.zeros(1))
         if on_cuda:  # NCCL connects with its first collective
             dist.all_reduce(torch.zeros(1, device=self._device))
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), dist.group.WORLD)
+        limit_collectives(timedelta(seconds=COLLECTIVE_S))
 
     def dissolve(self) -> None:
         """Leave the group, whatever state it is in."""
@@ -89,7 +91,7 @@ class Group:
                 connection.shutdown(socket.SHUT_RDWR)
         if self._device.type == "cuda" and dist.is_initialized():
             try:
-                dist.distributed_c10d._abort_process_group()
+                abort_collectives()
             except RuntimeError:  # the collective then fails at its own time limit
                 log.exception("NCCL's operations could not be ended")
 

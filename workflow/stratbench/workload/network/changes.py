@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from stratbench.workload.torch_internals import (
+    TorchDispatchMode,
+    get_arguments,
+    get_buffers,
+    get_storage_key,
+    get_version,
+    tree_leaves,
+    writes_arguments,
+)
 
 #: The attributes that every nn.Module has; all others belong to its user.
 _OWN = frozenset(vars(nn.Module()))
@@ -75,7 +83,7 @@ class _Kept:
     def __init__(self, value: Any) -> None:
         self.value, self._content = value, None
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            self._version = value._version
+            self._version = get_version(value)
             self._content = value.detach().clone()
         elif isinstance(value, np.ndarray):
             self._content = value.copy()
@@ -96,7 +104,7 @@ class _Kept:
         if now is not self.value:
             return True
         if isinstance(now, Tensor):
-            return now._version != self._version
+            return get_version(now) != self._version
         if isinstance(now, np.ndarray):
             return not np.array_equal(now, kept)
         if isinstance(now, set):
@@ -110,7 +118,7 @@ class _Kept:
     def put_back(self) -> Any:
         value, kept = self.value, self._content
         if isinstance(kept, Tensor):
-            if value._version != self._version:
+            if get_version(value) != self._version:
                 with torch.no_grad():
                     value.copy_(kept)
         elif isinstance(kept, np.ndarray):
@@ -143,10 +151,10 @@ class Changes(TorchDispatchMode):
         self.draws = False
         self._by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for name, p in model.named_parameters():
-            self._by_storage.setdefault(p.untyped_storage()._cdata, []).append((name, p))
+            self._by_storage.setdefault(get_storage_key(p.untyped_storage()), []).append((name, p))
         self._parameters: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._buffers = [
-            (module, key, _path(prefix, key), b, b.detach().clone(), b._version)
+            (module, key, _path(prefix, key), b, b.detach().clone(), get_version(b))
             for prefix, module in model.named_modules()
             for key, b in module.named_buffers(recurse=False)
         ]
@@ -161,7 +169,9 @@ class Changes(TorchDispatchMode):
     def written(self) -> list[str]:
         """Buffers that were changed in place."""
         return [
-            name for *_, name, tensor, _copy, version in self._buffers if tensor._version != version
+            name
+            for *_, name, tensor, _copy, version in self._buffers
+            if get_version(tensor) != version
         ]
 
     @property
@@ -170,7 +180,7 @@ class Changes(TorchDispatchMode):
         return [
             name
             for module, key, name, tensor, *_ in self._buffers
-            if module._buffers.get(key) is not tensor
+            if get_buffers(module).get(key) is not tensor
         ]
 
     @property
@@ -183,7 +193,7 @@ class Changes(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = self.draws or _draws(func, args, kwargs)
         for t in _written_by(func, args, kwargs):
-            for name, p in self._by_storage.get(t.untyped_storage()._cdata, ()):
+            for name, p in self._by_storage.get(get_storage_key(t.untyped_storage()), ()):
                 if name not in self._parameters:
                     self._parameters[name] = p, p.detach().clone()
         return func(*args, **kwargs)
@@ -200,19 +210,19 @@ class Changes(TorchDispatchMode):
                 p.copy_(before)
             for i, (module, key, name, tensor, before, _version) in enumerate(self._buffers):
                 if others:
-                    module._buffers[key] = tensor
+                    get_buffers(module)[key] = tensor
                 if floats if tensor.is_floating_point() else others:
                     tensor.copy_(before)  # also where BatchNorm has not counted its change
-                    self._buffers[i] = (module, key, name, tensor, before, tensor._version)
+                    self._buffers[i] = (module, key, name, tensor, before, get_version(tensor))
         if others:
             self._attributes.put_back()
 
 
 def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator writes to, by its schema."""
-    if not func._schema.is_mutable:
+    if not writes_arguments(func):
         return
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(get_arguments(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
@@ -220,7 +230,7 @@ def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Ten
 
 def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator that may draw random numbers does: attention without dropout does not."""
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(get_arguments(func)):
         if argument.name in ("dropout_p", "p"):
             p = args[i] if i < len(args) else kwargs.get(argument.name, 0)
             return isinstance(p, Tensor) or p != 0

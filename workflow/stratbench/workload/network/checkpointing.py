@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from stratbench.workload.network.sharding import Groups
+from stratbench.workload.torch_internals import BatchNorm
 
 
 def blocks_of(groups: Groups) -> list[nn.Module]:
@@ -34,14 +34,12 @@ def checkpoint_blocks(groups: Groups) -> int:
     """
     blocks = blocks_of(groups)
     for block in blocks:
-        norms = [m for m in block.modules() if isinstance(m, _BatchNorm)]
+        norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
         block.forward = partial(_forward, block.forward, norms)
     return len(blocks)
 
 
-def _forward(
-    forward: Callable[..., Any], norms: list[_BatchNorm], *args: Any, **kwargs: Any
-) -> Any:
+def _forward(forward: Callable[..., Any], norms: list[BatchNorm], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling() or not norms:
@@ -51,12 +49,12 @@ def _forward(
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager, AbstractContextManager]:
+def _contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager, AbstractContextManager]:
     return nullcontext(), _without_statistics(norms)
 
 
 @contextmanager
-def _without_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+def _without_statistics(norms: list[BatchNorm]) -> Iterator[None]:
     """The layers' running statistics do not change in the block: they have seen this batch.
 
     With a momentum of 0 they become 1 x old + 0 x new, which is bit for bit the old.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from stratbench.workload.network.pieces import Plan
+from stratbench.workload.torch_internals import get_children
 from stratbench.workload.users_code import Unsuitable
 
 
@@ -218,14 +219,15 @@ class _Layer:
 
     def __call__(self, built: Scores, x: Tensor) -> Tensor:
         base = built.network.base_model
-        kept = {key: base._modules[key] for key in (self._layers, *self._after)}
+        children = get_children(base)
+        kept = {key: children[key] for key in (self._layers, *self._after)}
         layers = [_Same() for _ in kept[self._layers]]
         layers[self._number] = kept[self._layers][self._number]
-        base._modules |= dict.fromkeys(self._after, _Same()) | {self._layers: nn.ModuleList(layers)}
+        children |= dict.fromkeys(self._after, _Same()) | {self._layers: nn.ModuleList(layers)}
         try:
             return base(inputs_embeds=x).last_hidden_state
         finally:
-            base._modules |= kept
+            children |= kept
 
 
 class _Same(nn.Module):

@@ -138,7 +138,8 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
     so, since it reads a tensor's values, is first built on the CPU.
     """
     import torch
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from stratbench.workload.torch_internals import unset_fake_temporarily
 
     try:
         with _undrawn():
@@ -153,8 +154,9 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
 @contextmanager
 def _undrawn() -> Iterator[None]:
     """In the block no weights are drawn: memory that nobody writes to takes neither room nor time."""
-    from torch.nn import init
     from torch.overrides import TorchFunctionMode
+
+    from stratbench.workload.torch_internals import no_truncated_normals
 
     class Undrawn(TorchFunctionMode):
         def __torch_function__(
@@ -165,14 +167,8 @@ def _undrawn() -> Iterator[None]:
                 return args[0] if args else kwargs["tensor"]
             return func(*args, **kwargs)
 
-    # It looks whether what it has drawn lies within bounds, which fake numbers cannot say.
-    within_bounds = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
-    try:
-        with Undrawn():
-            yield
-    finally:
-        init._no_grad_trunc_normal_ = within_bounds
+    with no_truncated_normals(), Undrawn():
+        yield
 
 
 def for_training(
@@ -282,14 +278,15 @@ def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     A tensor with gaps in memory, or with one place for several numbers, gets dense memory of its own.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensor
+
+    from stratbench.workload.torch_internals import FakeTensor, overlaps_itself
 
     for t in [*model.parameters(), *model.buffers()]:
         placed = t.data.to(device, dtype if t.is_floating_point() else t.dtype)
         t.data = placed
         if isinstance(t, FakeTensor):  # it states its device itself, whatever memory it is given
             t.fake_device = placed.fake_device
-        if torch._debug_has_internal_overlap(t):
+        if overlaps_itself(t):
             t.data = t.data.clone(memory_format=torch.contiguous_format)
 
 
@@ -423,19 +420,19 @@ def facts_of_own(
 
 def has_batchnorm(model: nn.Module) -> bool:
     """Whether statistics over the (local) batch enter the training."""
-    from torch.nn.modules.batchnorm import _BatchNorm
+    from stratbench.workload.torch_internals import BatchNorm
 
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether random numbers enter the forward pass: dropout or stochastic depth with p > 0."""
-    from torch.nn.modules.dropout import _DropoutNd
     from torchvision.ops import StochasticDepth
 
+    from stratbench.workload.torch_internals import Dropout
+
     return any(
-        isinstance(module, _DropoutNd | StochasticDepth) and module.p > 0
-        for module in model.modules()
+        isinstance(module, Dropout | StochasticDepth) and module.p > 0 for module in model.modules()
     )
 
 

@@ -204,11 +204,13 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
 
 def _in_one_memory(model: nn.Module) -> tuple[str, str] | None:
     """The names of a parameter, and of another one or a buffer, that share memory; None: there are none."""
+    from stratbench.workload.torch_internals import get_storage_key
+
     tensors = [*model.named_parameters(), *model.named_buffers()]
     parameters = sum(1 for _ in model.parameters())
     by_storage: dict[int, list[tuple[str, Tensor, bool]]] = {}
     for i, (name, t) in enumerate(tensors):
-        key = t.untyped_storage()._cdata
+        key = get_storage_key(t.untyped_storage())
         by_storage.setdefault(key, []).append((name, t, i < parameters))
     for each in by_storage.values():
         for (name, t, is_parameter), (other, u, _) in combinations(each, 2):
@@ -220,7 +222,8 @@ def _in_one_memory(model: nn.Module) -> tuple[str, str] | None:
 def _overlap(t: Tensor, u: Tensor) -> bool:
     """Whether two tensors of one storage have a number in common."""
     import torch
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from stratbench.workload.torch_internals import unset_fake_temporarily
 
     (first, last), (start, stop) = (
         (

@@ -13,18 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedOperatorException,
-)
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from stratbench.workload.generators import Generators, generators_put_back, seed_generators
 from stratbench.workload.network.changes import Changes
 from stratbench.workload.tasks import Classification
+from stratbench.workload.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+    get_parameters,
+    get_version,
+    has_gradient_hooks,
+    is_view,
+    tree_leaves,
+)
 from stratbench.workload.users_code import ModelError, error_text
 
 #: Samples of the step; BatchNorm cannot normalise one.
@@ -184,11 +188,7 @@ class _Trying:
             unused=tuple(name for p, name in trainable.items() if p not in reached),
             sparse=tuple(n for p, n in trainable.items() if p in reached and reached[p].sparse),
             again=tuple(n for p, n in trainable.items() if p in reached and reached[p].times > 1),
-            hooked=tuple(
-                name
-                for p, name in names.items()
-                if p._backward_hooks or p._post_accumulate_grad_hooks
-            ),
+            hooked=tuple(name for p, name in names.items() if has_gradient_hooks(p)),
             uncalled=tuple(names[p] for p in gathering.uncalled),
             late=tuple(names[p] for p in gathering.late),
             elsewhere=elsewhere,
@@ -383,7 +383,7 @@ def _copied_parameters(model: nn.Module) -> Iterator[None]:
 def _put_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
     """As FSDP puts it: past what a module makes of an attribute, unless it is of its own class's making."""
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[key] = p
+        get_parameters(module)[key] = p
     else:
         setattr(module, key, p)
 
@@ -521,14 +521,14 @@ class _Gathering(TorchFunctionMode):
     def _close(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
         self._waiting[i].discard(module)
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        self._views += [(i, t, t._version) for t in tensors if t._is_view()]
+        self._views += [(i, t, get_version(t)) for t in tensors if is_view(t)]
         needs_gradient = any(t.requires_grad for t in tensors)
         self.in_backward[i] = self.in_backward.get(i, False) or needs_gradient
 
     @property
     def written_views(self) -> list[int]:
         """The groups whose views were changed since."""
-        changed = (i for i, view, version in self._views if view._version != version)
+        changed = (i for i, view, version in self._views if get_version(view) != version)
         return list(dict.fromkeys(changed))
 
     def __torch_function__(
