@@ -1,6 +1,7 @@
-"""What pyproject.toml cannot say: a wheel carries the workflow's files beside the package.
+"""What pyproject.toml cannot say: extras, and that a wheel carries the workflow's files beside the package.
 
 They keep their paths of a clone, below stratbench/_repository; `stratbench.cell.installation` finds them.
+An sdist has all of MANIFEST.in, and the git revision that it was made from.
 """
 
 import json
@@ -9,8 +10,11 @@ from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
+#: Written into an sdist, which is no checkout.
+GIT_STATE = ROOT / "git.json"
 CARRIED = (
     "Snakefile", "config.yaml", "envs/*", "profiles/*/config.yaml", "workflow/rules/*.smk",
     "workflow/schemas/*.json", "workflow/reference/*.csv", "workflow/report/*.rst",
@@ -23,13 +27,41 @@ def carried() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 
+def extra(name: str) -> list[str]:
+    """Return the packages of an extra: the tested versions or newer ones, of DeepSpeed the tested one."""
+    lines = (ROOT / f"envs/requirements-{name}.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    return pins if name == "deepspeed" else [pin.replace("==", ">=") for pin in pins]
+
+
 def git(*arguments: str) -> str | None:
-    """What git says of this checkout; None where it is none."""
+    """Return what git says of this checkout; None if it is none."""
     command = ["git", "-C", str(ROOT), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def write_git_state(folder: Path) -> None:
+    """Write the revision that is built, which records name; nothing if it is unknown."""
+    if GIT_STATE.exists():
+        text = GIT_STATE.read_text(encoding="utf-8")
+    # An sdist or a copy may be unpacked in somebody else's checkout.
+    elif (ROOT / ".git").exists() and (revision := git("rev-parse", "HEAD")) is not None:
+        changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+        text = json.dumps({"revision": revision, "dirty": changed}) + "\n"
+    else:
+        return
+    (folder / GIT_STATE.name).write_text(text, encoding="utf-8")
+
+
+class SdistWithRevision(sdist):
+    """Makes an sdist that knows its git revision."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_git_state(Path(base_dir))
 
 
 class BuildWithWorkflow(build_py):
@@ -47,12 +79,7 @@ class BuildWithWorkflow(build_py):
             target = self._carried_into / name
             target.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(str(ROOT / name), str(target), preserve_mode=False)
-        # A record names the code that it was made with; an unpacked sdist is in no checkout of its own.
-        revision = git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
-        if revision is not None:
-            changed = bool(git("status", "--porcelain", "--untracked-files=no"))
-            state = json.dumps({"revision": revision, "dirty": changed})
-            (self._carried_into / "git.json").write_text(state + "\n", encoding="utf-8")
+        write_git_state(self._carried_into)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         return [
@@ -60,9 +87,8 @@ class BuildWithWorkflow(build_py):
             *(str(self._carried_into / name) for name in [*carried(), "git.json"]),
         ]
 
-    def get_source_files(self) -> list[str]:
-        """What an sdist needs, so that a wheel can be built from it."""
-        return [*super().get_source_files(), *carried()]
 
-
-setup(cmdclass={"build_py": BuildWithWorkflow})
+setup(
+    cmdclass={"build_py": BuildWithWorkflow, "sdist": SdistWithRevision},
+    extras_require={name: extra(name) for name in ("deepspeed", "export", "transformers")},
+)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -22,26 +23,42 @@ from launching import LIMIT_S
 from stratbench.command.__main__ import main
 
 ROOT = Path(__file__).parents[2]
+#: The folders of which a wheel has all files.
 PARTS = ("workflow", "envs", "profiles")
-FILES = ("Snakefile", "config.yaml", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+#: Others of a clone, which an sdist has as well: with them a packager can test.
+OTHERS = (".ci", "benchmarks", "docs", "tests")
+FILES = (
+    *("Snakefile", "config.yaml", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"),
+    *("CITATION.cff", "Makefile", "README.md", "CHANGELOG.md", "ARCHITECTURE.md"),
+)
 
 pytestmark = pytest.mark.timeout(300)
 
 
 class Installed:
-    """An environment with the wheel, and no clone on its path."""
+    """An environment with the wheel of an sdist of a checkout, and no clone on its path."""
 
     def __init__(self, folder: Path) -> None:
         self.source = folder / "source"
-        for name in PARTS:
-            ignored = shutil.ignore_patterns("__pycache__")
+        for name in (*PARTS, *OTHERS):
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc")
             shutil.copytree(ROOT / name, self.source / name, ignore=ignored)
         for name in FILES:
             shutil.copy(ROOT / name, self.source)
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-        build = (*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index")
-        subprocess.run((*build, "-w", folder, self.source), check=True, timeout=LIMIT_S)
+        self.files = {p.relative_to(self.source) for p in self.source.rglob("*") if p.is_file()}
+        git = ("git", "-C", self.source, "-c", "user.name=a", "-c", "user.email=a@b")
+        for command in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "all")):
+            subprocess.run((*git, *command), check=True, timeout=LIMIT_S)
+        asked = subprocess.run((*git, "rev-parse", "HEAD"), check=True, capture_output=True)
+        self.revision = asked.stdout.decode().strip()
+        make = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+        self.printed = self._printed_by([sys.executable, "-c", make])
+        [self.sdist] = folder.glob("*.tar.gz")
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+        build = (*pip, "-v", "wheel", "--no-build-isolation", "--no-deps", "--no-index")
+        self.printed += self._printed_by([*build, "-w", folder, self.sdist])
         [self.wheel] = folder.glob("*.whl")
+        pip = (*pip, "-q")
         self.python = folder / "venv/bin/python"
         venv = (sys.executable, "-m", "venv", "--without-pip", folder / "venv")
         subprocess.run(venv, check=True, timeout=LIMIT_S)
@@ -52,6 +69,17 @@ class Installed:
             check=True,
             timeout=LIMIT_S,
         )
+
+    def _printed_by(self, command: list[str | Path]) -> str:
+        return subprocess.run(
+            command,
+            cwd=self.source,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=True,
+            timeout=LIMIT_S,
+        ).stdout
 
     def run(self, *args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         """The command `stratbench`, from another folder."""
@@ -96,6 +124,32 @@ def test_a_wheel_has_every_file_of_the_workflow(installed):
 
 
 @pytest.mark.slow
+def test_an_sdist_has_every_file_of_a_clone_and_builds_without_a_warning(installed):
+    with tarfile.open(installed.sdist) as sdist:
+        names = {Path(*Path(m.name).parts[1:]) for m in sdist.getmembers() if m.isfile()}
+    assert installed.files - names == set()
+    # No wheel has compiled modules, which setuptools warns of.
+    warnings = [line for line in installed.printed.splitlines() if re.search("(?i)warning", line)]
+    assert [line for line in warnings if "byte-compiling is disabled" not in line] == []
+
+
+@pytest.mark.slow
+def test_an_extra_has_the_packages_of_its_requirements(installed):
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        [name] = [n for n in wheel.namelist() if n.endswith("/METADATA")]
+        lines = wheel.read(name).decode().splitlines()
+    asked = [Requirement(x.removeprefix("Requires-Dist: ")) for x in lines if "; extra ==" in x]
+    for extra in ("deepspeed", "export", "transformers"):
+        wanted = {r.name: r for r in asked if r.marker.evaluate({"extra": extra})}
+        tested = pins(f"requirements-{extra}.txt")
+        assert wanted.keys() == tested.keys()
+        for package, pin in tested.items():
+            assert pin in wanted[package].specifier
+        # Its settings have other names in other versions; other packages stay as they are if newer.
+        assert (extra == "deepspeed") == ("9999" not in next(iter(wanted.values())).specifier)
+
+
+@pytest.mark.slow
 def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed, tmp_path):
     code = (
         "from stratbench.cell import installation as places; from stratbench.cell import record;"
@@ -111,7 +165,11 @@ def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed,
         check=True,
         env={"PATH": os.environ["PATH"]},
     )
-    assert done.stdout.split() == ["True", "None"]  # what it was built from is no checkout
+    # The revision that the sdist was made from: what the wheel was built from is no checkout.
+    assert done.stdout.split(maxsplit=1) == [
+        "True",
+        f"{{'revision': '{installed.revision}', 'dirty': False}}\n",
+    ]
 
 
 @pytest.mark.slow
@@ -131,7 +189,8 @@ def test_a_study_that_init_lays_down_runs(installed, tmp_path):
     done = installed.run("run", "out/mine/cells.csv", *once, cwd=study)
     assert done.returncode == 0, done.stdout
     record = json.loads(next(study.glob("out/mine/cells/*/*/*/*/*/record.json")).read_text())
-    assert record["provenance"]["git"] is None  # nor that of the study's own checkout
+    # Not that of the study's own checkout.
+    assert record["provenance"]["git"] == {"revision": installed.revision, "dirty": False}
     bundled = installed.run("bundle", "--replace-hosts", *once, cwd=study)
     assert "1 record" in bundled.stdout
     # From here on nothing of the study is at hand but this file.
