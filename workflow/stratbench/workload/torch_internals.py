@@ -76,7 +76,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one device and format by a number, in place and by one kernel."""
     torch._foreach_mul_(tensors, factor)
 
@@ -146,7 +146,7 @@ def no_truncated_normals() -> Iterator[None]:
 # ------------------------------------------------------------ strategies
 
 
-def assign_buckets(parameters: Sequence[Tensor], cap_bytes: int) -> list[list[int]]:
+def assign_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
     """Return the indices of the parameters in buckets of at most `cap_bytes`, as DDP forms them."""
     groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
     return groups
