@@ -623,15 +623,17 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def by_policy(model: nn.Module, trial: Trial | None = None, **changes) -> tuple[Strategy, Worker]:
+def by_policy(
+    model: nn.Module, trial: Trial | None = None, world: int = 1, options=None, **changes
+) -> tuple[Strategy, Worker]:
     """FSDP with its own mixed precision and the shard groups of a user's network, before `setup`."""
-    options = option_defaults("fsdp") | {"mixed_precision": "policy"}
+    options = option_defaults("fsdp") | {"mixed_precision": "policy"} | (options or {})
     changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
     s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)
     strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**options))
     groups = sharding.groups_by_size(model)
     place = torch.device("cpu"), RunFolder(Path()), groups
-    return strategy, Worker(s, 0, 1, 1, *place, trial=trial)
+    return strategy, Worker(s, 0, world, world, *place, trial=trial)
 
 
 def test_norms_that_lie_in_a_shard_group_stay_in_float32(alone):
@@ -648,11 +650,22 @@ def test_norms_that_lie_in_a_shard_group_stay_in_float32(alone):
     assert seen == [torch.float32]
 
 
+@pytest.mark.parametrize(
+    ("options", "world", "remedy"),
+    [
+        ({}, 1, None),
+        ({"gradient_sync": "last-part"}, 1, "set gradient_sync to each-part, mixed_precision"),
+        ({"shard_workers": 2}, 4, "set gradient_sync to last-part, shard_workers to all"),
+        ({"shard_workers": 2}, 2, None),
+    ],
+)
 @pytest.mark.parametrize("parts", [1, 4])
-def test_what_some_parts_skip_is_refused_with_the_policy(parts):
-    """FSDP2 would add a gradient in 16 bits to one in 32: an assertion of its own, at some step."""
-    trial = Trial(by_chance=("blocks.0",))
-    strategy, worker = by_policy(odd_networks.Plain(CLASSES), trial, accumulate=parts)
+def test_what_some_parts_skip_is_refused_where_fsdp_cannot_add_it_up(parts, options, world, remedy):
+    """FSDP2 would add a gradient in 16 bits to one in 32, or shards of different parameters."""
+    trial = Trial(unused=("blocks.0",), reads_values=True)
+    strategy, worker = by_policy(
+        odd_networks.Plain(CLASSES), trial, world, options, accumulate=parts
+    )
     said = list(strategy.refusals_of_model(odd_networks.Plain(CLASSES), worker))
-    assert len(said) == (parts > 1)
-    assert all("set mixed_precision to autocast, or accumulate to 1" in why for why in said)
+    assert len(said) == (parts > 1 and remedy is not None)
+    assert all(remedy in why for why in said)

@@ -43,6 +43,8 @@ class WarmsUp(Growing):
     warms_up = True
 
 
+#: When FSDP reduces the gradients of a batch in parts.
+SYNC = ("each-part", "last-part")
 NAMES = {Growing: "single", WarmsUp: "single"}
 NAMES |= {DDP: "ddp", FSDP: "fsdp", Single: "single", ZeRO1: "zero1", TorchZeRO1: "zero1-torch"}
 
@@ -132,9 +134,15 @@ class Collectives(TorchDispatchMode):
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4], indirect=True)
 @pytest.mark.parametrize("reshard", ["always", "never"])
-@pytest.mark.parametrize(("policy", "parts"), [(False, 1), (True, 1), (False, 2), (True, 4)])
-def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
-    options = {"reshard_after_forward": reshard}
+@pytest.mark.parametrize(
+    ("policy", "parts", "sync"),
+    [
+        *((policy, 1, "each-part") for policy in (False, True)),
+        *((policy, parts, sync) for policy, parts in ((False, 2), (True, 4)) for sync in SYNC),
+    ],
+)
+def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts, sync):
+    options = {"reshard_after_forward": reshard, "gradient_sync": sync}
     if policy:
         options["mixed_precision"] = "policy"
     clip_norm = 1.0 if policy else None
@@ -149,6 +157,8 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
     groups = 3 + policy  # two and the root; by the policy also BatchNorm's
     gathers = parts * (groups - 1 + groups if reshard == "always" else groups)
     assert seen.kinds.count("allgather_base") == (gathers if group > 1 else 0)
+    reductions = groups * (parts if sync == "each-part" else 1)
+    assert seen.kinds.count("reduce_scatter_base") == (reductions if group > 1 else 0)
     if group > 1 and not policy:
         copies = 4 * (group - 1) / group
         every, again = (
@@ -188,10 +198,11 @@ def test_fsdp_gathers_what_is_frozen_and_reduces_only_the_rest(
 @pytest.mark.parametrize("group", [4], indirect=True)
 @pytest.mark.parametrize("reshard", ["always", "never"])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_groups_average_their_parts_of_the_gradients(group, reshard, clip_norm):
-    """Two groups of two: 3(S-1)/S P within, 2(R-1)/R P/S between them."""
-    options = {"shard_workers": 2, "reshard_after_forward": reshard}
-    strategy = set_up(FSDP, group, clip_norm=clip_norm, **options)
+@pytest.mark.parametrize(("parts", "sync"), [(1, "each-part"), *((2, sync) for sync in SYNC)])
+def test_groups_average_their_parts_of_the_gradients(group, reshard, clip_norm, parts, sync):
+    """Two groups of two: 3(S-1)/S P within, 2(R-1)/R P/S between them, once for all parts of a batch."""
+    options = {"shard_workers": 2, "reshard_after_forward": reshard, "gradient_sync": sync}
+    strategy = set_up(FSDP, group, clip_norm=clip_norm, accumulate=parts, **options)
     strategy.step(*batch())
     with Collectives(group) as seen:
         strategy.step(*batch())
@@ -201,7 +212,8 @@ def test_groups_average_their_parts_of_the_gradients(group, reshard, clip_norm):
     assert seen.kinds.count("allreduce") == groups + (clip_norm is not None)
     rows = [(p.shape[0], 4 * p.numel() // p.shape[0]) for p in network().parameters()]
     padded = sum(-(-n // 2) * 2 * row for n, row in rows)
-    never = 0.5 * 2 * padded + 0.5 * 2 * padded / 2 + (4 if clip_norm else 0)
+    moves = parts + (parts if sync == "each-part" else 1)
+    never = 0.5 * moves * padded + 0.5 * 2 * padded / 2 + (4 if clip_norm else 0)
     assert said == pytest.approx(never) if reshard == "never" else said > never
     assert strategy.model_states()["optimizer_bytes"] == padded // 2
 

@@ -575,15 +575,40 @@ def test_attention_counts_in_traced_flops():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1"])
-def test_a_batch_in_parts_takes_the_memory_of_one_and_reduces_once(strategy):
+def test_a_batch_in_parts_takes_the_memory_of_one(strategy):
+    """All but FSDP reduce once; it gathers and reduces for each part."""
     whole, parts = (planned(request_for(strategy, "small images", accumulate=n)) for n in (1, 2))
     assert parts.model_states_bytes == whole.model_states_bytes
     assert parts.flops_per_sample == whole.flops_per_sample
     assert parts.training_peak(512).n_bytes < 0.7 * whole.training_peak(512).n_bytes
-    once = whole.payload_bytes()
-    gathers_again = strategy == "fsdp"
-    again = {k: 2 * n if gathers_again and k == "all_gather" else n for k, n in once.items()}
-    assert parts.payload_bytes() == again
+    times = 2 if strategy == "fsdp" else 1
+    assert parts.payload_bytes() == {k: times * n for k, n in whole.payload_bytes().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("fsdp", {}), ("tensor", {"tensor_workers": 2, "data": "fsdp"})]
+)
+def test_parts_of_a_batch_leave_no_whole_gradients_on_a_worker(strategy, options):
+    request = request_for(strategy, "gpt-compact", 16, options=options)
+    whole, parts = (planned(changed(request, accumulate=n)) for n in (1, 2))
+    shards_bytes = parts.model_states_bytes["gradients_bytes"]
+    # A part's shards are there while those of the next are made.
+    assert parts.training_peak(2).n_bytes <= whole.training_peak(1).n_bytes + 1.1 * shards_bytes
+
+
+@pytest.mark.slow
+def test_gradients_that_are_reduced_with_the_last_part_are_kept_whole():
+    request = request_for("fsdp", "small text", 8, accumulate=2)
+    each, last = (
+        planned(request.with_options(gradient_sync=sync)) for sync in ("each-part", "last-part")
+    )
+    parameters_bytes = 8 * each.model_states_bytes["parameters_bytes"]
+    more_bytes = last.training_peak(2).n_bytes - each.training_peak(2).n_bytes
+    assert more_bytes > 0.8 * parameters_bytes
+    reduced = [f.payload_bytes()["reduce_scatter"] for f in (each, last)]
+    assert reduced[0] == 2 * reduced[1]
+    assert last.payload_bytes()["all_gather"] == each.payload_bytes()["all_gather"]
 
 
 @pytest.mark.slow

@@ -143,6 +143,7 @@ STRATEGIES: dict[str, tuple[type[Collective], dict[str, Any]]] = {
     "fsdp-policy": (FSDP, {"mixed_precision": "policy"}),
     "fsdp-pairs": (FSDP, {"shard_workers": 2}),
     "fsdp-offload": (FSDP, {"offload": "cpu"}),
+    "fsdp-last-part": (FSDP, {"gradient_sync": "last-part"}),
     "zero1": (ZeRO1, {}),
     "zero1-torch": (TorchZeRO1, {}),
     "summed": (Summed, {}),
@@ -167,8 +168,8 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]] | 
 }
 #: Two workers tell of no way what four do not.
 WORLDS_OF_WAYS = (1, 4)
-#: In fp64 or on a CPU they are `fsdp-always`.
-SAME = {"fsdp-policy", "fsdp-offload"}
+#: In fp64 or on a CPU, or where a batch is computed whole, they are `fsdp-always`.
+SAME = {"fsdp-policy", "fsdp-offload", "fsdp-last-part"}
 #: Ways of DDP to send gradients: options, and whether then a step is the same but for rounding.
 SENDING: dict[str, tuple[dict[str, Any], bool]] = {
     "fp16": ({"compress": "fp16"}, False),
@@ -573,7 +574,8 @@ def different(world: int, names: list[str]) -> list[str]:
 def ways_of(way: str, world: int, names: list[str]) -> list[str]:
     """Those that are trained in a way; when weights are freed matters to forward and backward alone."""
     alike = set(MUTANTS) | (set() if way in ("recomputed", "parts") else {"fsdp-never"})
-    return [name for name in different(world, names) if name not in alike]
+    own = ["fsdp-last-part"] if way == "parts" else []
+    return [name for name in different(world, names) if name not in alike] + own
 
 
 def kinds_of(way: str, world: int) -> list[str]:

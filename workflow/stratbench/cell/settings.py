@@ -106,8 +106,8 @@ class Settings:
         help="What AdamW adds to the root of its second moment. null: 1e-8 with AdamW.")
     accumulate: int = setting(1, planned=EACH, minimum=1,
         help="Equal parts in which each worker computes its batch, one after the other; the gradients are "
-        "added up and synchronised with the last. It takes the memory of one part, and is the same step but "
-        "for BatchNorm, which normalises within a part. Servers refuse it.")
+        "added up and synchronised with the last; `fsdp` reduces each part's. It takes the memory of one "
+        "part, and is the same step but for BatchNorm, which normalises within a part. Servers refuse it.")
     activation_checkpointing: bool = setting(False, planned=EACH,
         help="Whether the blocks of a model (what is sharded together) keep no activations and compute them "
         "again in backward: less memory, about a third more arithmetic, the same result. It is refused for "

@@ -30,6 +30,9 @@ class FSDP(Sharded):
     average over the workers is evaluated. With `shard_workers` the workers form groups, each of which
     holds a model (HSDP). With `offload` each worker's shards are in host memory, where the optimizer
     runs; they are copied to the device to be gathered, and their gradients back.
+
+    With `accumulate`, gradients are reduced to a worker's share after each part of a batch, as FSDP2 does by
+    default. `gradient_sync = last-part` reduces once, and keeps whole gradients until then.
     """
 
     family = "shards"
@@ -66,6 +69,11 @@ class FSDP(Sharded):
         )
         offload: Literal["none", "cpu"] = option(
             "none", "where parameters, gradients and the optimizer's state are kept"
+        )
+        gradient_sync: Literal["each-part", "last-part"] = option(
+            "each-part",
+            "with `accumulate`, when gradients are reduced: after each part (less memory); or once, after "
+            "the last part, until when each worker keeps whole gradients (less communication)",
         )
 
     @classmethod
@@ -140,13 +148,8 @@ class FSDP(Sharded):
                 "(h += r), so that FSDP does not gather it for backward; return .clone() of it, add out of "
                 "place, or set reshard_after_forward to never"
             )
-        s = worker.settings
-        if trial.at_times and s.accumulate > 1 and self._make_policy(s.precision) is not None:
-            yield (
-                f"{names_text(trial.at_times)} may get no gradient in some parts of a batch, and with "
-                f"mixed_precision: policy and accumulate = {s.accumulate} FSDP cannot add up gradients of "
-                "different dtypes; set mixed_precision to autocast, or accumulate to 1"
-            )
+        if trial.at_times and worker.settings.accumulate > 1:
+            yield from self._refusals_of_parts(trial.at_times, worker)
         if worker.world_size > 1 and trial.by_chance:
             yield base.by_chance(trial.by_chance)
         elif worker.world_size > 1 and trial.by_data:
@@ -156,6 +159,24 @@ class FSDP(Sharded):
                 f"forward reads values of tensors and did not call {names_text(trial.unopened)}: it seems to "
                 "choose by its data what it calls, and workers, whose data differ, would gather different "
                 "groups; call all of them, and choose with torch.where or a factor of 0 or 1"
+            )
+
+    def _refusals_of_parts(self, names: list[str], worker: base.Worker) -> Iterator[str]:
+        """Yield why gradients of parts cannot be added up if the parameters `names` get one at times only."""
+        s, size = worker.settings, worker.world_size
+        may_lack = f"{names_text(names)} may get no gradient in some parts of a batch"
+        if self.options.gradient_sync == "last-part":
+            if self._make_policy(s.precision) is not None:
+                yield (
+                    f"{may_lack}, and with mixed_precision: policy, gradient_sync: last-part and "
+                    f"accumulate = {s.accumulate} FSDP cannot add up gradients of different dtypes; set "
+                    "gradient_sync to each-part, mixed_precision to autocast, or accumulate to 1"
+                )
+        elif group_size(self.options.shard_workers, size, worker.local_world) < size:
+            yield (
+                f"{may_lack}, and with shard_workers, gradient_sync: each-part and accumulate = "
+                f"{s.accumulate} FSDP cannot add up shards of different parameters; set gradient_sync to "
+                "last-part, shard_workers to all, or accumulate to 1"
             )
 
     def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, list[str]]]:
@@ -226,7 +247,11 @@ class FSDP(Sharded):
         return {id(p) for ms in groups for m in ms for p in m.parameters()}
 
     def synchronising(self, last: bool) -> AbstractContextManager:
-        self.module.set_requires_gradient_sync(last)
+        if self.options.gradient_sync == "last-part":
+            self.module.set_requires_gradient_sync(last)
+        else:
+            # Shards of a part's gradients are averaged over the groups (HSDP) with those of the last.
+            self.module.set_requires_all_reduce(last)
         return nullcontext()
 
     def _make_policy(self, precision: str) -> MixedPrecisionPolicy | None:
@@ -253,16 +278,17 @@ class FSDP(Sharded):
         again = self._gathered_again()
         w, s = self.worker.world_size, self.group_size
         frees = self.options.reshard_after_forward == "always"
+        parts = self.worker.settings.accumulate
+        reductions = parts if self.options.gradient_sync == "each-part" else 1
         moved_bytes = averaged_bytes = 0
         for p in self.model.parameters():
             # The first dimension is what is sharded, padded to a multiple of the workers.
             padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
             gathers = 2 if frees and id(p) in again | full else 1  # the root's own: once
-            gathers *= self.worker.settings.accumulate
-            moved_bytes += padded * gathers * width
+            moved_bytes += padded * gathers * parts * width
             if p.requires_grad:
-                moved_bytes += padded * p.element_size()
+                moved_bytes += padded * reductions * p.element_size()
                 averaged_bytes += 2 * padded // s * p.element_size()
         if self.worker.settings.clip_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce

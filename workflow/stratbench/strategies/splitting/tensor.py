@@ -194,9 +194,8 @@ class TensorParallel(Split, Sharded):
             self._under_way.append((own, dist.all_reduce(own, group=group, async_op=True)))
 
     def synchronising(self, last: bool) -> AbstractContextManager:
+        # FSDP2 reduces the gradients of each part, so that no whole ones are kept.
         self._is_last = last
-        if self._shards:
-            self.module.set_requires_gradient_sync(last)
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
