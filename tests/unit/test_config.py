@@ -222,6 +222,18 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
             {"activation_checkpointing": True, "models": ["vgg16"]},
             ["activation_checkpointing = true: vgg16", "single layers", "set it to false"],
         ),
+        (
+            {"activation_checkpointing": "every-3", "models": ["vgg16"]},
+            ["activation_checkpointing = 'every-3': vgg16", "single layers"],
+        ),
+        (
+            {"activation_checkpointing": "every-1"},
+            ["activation_checkpointing = 'every-1': is not allowed", "`selective`", "`every-2`"],
+        ),
+        (
+            {"activation_checkpointing": 2},
+            ["activation_checkpointing = 2: must be true or false or text", "`every-2`"],
+        ),
         ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
         ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
         (

@@ -57,12 +57,15 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "recomputed": ({"activation_checkpointing": True}, "tied"),
     "vit": ({"lr": 0.02}, "vit-compact"),
     "planned": ({}, "gpt-compact"),
+    "selective": ({"activation_checkpointing": "selective"}, "tied"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     name: {"schedule": name, "microbatches": MICROBATCHES} for name in STAGES_A_WORKER
 }
 #: Schedules and workers whose memory is planned: all schedules, and once stages between two others.
 HELD = [*((name, 2) for name in OPTIONS), ("1f1b", 4)]
+#: Backward in two parts would ask twice for what is kept.
+REFUSED = ("selective", "zero-bubble")
 #: Tried with all schedules on all meshes: here gradients are shared, averaged and counted late.
 EVERYWHERE = "parts and clip"
 #: Four workers as two pipelines.
@@ -136,7 +139,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     model = network(kind)
     groups = models.wrap_groups(name, model)
     if s.activation_checkpointing:
-        checkpoint_blocks(groups)
+        checkpoint_blocks(groups, s.activation_checkpointing)
     worker = Worker(
         s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
         task=tasks.NextToken() if name == "gpt-compact" else tasks.Classification(), mesh=mesh,
@@ -253,6 +256,8 @@ def tried(way: str, world: int) -> dict[str, dict[str, Any]]:
         return OPTIONS if way == "plain" else {"gpipe": OPTIONS["gpipe"]}
     found = {}
     for turn, (name, options) in enumerate(OPTIONS.items(), list(WAYS).index(way)):
+        if (way, name) == REFUSED:
+            continue
         mesh = turn % 3
         if mesh == 1 and not is_possible(way, options, 4):
             mesh = 0
@@ -355,7 +360,7 @@ def test_each_two_of_a_way_a_schedule_and_a_mesh_are_tried_together():
         for name in tried(way, world)
     ]
     meshes = (2, 4, "pairs")
-    assert {run[:2] for run in runs} == set(product(trained, OPTIONS))
+    assert {run[:2] for run in runs} == set(product(trained, OPTIONS)) - {REFUSED}
     assert {run[1:] for run in runs} == set(product(OPTIONS, meshes))
     assert {run[::2] for run in runs} == set(product(trained, meshes))
 
@@ -561,6 +566,10 @@ def test_what_cannot_be_cut_is_refused_before_any_job():
     assert ".compile" in said
     (said,) = refused(slowdown={"workers": [0], "factor": 2})
     assert ".slowdown" in said
+    zero_bubble = OPTIONS["zero-bubble"]
+    (said,) = refused(options=zero_bubble, gpus=[2], activation_checkpointing="selective")
+    assert ".activation_checkpointing = 'selective': schedule: zero-bubble" in said
+    assert refused(options=OPTIONS["1f1b"], activation_checkpointing="selective") == []
     assert "32 cannot be divided into 8 micro-batches" in refused(accumulate=8)[0]
 
 

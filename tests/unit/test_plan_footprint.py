@@ -29,6 +29,7 @@ from stratbench.strategies import base, option_defaults, strategy_class
 from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
+from stratbench.workload.network.checkpointing import checkpoint_blocks
 from stratbench.workload.tasks import Classification
 from stratbench.workload.users_code import ModelError
 
@@ -60,6 +61,8 @@ SMALL = {
     )
 }
 READ_TEXT = ("gpt-compact", *(name for name in SMALL if "text" in name))
+#: Ways to compute activations again.
+CHECKPOINTING = (True, "selective", "every-2")
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-8}
 
 
@@ -223,14 +226,27 @@ def peak_of(request: Request, batch: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["resnet-compact", "vgg-compact", "vit-compact", "gpt-compact"])
-def test_fake_tensors_allocate_what_real_ones_do(model: str):
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        *(
+            (name, False)
+            for name in ("resnet-compact", "vgg-compact", "vit-compact", "gpt-compact")
+        ),
+        *(("gpt-compact", mode) for mode in CHECKPOINTING),
+        ("resnet-compact", "selective"),
+    ],
+)
+def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
     batch = 24
-    predicted = planned(request_for("single", model, workers=1)).training_peak(batch)
+    request = request_for("single", model, workers=1, activation_checkpointing=mode)
+    predicted = planned(request).training_peak(batch)
 
     torch.manual_seed(0)
     shape = (64,) if models.MODELS[model].reads_text else (3, 32, 32)
     net = models.build(model, 10, shape).train()
+    if mode:
+        checkpoint_blocks(models.wrap_groups(model, net), mode)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for p in net.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -627,6 +643,34 @@ def test_blocks_computed_again_take_less_memory_and_more_operations(strategy):
     assert peaks[1].n_bytes < 0.65 * peaks[0].n_bytes
     kept_bytes, again_bytes = (peak.parts_bytes["activations"] for peak in peaks)
     assert again_bytes < 0.1 * kept_bytes
+
+
+@pytest.mark.slow
+def test_operations_that_are_computed_again_are_counted():
+    """A block's last product is needed by nothing in its backward."""
+    layers, width, positions = 4, 64, 64
+    request = request_for("single", "text of 4 x 64", workers=1)
+    kept, whole, selective, every = (
+        planned(changed(request, activation_checkpointing=mode)) for mode in (False, *CHECKPOINTING)
+    )
+    assert kept.recomputed_flops_per_sample == 0
+    attention = 4 * positions**2 * width
+    # Queries, keys and values; what attention gives; up, to four times the width.
+    product = 2 * positions * width**2
+    block = (3 + 1 + 4) * product + attention
+    assert whole.recomputed_flops_per_sample == layers * block
+    assert every.recomputed_flops_per_sample == layers / 2 * block
+    # Every second: keys, and what attention gives.
+    assert selective.recomputed_flops_per_sample == layers * 2 * product
+    assert whole.computed_flops_per_sample == 3 * kept.flops_per_sample + layers * block
+    peaks = [made.training_peak(64).n_bytes for made in (kept, every, selective, whole)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 4
+
+
+def test_more_blocks_than_there_are_cannot_be_counted():
+    with pytest.raises(ModelError, match="'every-9': it has 2 blocks; lower the number"):
+        planned(request_for("single", "small text", activation_checkpointing="every-9"))
 
 
 def test_a_network_of_single_layers_has_nothing_to_compute_again():

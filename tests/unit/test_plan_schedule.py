@@ -968,6 +968,7 @@ def test_a_published_step_is_in_its_range_and_near_its_one_time(on_an_a100, publ
         c,
         flops_per_sample=forward,
         training_flops_per_sample=3 * forward,
+        recomputed_flops_per_sample=checkpointing * forward,
         attention_share=attention / forward,
     )
     assert best < step_s < worst

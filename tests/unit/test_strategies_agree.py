@@ -163,9 +163,13 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]] | 
         TOLERANCE,
     ),
     "recomputed": ({"activation_checkpointing": True}, None, 0.0),
+    "selective": ({"activation_checkpointing": "selective"}, None, 0.0),
+    "every second": ({"activation_checkpointing": "every-2"}, None, 0.0),
     "parts": ({"accumulate": 2}, (Added, {}), TOLERANCE),
     "clip": ({"clip_norm": 0.2}, (OwnNorm, {"reshard_after_forward": "always"}), TOLERANCE),
 }
+#: Those that compute the same as the plain way, bit for bit.
+RECOMPUTED = ("recomputed", "selective", "every second")
 #: Two workers tell of no way what four do not.
 WORLDS_OF_WAYS = (1, 4)
 #: In fp64 or on a CPU, or where a batch is computed whole, they are `fsdp-always`.
@@ -244,8 +248,8 @@ def set_up(
             for label, module in model.named_modules()
             if type(module).__name__ in ("Block", "EncoderBlock", "Bottleneck")
         ]
-        if s.activation_checkpointing:
-            assert checkpoint_blocks(groups) > 1
+        if mode := s.activation_checkpointing:
+            assert checkpoint_blocks(groups, mode) == len(groups) // (2 if mode == "every-2" else 1)
     else:
         model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
         groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
@@ -573,7 +577,7 @@ def different(world: int, names: list[str]) -> list[str]:
 
 def ways_of(way: str, world: int, names: list[str]) -> list[str]:
     """Those that are trained in a way; when weights are freed matters to forward and backward alone."""
-    alike = set(MUTANTS) | (set() if way in ("recomputed", "parts") else {"fsdp-never"})
+    alike = set(MUTANTS) | (set() if way in (*RECOMPUTED[:2], "parts") else {"fsdp-never"})
     own = ["fsdp-last-part"] if way == "parts" else []
     return [name for name in different(world, names) if name not in alike] + own
 
@@ -715,7 +719,7 @@ def test_every_way_to_train_is_the_same_under_all_strategies(found, way, kind, w
     reference = found[1]["ways"][way, kind, "single"]
     assert reference["losses"].std() > 1e-3, "it does not learn: equality would say little"
     plain = found[1]["transformers"][kind]["single"]
-    if way == "recomputed":
+    if way in RECOMPUTED:
         assert difference(plain, reference) == (0.0, 0.0)
     elif way == "parts":  # one large batch
         assert agree(plain, reference), difference(plain, reference)
@@ -723,13 +727,13 @@ def test_every_way_to_train_is_the_same_under_all_strategies(found, way, kind, w
         assert difference(plain, reference)[1] > 1e-4, "it changes nothing"
     for name in ways_of(way, world, EQUAL):
         run = found[world]["ways"][way, kind, name]
-        if way == "recomputed":  # the same operations in the same order
+        if way in RECOMPUTED:  # the same operations in the same order
             assert agree(run, found[world]["transformers"][kind][name]), name
             continue
         loss, weight = difference(run, reference)
         assert loss <= TOLERANCE, (name, loss)
         assert weight <= WAYS[way][2], (name, weight)
-    if way == "recomputed" or (way == "clip" and world == 1):
+    if way in RECOMPUTED or (way == "clip" and world == 1):
         return  # no rule of its own; one worker's part is the whole
     loss, weight = difference(found[world]["ways"][way, kind, "mutant"], reference)
     assert loss > 1e-6, (loss, weight)

@@ -48,6 +48,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, "tied"),
     "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, "tied"),
     "recomputed": ({"activation_checkpointing": True}, "tied"),
+    "selective": ({"activation_checkpointing": "selective"}, "tied"),
     "vit": ({"lr": 0.02, "clip_norm": 0.2}, "vit-compact"),
 }
 #: Ways to divide; pairs are of four workers.
@@ -65,6 +66,7 @@ TRIED: dict[str, dict[int, tuple[str, ...]]] = {
     "parts and clip": {2: ("all", "sequence"), 4: tuple(OPTIONS)},
     "adamw": {2: ("all",), 4: ("sequence", "pairs", "pairs, ddp")},
     "recomputed": {2: ("sequence",), 4: ("all", "pairs")},
+    "selective": {2: ("sequence",), 4: ("all", "pairs")},
     "vit": {2: ("all",), 4: ("all", "pairs")},
 }
 
@@ -133,7 +135,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     model = network(kind)
     groups = models.wrap_groups(name, model)
     if s.activation_checkpointing:
-        checkpoint_blocks(groups)
+        checkpoint_blocks(groups, s.activation_checkpointing)
     worker = Worker(
         s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
         task=tasks.Classification() if kind in models.MODELS else tasks.NextToken(),

@@ -34,6 +34,8 @@ def derived(help: str, default: Any = MISSING, planned: Any = None) -> Any:
     return field(default=default, metadata={"given": False, "rule": rule, "planned": planned})
 
 
+#: The words of `activation_checkpointing` beside true and false.
+CHECKPOINTING = "^(selective|every-([2-9]|[1-9][0-9]+))$"
 #: Limits of what is more than a number or a word.
 BETAS = {
     "minItems": 2,
@@ -108,9 +110,11 @@ class Settings:
         help="Equal parts in which each worker computes its batch, one after the other; the gradients are "
         "added up and synchronised with the last; `fsdp` reduces each part's. It takes the memory of one "
         "part, and is the same step but for BatchNorm, which normalises within a part. Servers refuse it.")
-    activation_checkpointing: bool = setting(False, planned=EACH,
-        help="Whether the blocks of a model (what is sharded together) keep no activations and compute them "
-        "again in backward: less memory, about a third more arithmetic, the same result. It is refused for "
+    activation_checkpointing: bool | str = setting(False, planned=EACH, pattern=CHECKPOINTING,
+        help="Which activations of a model's blocks (what is sharded together) are computed again in "
+        "backward, with the same result. true: all of each block, for about a third more arithmetic. "
+        "`selective`: all but attention, collectives and every second matrix product or convolution of each "
+        "block, as in torchtitan. `every-N`, such as `every-2`: all of each N-th block. It is refused for "
         "VGG, whose groups are single layers.")
     compile: bool = setting(False,
         help="Whether forward and backward of the training go through torch.compile, after the strategy has "

@@ -227,7 +227,7 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
         sharing.setdefault(Network.of(request), []).append(request)
     # What only some of the cells ask of a network is judged with each of these.
     firsts = {
-        n: min(each, key=lambda r: (r.by_command, r.settings.activation_checkpointing))
+        n: min(each, key=lambda r: (r.by_command, bool(r.settings.activation_checkpointing)))
         for n, each in sharing.items()
     }
     return results_of(

@@ -139,9 +139,7 @@ def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
     """Seconds of a step's computing at one set of rates."""
     f, batch = needs.slowest, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    # Nearly all of forward is computed once more in backward, where activations are checkpointed.
-    again = s.settings.activation_checkpointing * f.flops_per_sample
-    flops_s = (f.training_flops_per_sample + again) * batch / flops_rate(device, rates)
+    flops_s = f.computed_flops_per_sample * batch / flops_rate(device, rates)
     if rates == USUAL and device.attention_utilisation:
         slower = GPU_UTILISATION[USUAL] / device.attention_utilisation
         flops_s *= 1 + f.attention_share * (slower - 1)

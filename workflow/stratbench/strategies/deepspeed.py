@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.options import option
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import names_text, repr_of
 from stratbench.strategies import base
 from stratbench.strategies.counted import Counted
 from stratbench.strategies.needs import check_installed
@@ -91,10 +91,10 @@ class DeepSpeed(Counted):
             )
         if values["compile"]:
             yield ".compile = true: compiled code is not tried with DeepSpeed; set it to false"
-        if values["activation_checkpointing"]:
+        if mode := values["activation_checkpointing"]:
             yield (
-                ".activation_checkpointing = true: computing blocks again is not tried with DeepSpeed; set "
-                "it to false"
+                f".activation_checkpointing = {repr_of(mode)}: computing blocks again is not tried with "
+                "DeepSpeed; set it to false"
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:

@@ -46,11 +46,26 @@ __all__ = [
 #: The fused attention that tensors on a CPU take, real or fake.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+#: Operators beside products whose results `activation_checkpointing: selective` keeps, as in torchtitan.
+KEPT_BY_SELECTIVE = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    CPU_ATTENTION.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+}
 #: The method by which a pipeline's workers vote on shapes: up to PyTorch 2.14, and from 2.15 on.
 PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
 # ------------------------------------------------------------ tensors, modules and operators
+
+
+def argument_names(operator: OpOverload) -> list[str]:
+    """Return the names of an operator's arguments, in the order of its positional ones."""
+    return [argument.name for argument in operator._schema.arguments]
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:

@@ -184,7 +184,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("compile", "flag", "", "settings.compile"),
     Column("compile_s", "number", "s", "time.compile_s"),
     Column("recompilations", "number", "", "time.recompilations"),
-    Column("activation_checkpointing", "flag", "", "settings.activation_checkpointing"),
+    Column("activation_checkpointing", "text", "", "settings.activation_checkpointing"),
     Column("compute_dtype", "text", "", "strategy.details.compute_dtype"),
     Column("model_parameters", "number", "", "model.parameters"),
     Column("trainable_parameters", "number", "", "model.trainable_parameters",

@@ -104,7 +104,8 @@ class Footprint:
     `between_steps_bytes`: what exists between two steps, by part; `host_bytes`: the same of what is kept
     on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, its ranks where they are
     not all, and what comes to the bytes with each sample, if anything. `flops_per_sample`: of the forward
-    pass; `training_flops_per_sample`: of forward and backward, which frozen parameters make less.
+    pass; `training_flops_per_sample`: of forward and backward, which frozen parameters make less;
+    `recomputed_flops_per_sample`: what checkpointed blocks compute again beside that.
     `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
     `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
     `attention_share`: the share of `flops_per_sample` in fused attention, which is slower than products.
@@ -127,6 +128,7 @@ class Footprint:
     frozen_bytes: int = 0
     on_cuda: bool = False
     attention_share: float = 0.0
+    recomputed_flops_per_sample: float = 0.0
     stages: list[Footprint] = field(default_factory=list)
 
     @property
@@ -140,9 +142,14 @@ class Footprint:
         return replace(fullest, stages=self.stages)
 
     @property
+    def computed_flops_per_sample(self) -> float:
+        """Operations of a step per sample, with those of checkpointed blocks that are computed again."""
+        return self.training_flops_per_sample + self.recomputed_flops_per_sample
+
+    @property
     def slowest(self) -> Footprint:
         """Of the rank that computes most."""
-        return max(self.each, key=lambda f: f.training_flops_per_sample)
+        return max(self.each, key=lambda f: f.computed_flops_per_sample)
 
     def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
         """The peak of a training step with `batch` samples on this rank.
@@ -282,6 +289,8 @@ def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprin
         frozen_bytes=_frozen_bytes(strategy),
         on_cuda=request.on_cuda,
         attention_share=_attention_share(steps[1]),
+        recomputed_flops_per_sample=sum(phase.recomputed_flops for phase in steps[1])
+        / (parts * BATCHES[1]),
     )
 
 

@@ -22,6 +22,7 @@ from stratbench.plan.footprint.traffic import PARTS, staging_bytes
 from stratbench.telemetry.collective_count import collective_of, tensors_in
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.telemetry.shards import local_part
+from stratbench.workload.network.checkpointing import is_recomputing
 from stratbench.workload.torch_internals import (
     CPU_ATTENTION_BACKWARD,
     TorchDispatchMode,
@@ -42,6 +43,7 @@ class Phase:
     touched_bytes: int = 0  # read and written by them
     flops: int = 0
     attention_flops: int = 0  # of these, those of fused attention
+    recomputed_flops: int = 0  # of these, those of checkpointed blocks that are computed again
     collectives: list[CollectiveCall] = field(default_factory=list)
     #: Operations and bytes of the phase when each of the collectives started.
     reached: list[tuple[int, int]] = field(default_factory=list)
@@ -123,6 +125,7 @@ class OperatorTrace(TorchDispatchMode):
                 flops = FLOP_FORMULAS[op.overloadpacket](*args, **kwargs, out_val=out)
                 phase.flops += flops
                 phase.attention_flops += flops * ("attention" in op.__name__)
+                phase.recomputed_flops += flops * is_recomputing()
         if self._on_cpu and op.overloadpacket in _CONVOLUTIONS:
             for copies_bytes in _CONVOLUTIONS[op.overloadpacket](args, out):
                 self._passing("scratch", copies_bytes)

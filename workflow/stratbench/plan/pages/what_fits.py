@@ -139,9 +139,12 @@ def _by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
 
 def _apart_from_controls(s: Subject) -> str:
     """What is the same in all cells that differ in nothing but what the page has a control for."""
+    # The page's control is for true and false; cells that checkpoint in part are a network by themselves.
+    mode = s.settings.activation_checkpointing
+    own_mode = isinstance(mode, str) and mode
     same: dict[str, Any] = {
         "strategy": "", "options": {}, "gpus": 1, "seed": 0, "global_batch": 1, "per_worker_batch": 1,
-        "precision": "fp32", "activation_checkpointing": False, "slowdown": s.settings.slowdown,
+        "precision": "fp32", "activation_checkpointing": own_mode, "slowdown": s.settings.slowdown,
     }  # fmt: skip
     return replace(s.settings, **same).as_json()
 
@@ -219,7 +222,6 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
         "slowdown": s.slowdown,
         "fused": duration.COMPILED if s.settings.compile else 1,
         "host_s": duration.host_s(needs.slowest),
-        "recomputes": s.settings.activation_checkpointing,
         "recorded": recorded and _recorded(_evidence(plan, c), s.settings.global_batch, recorded),
     }
 
@@ -301,8 +303,7 @@ def _reduced(f: Footprint) -> dict[str, Any]:
         ],
         "evaluation": _grouped(f.evaluation.parts_bytes),
         "copy": f.copied_bytes,
-        "flops": f.flops_per_sample,
-        "training_flops": f.training_flops_per_sample,
+        "flops": f.computed_flops_per_sample,
         "attention": f.attention_share,
         "operations": f.operations_per_step,
         "touched": _line(f.touched_bytes),

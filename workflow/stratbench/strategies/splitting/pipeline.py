@@ -138,6 +138,13 @@ class Pipeline(Split):
                 "of it; remove the key"
             )
         strategy = cls(cls.Options(**options))
+        zero_bubble = strategy.options.schedule == "zero-bubble"
+        if zero_bubble and values["activation_checkpointing"] == "selective":
+            yield (
+                ".activation_checkpointing = 'selective': schedule: zero-bubble computes backward in two "
+                "parts, which would both ask for results that PyTorch keeps for one; set it to true, or "
+                "choose another schedule"
+            )
         for n in values["gpus"]:
             with suppress(ValueError):
                 replicas = strategy.mesh(n).replicas

@@ -380,7 +380,8 @@ def _model_faults(
             yield f".dataset = {block['dataset']!r}: {e}"
     for name in block["models"] if block["activation_checkpointing"] else ():
         if name in models.MODELS and models.MODELS[name].family == "vgg":
-            yield f".activation_checkpointing = true: {name}: {models.NO_BLOCKS}"
+            mode = repr_of(block["activation_checkpointing"])
+            yield f".activation_checkpointing = {mode}: {name}: {models.NO_BLOCKS}"
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 

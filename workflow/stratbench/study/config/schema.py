@@ -72,10 +72,10 @@ def read_as(text: str, types: Iterable[str]) -> Any:
     """`text` as a value of one of the JSON types; unchanged if it is none, or if text is wanted."""
     if "null" in types and text in ("null", "~"):
         return None
-    if "string" in types:
-        return text
     if "boolean" in types and text.lower() in _TRUTH:
         return _TRUTH[text.lower()]
+    if "string" in types:
+        return text
     if {"integer", "number"} & set(types) and re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII):
         return int(text)
     if "number" in types and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, _FLAGS):
@@ -208,6 +208,8 @@ def _explain(fault: Any, key: str | None) -> str:
             message = f"{given}: must have {bound} {rule} entries. {about}"
         case "minItems" | "minProperties" | "minLength":
             message = f"{at}: must not be empty. {about}"
+        case "pattern" if fault.schema["type"] != "string":  # one of several words
+            message = f"{given}: is not allowed. {about}"
         case "pattern":
             message = (
                 f"{at}: the name {value!r} stands in paths and may hold only letters, digits, "

@@ -6,16 +6,31 @@ Chen et al., "Training deep nets with sublinear memory cost", 2016. Importing th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from stratbench.workload.network.sharding import Groups
-from stratbench.workload.torch_internals import BatchNorm
+from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, argument_names
+
+aten = torch.ops.aten
+#: Products of `selective`, of which every second one is computed again, as in torchtitan.
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.convolution.default}
+#: How many blocks this process is computing again; one may be inside another.
+_under_way = 0
+
+
+def is_recomputing() -> bool:
+    """Return whether a checkpointed block is being computed again."""
+    return _under_way > 0
 
 
 def blocks_of(groups: Groups) -> list[nn.Module]:
@@ -26,31 +41,112 @@ def blocks_of(groups: Groups) -> list[nn.Module]:
     return [m for _, modules in groups for m in modules if any(m.children())]
 
 
-def checkpoint_blocks(groups: Groups) -> int:
-    """Let every block of `groups` compute its activations again in backward; returns how many.
+def checkpointed(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
+    """Those of `blocks` that `activation_checkpointing: mode` checkpoints: all, or each N-th."""
+    every = str(mode).partition("every-")[2]
+    return blocks[int(every) - 1 :: int(every)] if every else blocks
+
+
+def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
+    """Let blocks of `groups` compute their activations again in backward; returns how many.
 
     The blocks' own forwards are replaced: the names of parameters and the hooks of modules, such as
     FSDP's, stay what they are. What is drawn at random is drawn again alike.
+
+    Args:
+        groups: The model's sharding groups.
+        mode: The setting `activation_checkpointing`, other than false.
     """
-    blocks = blocks_of(groups)
+    blocks = checkpointed(blocks_of(groups), mode)
     for block in blocks:
         norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
-        block.forward = partial(_forward, block.forward, norms)
+        block.forward = partial(_forward, block.forward, norms, mode == "selective")
     return len(blocks)
 
 
-def _forward(forward: Callable[..., Any], norms: list[BatchNorm], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    forward: Callable[..., Any],
+    norms: list[BatchNorm],
+    selective: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling() or not norms:
-        # A compiler computes only values again, and no changes of buffers; it takes no contexts.
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = partial(_contexts, norms)
+    contexts = partial(_contexts, norms, selective)
+    if torch.compiler.is_compiling():
+        # A compiler computes only values again, and no changes of buffers; it takes no other contexts.
+        if not selective:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        contexts = _selective_contexts
+    elif selective:
+        # A weight that another block has cast would be cast here only when the block is computed again.
+        torch.clear_autocast_cache()
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager, AbstractContextManager]:
-    return nullcontext(), _without_statistics(norms)
+def _contexts(
+    norms: list[BatchNorm], selective: bool
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of a block's forward, and of the same when it is computed again."""
+    first, again = _selective_contexts() if selective else (nullcontext(), nullcontext())
+    return first, _Recomputing(again, norms)
+
+
+def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    return create_selective_checkpoint_contexts(_keep_by_count())
+
+
+def _keep_by_count() -> Callable[..., CheckpointPolicy]:
+    """The policy of one call of a block: attention and every second product are kept."""
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = op in KEPT_BY_SELECTIVE and not _draws(op, args, kwargs)
+        if op in PRODUCTS:
+            products[context.is_recompute] += 1
+            keeps = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether attention drops out: a result that is kept would leave the generator behind."""
+    names = argument_names(op)
+    return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
+
+
+class _Recomputing:
+    """A context in which a block is computed again; one that is entered anew where backward has two parts.
+
+    Args:
+        selected: What gives the results that were kept.
+        norms: Layers whose running statistics have seen the batch.
+    """
+
+    def __init__(self, selected: AbstractContextManager, norms: list[BatchNorm]) -> None:
+        self._selected, self._norms = selected, norms
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        global _under_way
+        with ExitStack() as stack:
+            stack.enter_context(_without_statistics(self._norms))
+            stack.enter_context(self._selected)
+            self._entered.append(stack.pop_all())
+        _under_way += 1
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        global _under_way
+        _under_way -= 1
+        self._entered.pop().__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "has been mutated" in str(error):
+            raise RuntimeError(
+                "a checkpointed block changes in place what activation_checkpointing: selective keeps (an "
+                "activation with inplace=True behind a linear layer); set inplace to False, or "
+                "activation_checkpointing to true"
+            ) from error
 
 
 @contextmanager

@@ -179,13 +179,13 @@ def for_training(
     device: torch.device,
     dtype: torch.dtype,
     build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
 ) -> nn.Module:
     """The network as every strategy is given it, and the plan: on `device`, in training mode.
 
     The initial weights follow from `seed` alone: they are drawn on the CPU in float32. Parameters and
-    buffers stay the objects that the network's code made. `build` makes the network. `checkpointing`: its
-    blocks compute their activations again in backward; ModelError where it has none.
+    buffers stay the objects that the network's code made. `build` makes the network. `checkpointing`: the
+    setting `activation_checkpointing`; ModelError where it would change nothing.
     """
     from stratbench.workload.generators import seed_generators
 
@@ -195,10 +195,14 @@ def for_training(
     place_tensors(model, device, dtype)
     model.train()
     if checkpointing:
-        from stratbench.workload.network.checkpointing import checkpoint_blocks
+        from stratbench.workload.network.checkpointing import blocks_of, checkpoint_blocks
 
-        if not checkpoint_blocks(wrap_groups(name, model)):
-            raise users_code.ModelError(f"{facts_of(name).own or name}: {NO_BLOCKS}")
+        groups = wrap_groups(name, model)
+        if not checkpoint_blocks(groups, checkpointing):
+            count = len(blocks_of(groups))
+            few = f"activation_checkpointing = {checkpointing!r}: it has {count} blocks; lower the number"
+            why = few if count else NO_BLOCKS
+            raise users_code.ModelError(f"{facts_of(name).own or name}: {why}")
     return model
 
 

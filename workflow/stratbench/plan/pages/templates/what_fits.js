@@ -88,11 +88,11 @@ function sentBytes(entry, samples, steps) {
   return (first * wire.plain + (steps - first) * each) / steps;
 }
 
-/** Of the worker that computes most: operations of a sample, forward alone, kernels of a step, bytes that they touch, share of attention. */
+/** Of the worker that computes most: operations of a sample, kernels of a step, bytes that they touch, share of attention. */
 function workOf(entry) {
   if (entry.between) return mixed(...entry.between.map(workOf), entry.share);
   const f = D.footprints[entry.footprints[entry.slowest]];
-  return [f.training_flops, f.flops, f.operations, ...f.touched, f.attention];
+  return [f.flops, f.operations, ...f.touched, f.attention];
 }
 
 /** Seconds of `steps` steps by the device's rates, at best, at worst, and as one time to compare by: `step_on`; null if they are not known. */
@@ -100,12 +100,12 @@ function secondsOf(entry, device, s, samples, sent, steps) {
   const kind = device.is_gpu ? "gpu" : "cpu", R = D.rates;
   const rate = device.is_gpu ? device.flops_per_s[s.precision] : device.flops_per_s[""] / s.workers;
   if (!rate) return null;
-  const [computes_flops, forward_flops, operations, touched, touched_each, attention] = workOf(entry);
+  const [computed_flops, operations, touched, touched_each, attention] = workOf(entry);
   const slower = device.attention_utilisation ? 1 + attention * (R.utilisation[kind][2] / device.attention_utilisation - 1) : 1;
   const link = entry.nodes === 1 ? device.link_bytes_per_s : Math.min(device.link_bytes_per_s, device.network_bytes_per_s);
   const [within, within_each] = entry.wire?.within ?? [0, 0];
   const local = entry.wire ? exchangingShare(entry.wire, steps) * (within + within_each * samples) : 0;
-  const flops = (computes_flops + (entry.recomputes ? forward_flops : 0)) * samples;
+  const flops = computed_flops * samples;
   return [0, 1, 2].map((rates) => {
     const computing = ((rates === 2 ? slower : 1) * flops) / (rate * R.utilisation[kind][rates]), launches = entry.fused * operations * R.launch_s[kind][rates];
     const memory = device.memory_bytes_per_s ? (entry.fused * (touched + touched_each * samples)) / (device.memory_bytes_per_s * R.memory[rates]) : 0;
