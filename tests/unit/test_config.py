@@ -240,6 +240,14 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
             {"precision": "fp16", "strategies": ["ddp", "diloco"]},
             ["precision = 'fp16': a worker whose gradient overflows", "use bf16", "remove diloco"],
         ),
+        (
+            {"optimizer_impl": "foreach", "strategies": ["ddp", "ps-sync"]},
+            ["optimizer_impl = 'foreach': servers update", "remove ps-sync"],
+        ),
+        (
+            {"optimizer_impl": "for-loop", "precision": "fp16", "strategies": ["ddp"]},
+            ["optimizer_impl = 'for-loop': with precision: fp16", "use bf16"],
+        ),
         ({"nesterov": True, "momentum": 0}, ["nesterov = true: needs momentum > 0"]),
         ({"strategies": ["single"], "gpus": [2, 4]}, ["gpus = [2, 4]", "single uses at most 1"]),
         ({"dataset": "synthetic", "augment": True}, ["augment = true", "no augmentation"]),
@@ -584,7 +592,7 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
     values = {
         "epochs": 3, "lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "nesterov": True, "accumulate": 2,
         "clip_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
-        "placement": "host", "warmup_steps": 5, "device": "cpu",
+        "placement": "host", "warmup_steps": 5, "device": "cpu", "optimizer_impl": "foreach",
         "slowdown": {"sigma": 0.5}, "betas": [0.8, 0.9], "eps": 1e-6, "optimizer": "adamw", "steps": 4,
         "final_lr": 0.01, "checkpoint_every": 7,
     }  # fmt: skip

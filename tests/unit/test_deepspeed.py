@@ -558,6 +558,7 @@ def refused(**keys: Any) -> str:
         ({"precision": "fp64"}, "keeps its weights in float32; use fp32"),
         ({"precision": "fp16"}, "would wait for the device in every step; use bf16"),
         ({"compile": True}, "not tried with DeepSpeed; set it to false"),
+        ({"optimizer_impl": "foreach"}, "flat tensors of its own; set it to fused"),
         (
             {"activation_checkpointing": True, "dataset": "digits", "models": ["gpt-compact"]},
             "not tried with DeepSpeed; set it to false",

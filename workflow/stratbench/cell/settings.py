@@ -106,6 +106,11 @@ class Settings:
         help="Decay of AdamW's two moments. null: 0.9 and 0.999 with AdamW.")
     eps: float | None = setting(None, planned=1e-8, exclusiveMinimum=0,
         help="What AdamW adds to the root of its second moment. null: 1e-8 with AdamW.")
+    optimizer_impl: Literal["fused", "foreach", "for-loop"] = setting("fused", planned=EACH,
+        help="PyTorch's implementation of the optimizer. fused: one kernel per step, without temporary "
+        "tensors; SGD on a CPU or with sparse gradients runs for-loop in its place. foreach: operations on "
+        "all tensors at once, for which AdamW makes a temporary copy of them. for-loop: one tensor at a "
+        "time. Servers, `deepspeed` and precision fp16 take fused alone.")
     accumulate: int = setting(1, planned=EACH, minimum=1,
         help="Equal parts in which each worker computes its batch, one after the other; the gradients are "
         "added up and synchronised with the last; `fsdp` reduces each part's. It takes the memory of one "

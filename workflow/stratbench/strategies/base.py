@@ -498,34 +498,34 @@ class Collective(Strategy):
         import torch
 
         s = self.worker.settings
-        if s.optimizer == "adamw":
-            return torch.optim.AdamW, {
-                "lr": s.lr,
-                "betas": tuple(s.betas),
-                "eps": s.eps,
-                "weight_decay": s.weight_decay,
-                "fused": True,  # on a CPU too, where the others would make temporary tensors
-            }
-        return torch.optim.SGD, {
+        common = {
             "lr": s.lr,
-            "momentum": s.momentum,
             "weight_decay": s.weight_decay,
-            "nesterov": s.nesterov,
-            # Fused kernels take the loss scaler's verdict on the device, without a synchronisation. They
-            # take no sparse gradient.
-            "fused": self.local[0].device.type == "cuda"
-            and not any(getattr(module, "sparse", False) for module in self.model.modules()),
+            "foreach": s.optimizer_impl == "foreach",
+            # Fused kernels take the loss scaler's verdict on the device, without a synchronisation.
+            "fused": s.optimizer_impl == "fused",
         }
+        if s.optimizer == "adamw":
+            return torch.optim.AdamW, common | {"betas": tuple(s.betas), "eps": s.eps}
+        if self.local[0].device.type != "cuda" or any(
+            getattr(module, "sparse", False) for module in self.model.modules()
+        ):
+            common["fused"] = False
+        return torch.optim.SGD, common | {"momentum": s.momentum, "nesterov": s.nesterov}
 
     def begin_states(self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
         """Give `optimizer` what it keeps for each of `tensors`, as its first step would."""
         import torch
 
         s = self.worker.settings
+        fused = s.optimizer_impl == "fused"
         for t in tensors:
             if s.optimizer == "adamw":
                 optimizer.state[t] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=t.device),
+                    # Kernels read it on the device; the others compute with it on the host.
+                    "step": torch.zeros(
+                        (), dtype=torch.float32, device=t.device if fused else "cpu"
+                    ),
                     "exp_avg": torch.zeros_like(t),
                     "exp_avg_sq": torch.zeros_like(t),
                 }

@@ -91,6 +91,11 @@ class DeepSpeed(Counted):
             )
         if values["compile"]:
             yield ".compile = true: compiled code is not tried with DeepSpeed; set it to false"
+        if (implementation := values["optimizer_impl"]) != "fused":
+            yield (
+                f".optimizer_impl = {implementation!r}: DeepSpeed gives the optimizer flat tensors of its "
+                "own; set it to fused"
+            )
         if mode := values["activation_checkpointing"]:
             yield (
                 f".activation_checkpointing = {repr_of(mode)}: computing blocks again is not tried with "

@@ -187,6 +187,11 @@ class ParameterServer(base.Strategy):
         if why := cls.Options.refusal(optimizer):
             others = ", ".join(policies_that_take(optimizer))
             yield f".optimizer = {optimizer!r}: {why} ({others} take it)"
+        if (implementation := values["optimizer_impl"]) != "fused":
+            yield (
+                f".optimizer_impl = {implementation!r}: servers update the weights by code of their own; set "
+                "it to fused"
+            )
         if values["accumulate"] != 1:
             yield (
                 f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "

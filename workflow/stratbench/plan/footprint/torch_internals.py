@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -158,6 +159,10 @@ def torch_on_fakes(on_cuda: bool, fused: bool) -> Iterator[None]:
                     stack.enter_context(replaced(dist, name, partial(_scattered_by_gloo, scatter)))
         if fused:
             stack.enter_context(replaced(torch.optim, "SGD", fused_sgd))
+        # AdamW that is not fused reads its count of steps, which a fake tensor does not know.
+        stack.enter_context(
+            replaced(import_module("torch.optim.adam"), "_get_value", lambda _: 1.0)
+        )
         yield
 
 

@@ -229,6 +229,11 @@ def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
         for key in ("betas", "eps"):
             if block[key] is not None:
                 yield f".{key} = {block[key]}: only AdamW has it; remove it, or set optimizer: adamw"
+    if block["precision"] == "fp16" and block["optimizer_impl"] != "fused":
+        yield (
+            f".optimizer_impl = {block['optimizer_impl']!r}: with precision: fp16 the host would wait for "
+            "the loss scaler's verdict in every step; set it to fused, or use bf16"
+        )
     if block["final_lr"]:
         if block["schedule"] == "constant":
             yield f".final_lr = {block['final_lr']}: a constant schedule does not fall; remove it"
