@@ -52,7 +52,8 @@ PARTS = ("setup_s", "data_s", "warmup_s", "eval_s", "train_time_s")
 PERCENTILES = ("min", "p10", "p50", "p90", "p99", "max")
 #: The format in which a precision computes.
 FORMATS = {
-    "fp32": "float32", "fp64": "float64", "fp16": "float16", "bf16": "bfloat16", "tf32": "tf32"
+    "fp32": "float32", "fp64": "float64", "fp16": "float16", "bf16": "bfloat16", "tf32": "tf32",
+    "bf16-true": "bfloat16",
 }  # fmt: skip
 DTYPES = FORMATS | {"tf32": "float32"}
 
@@ -283,7 +284,7 @@ def settings(told: Told) -> None:
             f"strategy.details.compute_dtype is {computed}, but the precision is {precision}"
         )
     kept = told("strategy.details.weights_dtype")
-    wanted = "float64" if precision == "fp64" else "float32"
+    wanted = FORMATS[precision] if precision in ("fp64", "bf16-true") else "float32"
     told.alike("strategy.details.weights_dtype and that of the precision", kept, wanted)
     threads = told("provenance.threads_per_worker")
     for worker in told.workers:

@@ -138,9 +138,12 @@ class Settings:
     clip_norm: float | None = setting(None, planned=1.0, exclusiveMinimum=0,
         help="Largest Euclidean norm of the whole gradient, over all workers' parts: a larger gradient is "
         "scaled down to it. null: none. Servers refuse it.")
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = setting("fp32", planned=EACH,
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64"] = setting(
+        "fp32", planned=EACH,
         help="Arithmetic: tf32 is fp32 with TensorFloat-32 matrix products (GPUs only); bf16 and fp16 are "
-        "mixed precision (weights stay fp32), fp16 with loss scaling.")
+        "mixed precision (weights stay fp32), fp16 with loss scaling. bf16-true: weights, gradients, the "
+        "optimizer's states and all but the loss in bfloat16, half the memory; small updates are lost to "
+        "rounding. Servers and `deepspeed` refuse it.")
     augment: bool = setting(False,
         help="The data set's standard augmentation (random crop; flip for natural images).")
     elastic: bool = setting(False,

@@ -94,8 +94,7 @@ def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
 
 def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
     """A GPU of the cluster. The speed of its link is the config's, or else the datasheet's."""
-    known = precision in ("fp32", "tf32", "fp16", "bf16")
-    tflops = peak.tflops(precision) if known else None
+    tflops = None if precision == "fp64" else peak.tflops(precision)
     link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
     return Device(
         name=peak.name,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import Options, disown
 from stratbench.cell.text.words import names_text
 from stratbench.strategies.mesh import Mesh
-from stratbench.workload.network.precision import autocast, effective_dtypes
+from stratbench.workload.network.precision import autocast, effective_dtypes, scores_for_loss
 from stratbench.workload.tasks import Classification, Task, loss_and_weight, ratio
 
 if TYPE_CHECKING:
@@ -589,6 +589,7 @@ class Collective(Strategy):
         If the task returns a sum and a weight, each target counts as 1 here. The weight of the global batch
         is known only after the last part of the last worker; `divide_by_weight` corrects by it.
         """
+        outputs = scores_for_loss(outputs, self.worker.settings.precision)
         loss, weight = loss_and_weight(self.worker.task, outputs, y)
         if weight is None:
             return loss

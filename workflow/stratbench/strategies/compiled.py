@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from stratbench.workload.generators import Generators
-from stratbench.workload.network.precision import autocast_dtype
 from stratbench.workload.users_code import Refused
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
         apart = "whose norms are off by a factor of {:.3g}"
     else:
         s = worker.settings
-        is_rounded = autocast_dtype(s.precision) or s.precision == "tf32"
+        is_rounded = s.precision not in ("fp32", "fp64")
         error, bound = _distance(found, eager), ROUNDED_BOUND if is_rounded else BOUND
         apart = "off by {:.3g} of their norm"
     if not (worst := _largest(error, worker)) <= bound:

@@ -12,6 +12,7 @@ from stratbench.cell.options import option
 from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
 from stratbench.strategies.compression import PowerSGD, SixteenBits
+from stratbench.workload.network.precision import PURE_BF16
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ class DDP(base.Collective):
             yield (
                 f".precision = 'fp64': gradients that are sent in 16 bits (compress: {kind}) leave "
                 "nothing of it"
+            )
+        if kind != "none" and precision == PURE_BF16:
+            yield (
+                f".precision = 'bf16-true': gradients are in 16 bits already, of which compress: {kind} "
+                "would lose more; set it to none, or use bf16"
             )
         if kind == "powersgd" and precision == "fp16":
             yield (

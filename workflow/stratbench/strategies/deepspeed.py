@@ -15,6 +15,7 @@ from stratbench.strategies import base
 from stratbench.strategies.counted import Counted
 from stratbench.strategies.needs import check_installed
 from stratbench.strategies.sharding.sharded import Sharded, mean_buffers
+from stratbench.workload.network.precision import PURE_BF16
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -84,6 +85,8 @@ class DeepSpeed(Counted):
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         if values["precision"] == "fp64":
             yield ".precision = 'fp64': DeepSpeed keeps its weights in float32; use fp32"
+        if values["precision"] == PURE_BF16:
+            yield ".precision = 'bf16-true': DeepSpeed keeps its weights in float32; use bf16"
         if values["precision"] == "fp16":
             yield (
                 ".precision = 'fp16': DeepSpeed's loss scaler would wait for the device in every step; use "

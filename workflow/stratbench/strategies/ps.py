@@ -20,7 +20,7 @@ from stratbench.ps.policies.policies import policies_that_take, policy_class
 from stratbench.ps.server_config import ElasticConfig, ServerConfig
 from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
-from stratbench.workload.network.precision import autocast, effective_dtypes
+from stratbench.workload.network.precision import PURE_BF16, autocast, effective_dtypes
 from stratbench.workload.tasks import loss_and_weight, ratio
 from stratbench.workload.users_code import ModelError
 
@@ -187,6 +187,8 @@ class ParameterServer(base.Strategy):
         if why := cls.Options.refusal(optimizer):
             others = ", ".join(policies_that_take(optimizer))
             yield f".optimizer = {optimizer!r}: {why} ({others} take it)"
+        if values["precision"] == PURE_BF16:
+            yield ".precision = 'bf16-true': servers keep the weights in float32; use bf16"
         if (implementation := values["optimizer_impl"]) != "fused":
             yield (
                 f".optimizer_impl = {implementation!r}: servers update the weights by code of their own; set "

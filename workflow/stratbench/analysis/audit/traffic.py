@@ -53,7 +53,7 @@ def least_bytes_per_s(row: Any) -> float | None:
 
     For collectives, what one rank sends: (W-1)/W of each of the strategy's copies of the parameters
     that are trained. For servers, an equal share of all workers' traffic: the gradients in and the
-    parameters out for every batch. A parameter has two bytes in mixed precision, else four.
+    parameters out for every batch. A parameter has two bytes in 16 bits, else four.
     """
     trained = row.trainable_parameters
     if pd.isna(trained):
@@ -61,7 +61,7 @@ def least_bytes_per_s(row: Any) -> float | None:
     needed = (trained, row.samples_seen, row.global_batch, row.train_time_s)
     if any(pd.isna(value) for value in needed) or not row.train_time_s:
         return None
-    width = 2 if row.precision in ("fp16", "bf16") else 4
+    width = 2 if row.precision in ("fp16", "bf16", "bf16-true") else 4
     one_copy = trained * width * row.samples_seen / row.global_batch
     if row.strategy_kind == "server":
         servers = 1 if pd.isna(row.servers) else row.servers

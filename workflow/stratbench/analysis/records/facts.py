@@ -101,8 +101,9 @@ class Facts:
 
     def bytes_of(self, count: int | None) -> float | None:
         """Return the size of `count` parameters in the format in which they are kept."""
-        wide = self("strategy.details.weights_dtype") == "float64"
-        return None if count is None else count * (8 if wide else 4)
+        widths = {"float64": 8, "bfloat16": 2}
+        width = widths.get(self("strategy.details.weights_dtype"), 4)
+        return None if count is None else count * width
 
 
 def longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:

@@ -35,7 +35,7 @@ GROUPS = {
 }
 #: Of a training in which it shows whether workers exchange in every step.
 MANY_STEPS = 1 << 20
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16-true")
 #: Cards of usual sizes, beside which the page shows a choice where the config names none of that size.
 USUAL_CARDS = ("A10G", "L40S", "A100 SXM 80 GB", "H200 SXM")
 

@@ -32,7 +32,8 @@ class Datasheet:
     resident_threads: int
 
     def tflops(self, precision: str) -> float | None:
-        """Dense peak for `fp32`, `tf32`, `fp16` or `bf16`, None where the GPU lacks it."""
+        """Dense peak for a precision other than `fp64`, None where the GPU lacks it."""
+        precision = precision.removesuffix("-true")
         known = ("fp32", "tf32", "fp16", "bf16")
         if precision not in known:
             raise ValueError(f"precision {precision!r}, expected one of {', '.join(known)}")

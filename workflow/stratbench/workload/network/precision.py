@@ -9,11 +9,20 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Weights, gradients and the optimizer's states in bfloat16, as Lightning calls it.
+PURE_BF16 = "bf16-true"
+
+
 def weights_dtype(precision: str) -> torch.dtype:
     """The dtype of the weights, of the batches and of all that autocast does not convert."""
     import torch
 
-    return torch.float64 if precision == "fp64" else torch.float32
+    return {"fp64": torch.float64, PURE_BF16: torch.bfloat16}.get(precision, torch.float32)
+
+
+def scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
+    """The outputs as the loss is computed from them: in float32 where the weights are in bfloat16."""
+    return outputs.float() if precision == PURE_BF16 else outputs
 
 
 def batch_format(precision: str, device_type: str) -> torch.memory_format:
@@ -24,12 +33,12 @@ def batch_format(precision: str, device_type: str) -> torch.memory_format:
     """
     import torch
 
-    wanted = device_type == "cuda" and precision in ("fp16", "bf16", "tf32")
+    wanted = device_type == "cuda" and precision in ("fp16", "bf16", PURE_BF16, "tf32")
     return torch.channels_last if wanted else torch.contiguous_format
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of mixed precision; None for fp32, tf32 and fp64."""
+    """The dtype of mixed precision; None where there is none."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -45,7 +54,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 
 def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
     """The number formats that are really used, for the record."""
-    weights = "float64" if precision == "fp64" else "float32"
+    weights = str(weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)
     if precision == "tf32" and (lacking := _lacks_tf32(device)):

@@ -209,7 +209,7 @@ function el(tag, given, ...children) {
 
 // ---- the page ----------------------------------------------------------------------------------------------
 
-const form = $("controls"), PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "fp64"];
+const form = $("controls"), PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64"];
 const BATCHES = [];
 for (let b = 1; b <= 2 ** 16; b *= 2) BATCHES.push(b, ...(b > 1 ? [b * 1.5] : []));
 const S = {};
