@@ -234,6 +234,7 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
             {"activation_checkpointing": 2},
             ["activation_checkpointing = 2: must be true or false or text", "`every-2`"],
         ),
+        ({"loss_chunks": 2}, ["loss_chunks = 2: the data set", "is no text; set it to 1"]),
         ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
         ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
         (
@@ -594,13 +595,14 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
         "clip_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
         "placement": "host", "warmup_steps": 5, "device": "cpu", "optimizer_impl": "foreach",
         "slowdown": {"sigma": 0.5}, "betas": [0.8, 0.9], "eps": 1e-6, "optimizer": "adamw", "steps": 4,
-        "final_lr": 0.01, "checkpoint_every": 7,
+        "final_lr": 0.01, "checkpoint_every": 7, "loss_chunks": 2,
     }  # fmt: skip
     needed = {
         "betas": {"optimizer": "adamw"},
         "eps": {"optimizer": "adamw"},
         "steps": {"epochs": REMOVED},
         "final_lr": {"schedule": "linear"},
+        "loss_chunks": {"dataset": "tinyshakespeare", "models": ["gpt-compact"]},
     }
     value = values.get(name, True)
     given = {"models": ["resnet-compact"], "strategies": ["ddp"]} | needed.get(name, {})

@@ -540,7 +540,7 @@ def test_micro_batches_that_do_not_come_out_even_are_refused(options, gpus, batc
 
 def refused(**values: Any) -> list[str]:
     block = {
-        "models": ["gpt-compact"], "gpus": [1, 2, 4], "compile": False, "accumulate": 1,
+        "models": ["gpt-compact"], "gpus": [1, 2, 4], "compile": False, "accumulate": 1, "loss_chunks": 1,
         "global_batch": 32, "slowdown": None,
     }  # fmt: skip
     options = option_defaults("pipeline") | values.pop("options", {})

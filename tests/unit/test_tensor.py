@@ -318,6 +318,7 @@ def refused(**values: Any) -> list[str]:
         "models": ["gpt-compact"],
         "gpus": [1, 2, 4],
         "compile": False,
+        "loss_chunks": 1,
     }
     options = {"tensor_workers": "all", "data": "fsdp", "sequence": False} | values.pop(
         "options", {}

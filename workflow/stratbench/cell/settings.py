@@ -121,6 +121,10 @@ class Settings:
         "`selective`: all but attention, collectives and every second matrix product or convolution of each "
         "block, as in torchtitan. `every-N`, such as `every-2`: all of each N-th block. It is refused for "
         "VGG, whose groups are single layers.")
+    loss_chunks: int = setting(1, planned=EACH, minimum=1,
+        help="Parts of a text's positions in which the last layer's scores and their loss are computed, one "
+        "after the other, and again in backward: the memory for scores of one part, the same loss. Servers, "
+        "`deepspeed`, `tensor`, `pipeline`, `compile`, images and tasks of one's own refuse more than 1.")
     compile: bool = setting(False,
         help="Whether forward and backward of the training go through torch.compile, after the strategy has "
         "wrapped the model. The warm-up (3 steps at least) compiles; its time is recorded as `compile_s`. "

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stratbench.strategies.saved import SavedState, Stateful
     from stratbench.telemetry.compiling import CompileWatch
     from stratbench.telemetry.pulse import Pulse
+    from stratbench.workload.network.chunked_loss import ChunkedLoss
     from stratbench.workload.network.trial import Trial
 
 
@@ -466,6 +467,8 @@ class Collective(Strategy):
 
     module: nn.Module  # the wrapped model
     compiled: nn.Module  # what a step calls: it, or what compiles it
+    #: What has the network return its loss (`loss_chunks`); None: it returns scores.
+    chunked: ChunkedLoss | None = None
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
         """The module whose forward and backward synchronise the workers."""
@@ -475,6 +478,8 @@ class Collective(Strategy):
         self.worker, self.model = worker, model
         if any(True for _ in model.buffers()):  # another worker's may be waited for before forward
             self.own_phases = ()
+        if worker.settings.loss_chunks > 1:
+            self.chunked = self.make_chunked_loss()
         self.module = self.wrap(model, worker)
         self.compiled = compiled(self.module, worker.settings)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -581,7 +586,25 @@ class Collective(Strategy):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with autocast(self.worker.settings.precision, self.worker.device):
+            return self.mean_loss(x, y)
+
+    def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of a part of the batch, in the format in which the network is called."""
+        if self.chunked is None:
             return self.loss_of(self.compiled(x), y)
+        with self.chunked.against(y):
+            return self.compiled(x)
+
+    def make_chunked_loss(self) -> ChunkedLoss:
+        """Have the network, not wrapped yet, compute its loss in parts of the positions."""
+        import torch
+
+        from stratbench.workload.network.chunked_loss import ChunkedLoss
+
+        worker = self.worker
+        shape = (1, *worker.input_shape)
+        tokens = torch.empty(shape, dtype=torch.int64, device=worker.device).zero_()
+        return ChunkedLoss(self.model, tokens, worker.settings.loss_chunks, worker.task.loss)
 
     def loss_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a part of the batch, from which backward begins.

@@ -99,6 +99,8 @@ class DeepSpeed(Counted):
                 f".optimizer_impl = {implementation!r}: DeepSpeed gives the optimizer flat tensors of its "
                 "own; set it to fused"
             )
+        if (chunks := values["loss_chunks"]) > 1:
+            yield f".loss_chunks = {chunks}: the loss in parts is not tried with DeepSpeed; set it to 1"
         if mode := values["activation_checkpointing"]:
             yield (
                 f".activation_checkpointing = {repr_of(mode)}: computing blocks again is not tried with "

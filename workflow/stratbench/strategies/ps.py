@@ -194,6 +194,8 @@ class ParameterServer(base.Strategy):
                 f".optimizer_impl = {implementation!r}: servers update the weights by code of their own; set "
                 "it to fused"
             )
+        if (chunks := values["loss_chunks"]) > 1:
+            yield f".loss_chunks = {chunks}: the loss in parts is not tried with servers; set it to 1"
         if values["accumulate"] != 1:
             yield (
                 f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "

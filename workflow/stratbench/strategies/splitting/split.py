@@ -40,6 +40,8 @@ class Split(Counted):
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         if values["compile"]:
             yield f".compile = true: compiled code is not tried with {cls.parts_are}; set it to false"
+        if (chunks := values["loss_chunks"]) > 1:
+            yield f".loss_chunks = {chunks}: the loss in parts is not tried with {cls.parts_are}; set it to 1"
         strategy = cls(cls.Options(**options))
         for name, network in values["networks"].items():
             if why := cls.why_not(network):

@@ -387,6 +387,13 @@ def _model_faults(
         if name in models.MODELS and models.MODELS[name].family == "vgg":
             mode = repr_of(block["activation_checkpointing"])
             yield f".activation_checkpointing = {mode}: {name}: {models.NO_BLOCKS}"
+    if (chunks := block["loss_chunks"]) > 1:
+        if not dataset.is_text:
+            yield f".loss_chunks = {chunks}: the data set {block['dataset']!r} is no text; set it to 1"
+        if block["task"] is not None and block["task"] not in tasks.TASKS:
+            yield f".loss_chunks = {chunks}: a task of your own takes whole outputs; set it to 1"
+        if block["compile"]:
+            yield f".loss_chunks = {chunks}: the loss in parts is not tried with compile; remove one"
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 

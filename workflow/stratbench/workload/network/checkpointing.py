@@ -64,6 +64,12 @@ def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
     return len(blocks)
 
 
+def recompute(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, which is computed again in backward in place of being kept."""
+    contexts = partial(_contexts, [], False)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
 def _forward(
     forward: Callable[..., Any],
     norms: list[BatchNorm],
