@@ -9,10 +9,16 @@ import torch
 from test_plan_footprint import changed, planned, request_for
 from torch import nn
 
+from launching import settings
 from stratbench.cell.run_folder import RunFolder
+from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
+from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
+from stratbench.workload.data import prepared
+from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import example_batch
+from stratbench.workload.data.prepare import prepare
 from stratbench.workload.network import models
 from stratbench.workload.network.chunked_loss import ChunkedLoss, find_head
 from stratbench.workload.network.gpt import GPT
@@ -117,3 +123,26 @@ def test_who_cannot_says_so(strategy):
     given = values | {"gpus": [2], "networks": {MODEL: MODEL}}
     found = strategy_class(strategy).refusals(option_defaults(strategy), given)
     assert any(why.startswith(".loss_chunks = 2: ") and "set it to 1" in why for why in found)
+
+
+@pytest.mark.slow
+def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
+    """On two workers, with what each of them is planned to hold."""
+    spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
+            "sequence": 16}  # fmt: skip
+    prepare("text", tmp_path / "text", spec=spec)
+    data_spec = prepared.read_meta(tmp_path / "text")["spec"]
+    s = settings(
+        "fsdp", model=MODEL, dataset="text", data_spec=data_spec, accumulate=2, loss_chunks=3,
+        activation_checkpointing="selective", precision="bf16-true", optimizer_impl="foreach",
+        optimizer="adamw", momentum=0.0, betas=[0.9, 0.99], eps=1e-8, clip_norm=1.0,
+    )  # fmt: skip
+    launched = start_cell(s, data_dir=tmp_path / "text", env=warm)
+    code, output = launched.finish()
+    assert code == 0, output
+    made = launched.read_record()
+    assert made["status"] == "ok", made["reason"]
+    request = Request.of(s, describe("text", spec), on_cuda=False, local_world=2)
+    assert made["memory"]["model_states"] == planned(request).model_states_bytes
+    sent_bytes = made["communication"]["sent_bytes_per_step"]
+    assert sent_bytes == pytest.approx(wire_bytes(planned(request).collectives, 2, on_gloo=False))
