@@ -15,6 +15,7 @@ from stratbench.cell.settings import Settings
 from stratbench.plan import check
 from stratbench.plan.footprint import footprint
 from stratbench.plan.footprint.request import Request
+from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import mesh_of, option_defaults
 from stratbench.strategies.splitting import tensor
 from stratbench.workload import users_code
@@ -237,9 +238,10 @@ WRONG = {
                             "its tensor_plan says 'last' of 'head'; the words are embedding"),
     "a path that is none": ("tensor", {"tensor_plan": PLAN | {"layers.*.gate": "columns"}},
                             "its tensor_plan names 'layers.*.gate', and the network has no module"),
+    "no begin of the stream": ("tensor", {"tensor_plan": PLAN, "sequence": True},
+                               "it has no first; name them, or set sequence to false"),
     "heads of what has none": ("tensor", {"tensor_plan": PLAN | {"layers.*": "heads"}},
                                "says 'heads' of 'layers.0', which is no nn.MultiheadAttention"),
-    "positions": ("tensor", {"sequence": True}, "is tried with the built-in networks alone"),
 }  # fmt: skip
 
 
@@ -249,6 +251,42 @@ def test_what_is_stated_wrongly_is_refused_before_any_job(cell, strategy, stated
     s = cell(strategy, 2, stated, **options)
     request = Request.of(s, describe("text", s.data_spec), False, 2)
     assert said in check.rehearse(request, check.check_network(request)).refusal
+
+
+#: The stream between layers by positions, too.
+ALONG = PLAN | {
+    "layers.0": "first", "layers.*.norm": "norm", "layers.*.norm_2": "norm", "last": "norm",
+}  # fmt: skip
+
+
+def test_the_stream_between_layers_is_divided_by_positions(cell, trained):
+    expected = losses(trained(cell("single", 1)))
+    stated = {"tensor_plan": ALONG}
+    for s in (
+        cell("tensor", 2, stated, sequence=True),
+        cell("tensor", 4, stated, sequence=True, tensor_workers=2),
+        cell("tensor", 4, stated, sequence=True, tensor_workers=2, data="ddp"),
+    ):
+        found = trained(s)
+        assert losses(found) == pytest.approx(expected, abs=1e-12)
+        planned = footprint.make_footprint(planned_as(s))
+        assert planned.model_states_bytes == found["memory"]["model_states"]
+        sent_bytes = wire_bytes(planned.collectives, s.gpus, False, s.per_worker_batch)
+        assert found["communication"]["sent_bytes_per_step"] == pytest.approx(sent_bytes)
+
+
+def planned_as(s: Settings) -> Request:
+    return Request.of(s, describe("text", s.data_spec), False, s.gpus)
+
+
+@pytest.mark.parametrize("left_out", ["layers.*.norm_2", "last"])
+def test_what_would_learn_from_a_part_of_the_positions_is_refused(cell, trained, left_out):
+    stated = {"tensor_plan": {path: word for path, word in ALONG.items() if path != left_out}}
+    found = trained(cell("tensor", 2, stated, sequence=True))
+    assert found["status"] == "refused"
+    name = left_out.replace("*", "0")
+    assert f"would train {name}.weight, {name}.bias" in found["reason"]
+    assert "call the modules that hold them `norm`" in found["reason"]
 
 
 #: What no shape betrays: a norm in another place, and heads that become narrower instead of fewer.

@@ -36,9 +36,16 @@ SCORES, ROUNDED_SCORES = 1e-3, 5e-2
 
 @contextmanager
 def same_scores(
-    strategy: Strategy, network: str | models.Model, model: nn.Module, worker: Worker, x: Tensor
+    strategy: Strategy,
+    network: str | models.Model,
+    model: nn.Module,
+    worker: Worker,
+    x: Tensor,
+    y: Tensor,
 ) -> Iterator[None]:
     """Refused where what is set up within gives other scores for `x` than the user's network before.
+
+    Or where a worker would train whole parameters by a part of the positions.
 
     Asked of strategies that divide a network by what its user states. All workers call it.
     """
@@ -55,7 +62,10 @@ def same_scores(
     with strategy.evaluating() as divided, torch.no_grad():
         actual = divided(x).float()
     bound = SCORES if worker.settings.precision in ("fp32", "fp64") else ROUNDED_SCORES
-    error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+    if actual.shape == expected.shape:
+        error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+    else:
+        error = torch.full((), torch.inf, device=x.device)
     if not worker.mesh.speaks(worker.rank):
         error.zero_()
     if worker.world_size > 1:
@@ -64,6 +74,11 @@ def same_scores(
         raise Refused(
             f"{models.in_words(network)}: divided as its user states, it gives other scores than the whole "
             f"network (by {error.item():.2g} of the largest); correct {strategy.stated_by}"
+        )
+    if names := strategy.partly_trained(x, y):
+        raise Refused(
+            f"{models.in_words(network)}: with sequence: true each worker would train {names_text(names)} by "
+            "its own positions alone; call the modules that hold them `norm` in tensor_plan"
         )
 
 

@@ -245,8 +245,8 @@ def set_up(
     check_one_start(worker)
     if built.trial is not None:
         acceptance.check_model(strategy, built.network, built.model, worker)
-    two = data.test_batch(0, 2)[0]
-    with acceptance.same_scores(strategy, built.network, built.model, worker, two):
+    two = data.test_batch(0, 2)
+    with acceptance.same_scores(strategy, built.network, built.model, worker, *two):
         strategy.setup(built.model, worker)
     # From here on only what is random per copy (dropout) draws from the global generators.
     seed_generators(s.seed + 1 + worker.draws)

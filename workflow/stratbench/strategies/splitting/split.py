@@ -11,7 +11,7 @@ from stratbench.strategies.counted import Counted
 from stratbench.workload.network import models
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from stratbench.workload.network.models import Model
 
@@ -55,6 +55,10 @@ class Split(Counted):
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().refusals_of_model(model, worker)
         yield from base.refusals_of_parts(worker.trial)
+
+    def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
+        """Return whole parameters of which a worker has a part of the gradient, by a batch; all call it."""
+        return []
 
     def divides(self, gpus: int) -> bool:
         """Whether `gpus` workers hold parts of the states."""

@@ -11,6 +11,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
+from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, refuse_uneven
 from stratbench.strategies.sharding.sharded import Sharded
@@ -31,6 +32,10 @@ WORDS = (
     *("embedding", "first", "norm", "head norm", "input", "columns", "columns of it", "rows"),
     *("heads", "scores"),
 )
+
+
+#: How far gradients that all workers of a group should have alike may be apart, of the largest.
+UNLIKE = 1e-2
 
 
 class TensorParallel(Split, Sharded):
@@ -124,10 +129,12 @@ class TensorParallel(Split, Sharded):
             yield from faults_of_plan(model, plan)
             if why := self.too_many(network, worker.world_size, model):
                 yield why
-            if self.options.sequence:
+            missing = {"first", "scores"}.difference(plan.values())
+            if self.options.sequence and missing:
                 yield (
-                    "sequence: true is tried with the built-in networks alone, which say of each norm that "
-                    "it sees a part of the positions; set it to false"
+                    "sequence: true divides the stream from the module that tensor_plan calls `first` to the "
+                    f"one that it calls `scores`, and it has no {names_text(sorted(missing))}; name them, or "
+                    "set sequence to false"
                 )
 
     def divides(self, gpus: int) -> bool:
@@ -170,7 +177,8 @@ class TensorParallel(Split, Sharded):
         if self._averages:
             self._average(model, mesh)
         self.group_size = replicas * tensor if self._shards else tensor
-        self.shard_group = None if self._shards else mesh.get_group("tensor")
+        self._tensor_group = mesh.get_group("tensor")
+        self.shard_group = None if self._shards else self._tensor_group
         return model
 
     def _average(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -221,6 +229,34 @@ class TensorParallel(Split, Sharded):
                 p.grad = p.grad.redistribute(placements=p.placements)
         super().link_gradients()
 
+    def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
+        import torch
+        import torch.distributed as dist
+
+        from stratbench.telemetry.shards import local_part
+
+        if not self.options.sequence or self.worker.mesh.tensor == 1:
+            return []
+        self._is_last = False  # replicas need not agree
+        self.model.eval()  # nothing is drawn, and no statistics change
+        self.add_gradients(x, y)
+        self.model.train()
+        named = dict(self.model.named_parameters())
+        apart = torch.zeros(len(named), dtype=torch.float64, device=self.worker.device)
+        for i, p in enumerate(named.values()):
+            if p.grad is not None and not is_by_plan(p):
+                least, most = local_part(p.grad).clone(), local_part(p.grad).clone()
+                dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._tensor_group)
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._tensor_group)
+                if least.numel():
+                    largest = torch.maximum(least.abs().max(), most.abs().max())
+                    apart[i] = (most - least).max() / largest.clamp(min=1e-30)
+            p.grad = None
+        self._is_last = True
+        self.reset()
+        dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+        return [name for name, by in zip(named, apart.tolist(), strict=True) if by > UNLIKE]
+
     def normed_tensors(self) -> list[Tensor]:
         return list(compress(self.local, self._counts))
 
@@ -242,6 +278,12 @@ def repeated_parameters(
 def is_divided(parameter: nn.Parameter) -> bool:
     """Whether the workers of a group hold parts of it, and not each the whole."""
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
+
+
+def is_by_plan(parameter: nn.Parameter) -> bool:
+    """Return whether a plan says how workers hold a parameter; DTensor then adds up its gradient."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return "tensor" in (getattr(mesh, "mesh_dim_names", None) or ())
 
 
 def whole_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
