@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +113,21 @@ def test_adamw_by_foreach_takes_a_copy_of_what_a_gpu_trains():
     assert peak.parts_bytes["temporaries"] == pytest.approx(parameters_bytes, rel=0.01)
     assert loop.training_peak(1).n_bytes < peak.n_bytes - 0.5 * parameters_bytes
     assert fused.operations_per_step < foreach.operations_per_step < loop.operations_per_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_torchs_own_zero_is_planned_in_a_process_of_its_own(implementation):
+    """It compiles torch's functional optimizers where it is first imported."""
+    request = request_for("zero1-torch", MODEL, 2, optimizer_impl=implementation, **ADAMW)
+    program = (
+        "import json; from stratbench.cell.settings import Settings; "
+        "from stratbench.plan.footprint import footprint; "
+        "from stratbench.plan.footprint.request import Request; "
+        f"fields = json.loads({json.dumps(json.dumps(request.as_dict()))}); "
+        "settings = Settings(**fields.pop('settings')); "
+        "fields['input_shape'] = tuple(fields['input_shape']); "
+        "footprint.make_footprint(Request(settings=settings, **fields))"
+    )
+    path = {"PYTHONPATH": str(Path(footprint.__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | path)

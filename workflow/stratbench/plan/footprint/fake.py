@@ -106,8 +106,8 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that is not
         # fused would look at what the loss scaler found, which a fake tensor does not have.
         fused = request.on_cuda or request.settings.precision == "fp16"
-        fused = fused and request.settings.optimizer_impl == "fused"
-        stack.enter_context(torch_on_fakes(request.on_cuda, fused))
+        by_kernels = request.settings.optimizer_impl == "fused"
+        stack.enter_context(torch_on_fakes(request.on_cuda, fused and by_kernels, not by_kernels))
         for module in (parallel, parallel.distributed):
             stack.enter_context(replaced(module, "DistributedDataParallel", Replica))
         yield

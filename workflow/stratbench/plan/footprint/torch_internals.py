@@ -113,10 +113,11 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def torch_on_fakes(on_cuda: bool, fused: bool) -> Iterator[None]:
+def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> Iterator[None]:
     """Until the block ends, torch does what it refuses on fake tensors or without the device.
 
     `on_cuda`: it is to do what it does there; else what gloo does. `fused`: whether SGD is, as on CUDA.
+    `counts_steps`: whether AdamW reads its count of steps, which a fake tensor does not know.
     """
     from torch.distributed import device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -159,10 +160,10 @@ def torch_on_fakes(on_cuda: bool, fused: bool) -> Iterator[None]:
                     stack.enter_context(replaced(dist, name, partial(_scattered_by_gloo, scatter)))
         if fused:
             stack.enter_context(replaced(torch.optim, "SGD", fused_sgd))
-        # AdamW that is not fused reads its count of steps, which a fake tensor does not know.
-        stack.enter_context(
-            replaced(import_module("torch.optim.adam"), "_get_value", lambda _: 1.0)
-        )
+        if counts_steps:
+            import_module("torch.distributed.optim")  # it compiles what is replaced here
+            adam = import_module("torch.optim.adam")
+            stack.enter_context(replaced(adam, "_get_value", lambda _: 1.0))
         yield
 
 
