@@ -63,11 +63,6 @@ PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 # ------------------------------------------------------------ tensors, modules and operators
 
 
-def argument_names(operator: OpOverload) -> list[str]:
-    """Return the names of an operator's arguments, in the order of its positional ones."""
-    return [argument.name for argument in operator._schema.arguments]
-
-
 def get_storage_key(storage: torch.UntypedStorage) -> int:
     """Return what tells a storage from all others that exist: those of fake tensors have no address."""
     return storage._cdata

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from stratbench.workload.network.sharding import Groups
-from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, argument_names
+from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, get_arguments
 
 aten = torch.ops.aten
 #: Products of `selective`, of which every second one is computed again, as in torchtitan.
@@ -119,7 +119,7 @@ def _keep_by_count() -> Callable[..., CheckpointPolicy]:
 
 def _draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Return whether attention drops out: a result that is kept would leave the generator behind."""
-    names = argument_names(op)
+    names = [argument.name for argument in get_arguments(op)]
     return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
 
 
