@@ -253,7 +253,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
         task=tasks.task_of(s, request.input_shape, False),
     )  # fmt: skip
     strategy.setup(net, worker)
-    batch = fake.batch_of(request, 8)
+    batch = request.example_batch(8)
     saved = strategy.save()
     for _ in range(3):
         strategy.step(*batch)
@@ -267,7 +267,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     fake._tag_states(trace, strategy, net)
     with trace:
         trace.begin("forward")
-        strategy.step(*fake.batch_of(request, 8))
+        strategy.step(*request.example_batch(8))
         trace.begin("evaluate")
     first, last = (phase.first for phase in trace.phases[1:])
     live = trace.live_bytes(first, last)

@@ -19,6 +19,7 @@ from stratbench.cell.files import reason_of
 from stratbench.command import CommandError
 from stratbench.command.in_folder import QUIET, profile_folder, require, run_rules
 from stratbench.command.init import lay_down
+from stratbench.study.model_question import add_question, options_of
 
 SET = "a bundle, a folder results/STUDY, or paper:v2"
 FOR_SNAKEMAKE = """\
@@ -122,7 +123,7 @@ def of_a_set(command: argparse.ArgumentParser, sets: str, written: str) -> None:
 
 
 def add_plan(add: Add) -> None:
-    """`plan`: of a study, of a bundle, or of a network alone."""
+    """`plan`: of a study, of a bundle, of a network alone, or of one on so many GPUs."""
     plan = add("plan", run_plan, "what fits, how long it takes, what it costs")
     of_a_set(plan, "a bundle", "plan")
     plan.add_argument(
@@ -136,6 +137,7 @@ def add_plan(add: Add) -> None:
         metavar="NAME",
         help="with --model: what it is trained on; default: data of ImageNet's or GPT-2's shape",
     )
+    add_question(plan)
 
 
 def add_check(add: Add) -> None:
@@ -201,6 +203,8 @@ def run_plan(given: argparse.Namespace, others: list[str]) -> int:
         return plan_model(given, others)
     if given.dataset is not None:
         raise CommandError("--dataset is for --model")
+    for option in options_of(given):
+        raise CommandError(f"{option} is for --model NAME --gpus N")
     return of_set_or_study(given, others, lambda m: m.plan(given.set, pairs(given), given.out))
 
 
@@ -225,6 +229,12 @@ def plan_model(given: argparse.Namespace, others: list[str]) -> int:
     arguments = ["--config", json.dumps(changed(config, given.config)), "--model", given.model]
     arguments += ["--dataset", given.dataset] if given.dataset else []
     arguments += ["--out", str(given.out)] if given.out else []
+    options = options_of(given)
+    if options and "--gpus" not in options:
+        raise CommandError(f"{next(iter(options))} is for --model NAME --gpus N; add --gpus")
+    if options and given.out:
+        raise CommandError("--out is for a page, and --gpus prints a table; remove one of them")
+    arguments += [text for option in options.items() for text in option]
     return make_plan(arguments)
 
 

@@ -3,6 +3,7 @@
 python -m stratbench.plan --config JSON               as `snakemake plan` calls it
 python -m stratbench.plan --config JSON --check       as `snakemake check` calls it
 python -m stratbench.plan --config JSON --model NAME  as `stratbench plan --model NAME` does: a network alone
+python -m stratbench.plan --config JSON --model NAME --gpus N   the same on N GPUs: what fits, as a table
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from stratbench.cell.text.words import counted, folded
 from stratbench.plan.check import check_study
 from stratbench.plan.device_rates import named_gpus
 from stratbench.plan.duration import Projected
+from stratbench.plan.model_answer import Answer, answer_for
 from stratbench.plan.one_network import study_of
 from stratbench.plan.pages import table
 from stratbench.plan.pages.check_text import check_text
+from stratbench.plan.pages.model_answer import answer_text, first_text
 from stratbench.plan.pages.text import network_text, plan_text, write_html
 from stratbench.plan.projection.study import projected_trainings
 from stratbench.plan.schedule import Records, make_plan, records_by_cell, timed_records
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
+from stratbench.study.model_question import add_question, question_of
 from stratbench.study.resources import job_request
 from stratbench.study.slurm.nodes import cluster_nodes, describe_types, nodes_of_partition
 
@@ -36,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         config = json.loads(args.config)
+        if args.gpus is not None:
+            print_answer(config, args)
+            return 0
         if args.model is None:
             config, study = load_config(config)
         else:
@@ -72,6 +79,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print which strategies fit a model on `args.gpus` GPUs; the first result comes early, to stderr."""
+
+    def tell(first: Answer) -> None:
+        print(first_text(first), file=sys.stderr, flush=True)
+
+    print(answer_text(answer_for(config, question_of(args), tell)))
+
+
 def by_records(config: dict[str, Any], study: Study, records: Records) -> dict[Cell, Projected]:
     """The trainings that the records are projected to; ConfigError for measured links that are none."""
     try:
@@ -95,6 +111,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of the plan; default: results/<study>")
     parser.add_argument("--model", help="plan this network alone, without a study")
     parser.add_argument("--dataset", help="what it is trained on; default: data of a usual shape")
+    add_question(parser)
     parser.add_argument(
         "--partition", default="*", help="SLURM's, where cells will run; default: any"
     )

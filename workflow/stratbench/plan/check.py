@@ -157,7 +157,7 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
     refused = {
         s.cell: why
         for s in subjects
-        if (why := _refusal_of_cell(s, networks[Network.of(s.request)], rehearsals[s.request]))
+        if (why := refusal_of_cell(s, networks[Network.of(s.request)], rehearsals[s.request]))
     }
     both = {
         s.request: {
@@ -176,7 +176,8 @@ def other_resharding(request: Request) -> Request:
     return request.with_options(**{RESHARDING: other})
 
 
-def _refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
+def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
+    """Return why a cell cannot be trained, by its network, batch or strategy; None if it can."""
     if network.fault is not None:
         return network.fault
     try:
@@ -264,9 +265,7 @@ def check_network(request: Request) -> CheckResult:
 
 
 def _found_of(request: Request) -> CheckResult:
-    _, kind = tasks.tried_task(
-        request.settings, request.input_shape, request.classes, request.values
-    )
+    _, kind = request.tried_task()
     found = _found_of_network(request)
     return found if kind.adds_up else replace(found, remarks=[*found.remarks, tasks.NO_SUM])
 
@@ -403,7 +402,7 @@ def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | No
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:
                 stack.enter_context(fake.cuda_autocast())
-            strategy.step(*fake.batch_of(request, SAMPLES * request.parts))
+            strategy.step(*request.example_batch(SAMPLES * request.parts))
             fake.evaluate(strategy, request)
         except ModelError as error:
             return str(error)

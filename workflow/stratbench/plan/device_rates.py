@@ -78,12 +78,16 @@ def gpus_called(text: str) -> list[Datasheet]:
     ]
 
 
-def find_gpu(text: str) -> Datasheet:
-    """The GPU that `text` names; where several match, the first. Raises ConfigError if none does."""
+def find_gpu(text: str, where: str = "config: cluster.gpu") -> Datasheet:
+    """The GPU that `text` names; where several match, the first. ConfigError, from `where`, if none does."""
     for peak in gpus_called(text):
         return peak
-    names = ", ".join(peak.name for peak in all_datasheets())
-    raise ConfigError(f"config: cluster.gpu = {text!r}: is not in the table of GPUs: {names}")
+    raise ConfigError(f"{where} = {text!r}: is not in the table of GPUs: {known_gpus()}")
+
+
+def known_gpus() -> str:
+    """The names of the table's GPUs, in a sentence."""
+    return ", ".join(peak.name for peak in all_datasheets())
 
 
 def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:

@@ -12,7 +12,7 @@ import yaml
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError, did_you_mean
 from stratbench.workload.data.datasets import DATASETS
-from stratbench.workload.network import models
+from stratbench.workload.network import libraries, models
 from stratbench.workload.network.own import torchvision_names
 
 TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
@@ -23,15 +23,21 @@ OF_AN_EXPERIMENT = ("dataset", "task", "optimizer")
 
 
 def study_of(
-    config: Mapping[str, Any], model: str, dataset: str | None = None
+    config: Mapping[str, Any],
+    model: str,
+    dataset: str | None = None,
+    sequence: int | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Study, list[str]]:
     """The validated config and the study of `model` alone, and why strategies are left out of it.
 
     `config`: not validated, for its models, data sets and cluster; it may be empty. `dataset`: what the
     network is trained on; None: data of a usual size and shape, or for a network of the config's own that
-    of the first experiment that has it. ConfigError where the model or data set is unknown.
+    of the first experiment that has it. `sequence`: tokens of a text; None: as the data set has them.
+    `given`: the content of a template in place of TEMPLATE. ConfigError where the model or data set is
+    unknown.
     """
-    given = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
+    given = given or yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     whole = {key: config[key] for key in KEPT if key in config}
     whole["datasets"] = given["datasets"] | (whole.get("datasets") or {})
     known = (*DATASETS, *whole["datasets"])
@@ -47,6 +53,11 @@ def study_of(
             f"--model {model}: takes images or texts, and no experiment of config.yaml has it; name its "
             f"data by --dataset, one of {', '.join(known)}"
         )
+    of_usual_texts = whole["datasets"].get(given["text"]["dataset"])
+    if vocabulary := libraries.stated_vocabulary((config.get("models") or {}).get(model) or {}):
+        of_usual_texts["vocabulary"] = vocabulary
+    if sequence is not None:
+        _set_sequence(whole["datasets"], block["dataset"], sequence)
 
     def loaded(experiments: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:
         study = {"variants": given["variants"], "experiments": experiments}
@@ -78,6 +89,18 @@ def study_of(
     return *loaded(experiments), left_out
 
 
+def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
+    """Give the texts of a data set so many tokens. ConfigError where their length is given."""
+    values = datasets.get(name) or {}
+    if "sequence" not in values:
+        made = ", ".join(key for key, entry in datasets.items() if "sequence" in entry)
+        raise ConfigError(
+            f"--sequence {sequence}: the data set {name} has no texts whose length can be set; leave it out, "
+            f"or name texts by --dataset: {made}"
+        )
+    datasets[name] = {**values, "sequence": sequence}
+
+
 def _trained_on(config: Mapping[str, Any], model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """What the network is trained on and how; nothing if that is not known. ConfigError if it is none."""
     own = config.get("models") or {}
@@ -92,6 +115,12 @@ def _trained_on(config: Mapping[str, Any], model: str, given: Mapping[str, Any])
             for block in study["experiments"].values():
                 if model in block["models"]:
                     return {key: block[key] for key in OF_AN_EXPERIMENT if key in block}
+    try:
+        reads_text = libraries.reads_text(own.get(model) or {})
+    except ValueError as error:
+        raise ConfigError(f"config: models.{model}{error}") from None
+    if reads_text is not None:
+        return given["text" if reads_text else "images"]
     spec = models.spec_of(model, own)
     named = models.named_model(model, spec and {"kwargs": {}, "shard": None} | spec)
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text

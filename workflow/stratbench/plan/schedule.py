@@ -265,9 +265,7 @@ def _fit(
     fullest = footprint.fullest(batch, threads)
     peak = fullest.training_peak(batch, threads)
     needed_bytes = fullest.needed_bytes(batch, threads) + data_bytes
-    # A margin is kept for what cannot be predicted.
-    room_bytes = (device.memory_bytes - device.reserve_bytes) / (1 + cluster["memory_margin"])
-    verdict = TIGHT if needed_bytes <= device.memory_bytes else DOES_NOT_FIT
+    room_bytes = room_on(device, cluster)
     steps = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
     by_device = usual_s = None
     if device.flops_per_s is not None:
@@ -290,7 +288,7 @@ def _fit(
             f.training_peak(batch, threads).n_bytes + data_bytes for f in footprint.stages
         ),
         needed_bytes=needed_bytes,
-        verdict=FITS if needed_bytes <= room_bytes else verdict,
+        verdict=verdict_of(needed_bytes, room_bytes, device),
         largest_batch=s.steps_per_batch
         * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
         room_bytes=room_bytes,
@@ -304,6 +302,18 @@ def _fit(
         gpu_hours=gpu_hours,
         cost=gpu_hours and cost_of(*gpu_hours, cluster, device.is_gpu),
     )
+
+
+def room_on(device: Device, cluster: Mapping[str, Any]) -> float:
+    """Return the bytes up to which a need fits: a margin is kept for what cannot be predicted."""
+    return (device.memory_bytes - device.reserve_bytes) / (1 + cluster["memory_margin"])
+
+
+def verdict_of(needed_bytes: float, room_bytes: float, device: Device) -> str:
+    """Return FITS, TIGHT or DOES_NOT_FIT for a need of so many bytes."""
+    if needed_bytes <= room_bytes:
+        return FITS
+    return TIGHT if needed_bytes <= device.memory_bytes else DOES_NOT_FIT
 
 
 def _cut_off(total: Span | None, limit_s: float | None) -> str:

@@ -148,7 +148,12 @@ def _servers_request(
 
 def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:
     """The number of nodes that the cell spans."""
-    return -(-cell.gpus // cluster["gpus_per_node"])
+    return node_count_of(cell.gpus, cluster)
+
+
+def node_count_of(gpus: int, cluster: Mapping[str, Any]) -> int:
+    """The number of nodes that so many workers span."""
+    return -(-gpus // cluster["gpus_per_node"])
 
 
 def workers_of_node(cell: Cell, cluster: Mapping[str, Any]) -> int:

@@ -36,10 +36,8 @@ from stratbench.strategies.ps import ParameterServer
 from stratbench.strategies.splitting.pipeline import Pipeline
 from stratbench.strategies.splitting.stages import Measured
 from stratbench.telemetry.memory import optimizer_state
-from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
-from stratbench.workload.tasks import tried_task
 from stratbench.workload.torch_internals import replaced, unset_fake_temporarily
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
@@ -81,7 +79,7 @@ def traced_steps(
         if strategy.warms_up:
             with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
-                    strategy.step(*batch_of(request, batch))
+                    strategy.step(*request.example_batch(batch))
                 evaluate(strategy, request)
         worker.mark = _marking(trace, model)
         _tag_states(trace, strategy, model)
@@ -127,9 +125,7 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
     )
     strategy = strategy_on_fakes(request)
     with unset_fake_temporarily():
-        task, kind = tried_task(
-            request.settings, request.input_shape, request.classes, request.values
-        )
+        task, kind = request.tried_task()
     worker = base.Worker(
         settings=request.settings,
         rank=dist.get_rank(),
@@ -161,7 +157,7 @@ def _step(
     # Each is a training's last step: all that may be due, is.
     strategy.steps, strategy.worker.total_steps = number, number + 1
     trace.begin("forward")
-    x, y = batch_of(request, batch)
+    x, y = request.example_batch(batch)
     trace.tag("activations", (x, y))
     strategy.step(x, y)
     _tag_kept(trace, strategy)
@@ -171,21 +167,10 @@ def _step(
 
 def evaluate(strategy: base.Strategy, request: Request) -> None:
     """As the training loop does: without autocast, the logits in float64."""
+    if not request.eval_batch:
+        return
     with strategy.evaluating() as model, torch.no_grad():
-        model(batch_of(request, request.eval_batch)[0]).double()
-
-
-def batch_of(request: Request, samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of so many samples, as the request's model takes them."""
-    return example_batch(
-        samples,
-        request.input_shape,
-        request.classes,
-        torch.device("cpu"),
-        request.dtype,
-        request.batch_format,
-        request.values,
-    )
+        model(request.example_batch(request.eval_batch)[0]).double()
 
 
 def _marking(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:

@@ -109,7 +109,8 @@ class Footprint:
     `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
     `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
     `attention_share`: the share of `flops_per_sample` in fused attention, which is slower than products.
-    `frozen_bytes`: what of the parameters that this rank holds is never trained. `stages`: the same of the
+    `frozen_bytes`: what of the parameters that this rank holds is never trained. `streamed_bytes`: the most
+    that FSDP holds at a moment of a step to gather and to scatter. `stages`: the same of the
     first rank of each stage, where the network is cut into several; what stands here is the first one's.
     """
 
@@ -126,6 +127,7 @@ class Footprint:
     host_bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
     frozen_bytes: int = 0
+    streamed_bytes: int = 0
     on_cuda: bool = False
     attention_share: float = 0.0
     recomputed_flops_per_sample: float = 0.0
@@ -162,6 +164,20 @@ class Footprint:
         if buffer_bytes := highest.buffer_bytes(batch, resident_threads):
             parts["scratch"] = parts.get("scratch", 0) + buffer_bytes
         return MemoryPeak(round(highest.bytes_at(batch, resident_threads)), highest.phase, parts)
+
+    def reserved_bytes(self, batch: int, resident_threads: int = 0) -> int:
+        """The bytes that PyTorch's allocator reserves on a GPU for that step, in expandable segments.
+
+        FSDP gathers and scatters in streams of their own, whose memory no other stream is given: what is
+        gathered, what is scattered, and gradients, which are what comes of it.
+        """
+        peak = self.training_peak(batch, resident_threads)
+        if not self.streamed_bytes:
+            return peak.n_bytes
+        gradients_bytes = 0 if self.host_bytes else self.model_states_bytes["gradients_bytes"]
+        pools = {"communication": self.streamed_bytes, "gradients": gradients_bytes}
+        held = peak.parts_bytes
+        return peak.n_bytes + sum(max(0, n - held.get(part, 0)) for part, n in pools.items())
 
     def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
         """The most bytes that a cell needs, without the data set.
@@ -287,6 +303,7 @@ def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprin
         host_bytes=trace.host_bytes(edges[0]),
         grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
         frozen_bytes=_frozen_bytes(strategy),
+        streamed_bytes=trace.streamed_bytes(*edges[1:]),
         on_cuda=request.on_cuda,
         attention_share=_attention_share(steps[1]),
         recomputed_flops_per_sample=sum(phase.recomputed_flops for phase in steps[1])

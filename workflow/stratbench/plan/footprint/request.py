@@ -11,10 +11,11 @@ from stratbench.cell.settings import EACH, Settings
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.device_data import eval_batch
+from stratbench.workload.data.device_data import eval_batch, example_batch
 from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.tasks import LossKind, Task, tried_task
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,10 @@ def served_stand_in() -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """The work of one rank, without its batch. `settings`: only what makes a difference to it."""
+    """The work of one rank, without its batch. `settings`: only what makes a difference to it.
+
+    `eval_batch`: samples that are evaluated at once; 0: nothing is evaluated.
+    """
 
     settings: Settings
     input_shape: tuple[int, ...]
@@ -77,6 +81,19 @@ class Request:
             local_world=min(most, of_node),
             eval_batch=min(eval_batch(data.shape), data.test_samples),
         )
+
+    def example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of so many samples, as the model takes them."""
+        import torch
+
+        shape, device = self.input_shape, torch.device("cpu")
+        return example_batch(
+            samples, shape, self.classes, device, self.dtype, self.batch_format, self.values
+        )
+
+    def tried_task(self) -> tuple[Task, LossKind]:
+        """Return the task and the kind of its loss, tried as a cell tries it."""
+        return tried_task(self.settings, self.input_shape, self.classes, self.values)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

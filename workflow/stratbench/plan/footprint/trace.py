@@ -67,6 +67,8 @@ class OperatorTrace(TorchDispatchMode):
         super().__init__()
         self.events: list[tuple[int, int]] = []
         self.tags: dict[int, str] = {}
+        #: Storages that FSDP makes in streams of its own, to gather and to scatter.
+        self.streamed: set[int] = set()
         self.phases = [Phase("setup", 0)]
         self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
         self._known: dict[
@@ -158,10 +160,13 @@ class OperatorTrace(TorchDispatchMode):
         match name.partition(".")[0]:
             case "all_gather_copy_in":
                 self.tags.update(dict.fromkeys(made, "communication"))
+                self.streamed.update(made)
             case "chunk_cat":  # the gathered parameters' gradients, into what will be scattered
                 for t in tensors_in(args):
                     self.tags.setdefault(self._note(t), "gathered")
-                self.tags.update((self._note(t), "communication") for t in tensors_in(kwargs))
+                scattered = [self._note(t) for t in tensors_in(kwargs)]
+                self.tags.update(dict.fromkeys(scattered, "communication"))
+                self.streamed.update(scattered)
 
     def _passing(self, part: str, sizes: list[int]) -> None:
         """Log allocations that exist together for a moment."""
@@ -204,6 +209,11 @@ class OperatorTrace(TorchDispatchMode):
         away = {number for number, part in self.tags.items() if part in self._on_host}
         changes = (0 if number in away else n for number, n in self.events[:stop])
         return list(accumulate(changes, initial=0))[first:]
+
+    def streamed_bytes(self, first: int, stop: int) -> int:
+        """The most bytes of `streamed` storages that exist between two events."""
+        changes = (n if number in self.streamed else 0 for number, n in self.events[:stop])
+        return max(list(accumulate(changes, initial=0))[first:])
 
     def parts_bytes(self, at: int) -> dict[str, int]:
         """Bytes that existed after `at` events, by what they were for."""

@@ -80,12 +80,7 @@ def _of_timm(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _of_transformers(spec: Mapping[str, Any]) -> dict[str, Any]:
     named, arguments = spec["transformers"], dict(spec.get("arguments", {}))
     path = Path(named).expanduser()
-    config: dict[str, Any] = {}
-    if re.fullmatch(r"[A-Za-z]\w*", named, re.ASCII) and not path.exists():
-        name = named
-    else:
-        config = _read_config(named, path)
-        name = _class_of(config)
+    name, config = _class_and_config(named, path)
     kwargs: dict[str, Any] = {"config": config} if config else {}
     if arguments:
         kwargs["arguments"] = arguments
@@ -102,6 +97,37 @@ def _of_transformers(spec: Mapping[str, Any]) -> dict[str, Any]:
         counts = (stated[key] for key in _HEADS if type(stated.get(key)) is int)
         made["heads"] = next((n for n in counts if n > 0), None)
     return made
+
+
+def reads_text(spec: Mapping[str, Any]) -> bool | None:
+    """Return whether the model of an entry of `models` reads texts; None if its code alone knows.
+
+    Raises:
+        ValueError: The entry names a file that is no config, as `.key = value: why`.
+    """
+    if "timm" in spec:
+        return False
+    if "transformers" not in spec:
+        return None
+    named = spec["transformers"]
+    return "ForImage" not in _class_and_config(named, Path(named).expanduser())[0]
+
+
+def stated_vocabulary(spec: Mapping[str, Any]) -> int | None:
+    """Return the tokens that an entry of `models` states; None where they follow from the data."""
+    if "transformers" not in spec:
+        return None
+    named = spec["transformers"]
+    _, config = _class_and_config(named, Path(named).expanduser())
+    return (config | (spec.get("arguments") or {})).get("vocab_size")
+
+
+def _class_and_config(named: str, path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the class that `transformers` names by itself or by a config, and the config's content."""
+    if re.fullmatch(r"[A-Za-z]\w*", named, re.ASCII) and not path.exists():
+        return named, {}
+    config = _read_config(named, path)
+    return _class_of(config), config
 
 
 def _read_config(named: str, path: Path) -> dict[str, Any]:

@@ -1,0 +1,173 @@
+"""The answer for one model as text: the quickest that fits in a sentence, then all choices in a table."""
+
+from __future__ import annotations
+
+import json
+
+from stratbench.cell.text.words import GIB, counted, folded, hours_text
+from stratbench.plan.model_answer import Answer, Choice
+from stratbench.plan.schedule import DOES_NOT_FIT, FITS
+from stratbench.study.resources import node_count_of
+
+NOTES = """\
+micro: the most samples that fit on a GPU at once, or on the GPUs that share one copy of the model. \
+fits: in 81 % of the GPU's memory; tight: in 94 %, a short run tells. \
+alloc.: what torch.cuda.max_memory_allocated shows; reserv.: what PyTorch's allocator holds with \
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, without it up to a third more; smi: what nvidia-smi shows, \
+with the CUDA context and NCCL. {counts}/s: one time to compare by, and the range; GPU-hours follow from \
+the first."""
+#: The columns that are words or ranges, which begin at the left.
+LEFT = (0, 1, 2, 7)
+
+
+def answer_text(answer: Answer) -> str:
+    """Return what `stratbench plan --model NAME --gpus N` prints."""
+    above = folded([_heading(answer), "", _best(answer), ""])
+    below = [*_stages(answer), *(f"{told}: {why}" for why, told in _reasons(answer).items())]
+    below += [f"left out: {why}" for why in answer.left_out]
+    below += ["", f"In config.yaml: variants: {{{_variants(answer)}}}", ""]
+    below.append(NOTES.format(counts=answer.counts))
+    return "\n".join([above, *_table(answer), folded(below)])
+
+
+def first_text(answer: Answer) -> str:
+    """Return a line on the first strategy that was followed."""
+    return folded([f"first: {_sentence(answer, answer.choices[0])}"])
+
+
+def _heading(answer: Answer) -> str:
+    shape, gpus, millions = answer.data.shape, answer.question.gpus, answer.parameters / 1e6
+    samples = (
+        f"texts of {shape[0]} tokens"
+        if answer.data.is_text
+        else f"images of {'x'.join(map(str, shape))}"
+    )
+    nodes = node_count_of(gpus, answer.cluster)
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    size = f"{millions / 1e3:.3g} billion" if millions >= 1000 else f"{millions:.3g} million"
+    return (
+        f"{answer.question.model} ({size} parameters) on {gpus} x {answer.gpu.name} "
+        f"{answer.gpu.memory_gib:g} GiB{where}: {samples}, {answer.optimizer}, {answer.precision}"
+    )
+
+
+def _best(answer: Answer) -> str:
+    first = answer.choices[0]
+    if first.verdict != FITS:
+        tight = [c for c in answer.choices if c.verdict and c.verdict != DOES_NOT_FIT]
+        if not tight:
+            known = any(c.verdict for c in answer.choices)
+            return "Nothing fits: take more GPUs or larger ones." if known else "Nothing is known."
+        return f"Nothing fits with room to spare. {_sentence(answer, tight[0])}"
+    said = _sentence(answer, first)
+    if first.step_s is None:
+        return said
+    gpu_hours = _gpu_hours(answer, first)
+    cost = _cost(answer, gpu_hours)
+    amount = f"{answer.amount:g} {answer.counts}".replace("e+0", "e").replace("e+", "e")
+    return (
+        f"{said} {amount} take {hours_text(gpu_hours / answer.question.gpus)} h, "
+        f"{hours_text(gpu_hours)} GPU-hours{f', which cost {cost}' if cost else ''}."
+    )
+
+
+def _sentence(answer: Answer, choice: Choice) -> str:
+    if not choice.verdict:
+        return f"{_name(choice)}: {choice.why}"
+    noun = answer.counts.removesuffix("s") if not answer.data.is_text else "text"
+    verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
+    text = f"{_name(choice)} {verdict} with {counted(choice.micro_batch, noun)} at once"
+    held = f"{text}: {choice.memory.allocated_bytes / GIB:.1f} GiB per GPU."
+    if choice.verdict == DOES_NOT_FIT:
+        return held
+    if choice.step_s is None:
+        return f"{held} A {answer.gpu.name} has no rate for {answer.precision}, so no time is told."
+    low, high, usual = answer.rates_of(choice)
+    return (
+        f"{text}, {choice.global_batch} in a step of all GPUs: {usual:,.0f} {answer.counts} per second "
+        f"({low:,.0f} to {high:,.0f})."
+    )
+
+
+def _name(choice: Choice) -> str:
+    return f"{choice.strategy}{' with checkpointing' if choice.checkpointing else ''}"
+
+
+def _table(answer: Answer) -> list[str]:
+    """The lines of the table of what is predicted; none where nothing is."""
+    heads = ["strategy", "ckpt", "verdict", "micro", "alloc.", "reserv.", "smi"]
+    heads += [f"{answer.counts}/s (range)", "GPU-h", "cost"]
+    rows = [heads, *(_row(answer, c) for c in answer.choices if c.memory is not None)]
+    if len(rows) == 1:
+        return []
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        fields = [
+            text.ljust(width) if i in LEFT else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(fields).rstrip())
+    return [f"{' ' * lines[0].index('alloc.')}GiB per GPU", *lines]
+
+
+def _row(answer: Answer, c: Choice) -> list[str]:
+    memory = (c.memory.allocated_bytes, c.memory.reserved_bytes, c.memory.shown_bytes)
+    row = [c.strategy, "yes" if c.checkpointing else "no", c.verdict, str(c.micro_batch)]
+    row += [f"{n / GIB:.1f}" for n in memory]
+    if c.verdict == DOES_NOT_FIT or c.step_s is None:
+        return [*row, "", "", ""]
+    low, high, usual = map(_short, answer.rates_of(c))
+    gpu_hours = _gpu_hours(answer, c)
+    return [*row, f"{usual} ({low}-{high})", hours_text(gpu_hours), _cost(answer, gpu_hours)]
+
+
+def _gpu_hours(answer: Answer, choice: Choice) -> float:
+    return answer.amount / answer.rates_of(choice)[2] / 3600 * answer.question.gpus
+
+
+def _short(number: float) -> str:
+    """A rate with three digits: 4.21, 68.4k, 1.2M."""
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return (
+                f"{number / unit:.3g}{name}"
+                if number < 1000 * unit
+                else f"{number / unit:.0f}{name}"
+            )
+    return f"{number:.3g}"
+
+
+def _cost(answer: Answer, gpu_hours: float) -> str:
+    price = answer.cluster["price_per_gpu_hour"]
+    return "" if price is None else hours_text(gpu_hours * price)
+
+
+def _stages(answer: Answer) -> list[str]:
+    """A line for each choice that is cut into stages: what each stage allocates."""
+    return [
+        f"{_name(c)}, GiB of each stage: {', '.join(f'{n / GIB:.1f}' for n in c.memory.stages_bytes)}"
+        for c in answer.choices
+        if c.memory is not None and c.memory.stages_bytes
+    ]
+
+
+def _reasons(answer: Answer) -> dict[str, str]:
+    """Why nothing is known of choices: each reason once, with the choices' names."""
+    names: dict[str, list[str]] = {}
+    for c in answer.choices:
+        if c.why:
+            names.setdefault(c.why, []).append(_name(c))
+    if len(names) == 1 and len(next(iter(names.values()))) == len(answer.choices):
+        return dict.fromkeys(names, "not predicted")
+    return {why: f"not predicted, {', '.join(each)}" for why, each in names.items()}
+
+
+def _variants(answer: Answer) -> str:
+    used = {c.strategy for c in answer.choices}
+    entries = {name: values for name, values in answer.variants.items() if name in used}
+    return ", ".join(
+        f"{name}: {json.dumps(values)}".replace('"', "") for name, values in entries.items()
+    )

@@ -1,0 +1,80 @@
+"""The question of `stratbench plan --model NAME --gpus N`, and its options on a command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, GPUs, and what of a training is given.
+
+    Attributes:
+        model: Its name in `models` of the config, or one of ours or of torchvision's.
+        gpus: Number of GPUs.
+        gpu: Their name as people write it, such as `H100 80GB`; None: the config's.
+        dataset: Name of the data set; None: data of a usual size.
+        sequence: Tokens of a text; None: those of the data set.
+        tokens: Of the whole training; None: a usual number.
+        samples: The same of images.
+        price: Of a GPU for an hour; None: the config's, if any.
+    """
+
+    model: str
+    gpus: int
+    gpu: str | None = None
+    dataset: str | None = None
+    sequence: int | None = None
+    tokens: float | None = None
+    samples: float | None = None
+    price: float | None = None
+
+
+def add_question(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a question beside its model and data set."""
+    add = parser.add_argument
+    add(
+        "--gpus",
+        type=_count,
+        metavar="N",
+        help="with --model: what fits on so many GPUs, as a table",
+    )
+    add(
+        "--gpu",
+        metavar="GPU",
+        help="with --gpus: their name, such as 'H100 80GB'; default: cluster.gpu",
+    )
+    add("--sequence", type=_count, metavar="T", help="with --gpus: tokens of a text")
+    add("--tokens", type=_amount, metavar="X", help="with --gpus: tokens to train on; default: 1e9")
+    add("--samples", type=_amount, metavar="X", help="the same of images; default: 1e6")
+    add("--price", type=_amount, metavar="X", help="with --gpus: what a GPU costs per hour")
+
+
+def options_of(args: argparse.Namespace) -> dict[str, str]:
+    """Return the options of a question that are given, as texts, without its model and data set."""
+    names = [f.name for f in fields(Question) if f.name not in ("model", "dataset")]
+    return {f"--{n}": str(v) for n in names if (v := getattr(args, n)) is not None}
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """Return the question that parsed arguments ask."""
+    return Question(**{f.name: getattr(args, f.name) for f in fields(Question)})
+
+
+def _positive(convert: Callable[[str], float], kind: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: is no {kind}; give one above 0")
+        return value
+
+    return parse
+
+
+_count, _amount = _positive(int, "whole number"), _positive(float, "number")
