@@ -66,7 +66,8 @@ class CheckResult:
     `fault`: why nothing can train it. `unchecked`: why it could not be tried here, if so. `unpredicted`:
     why none of its cells has a footprint. `skipped`: what may get no gradient in a step. `parameters`,
     `frozen`, `root`: numbers in all, of those that are not trained, and of what is in no group. `groups`:
-    (label, parameters). `trial`: what a step of it showed (`Trial`).
+    (label, parameters). `trial`: what a step of it showed (`Trial`). `blocks`: path and number of equal
+    blocks that it calls in turn, if there are any.
     """
 
     fault: str | None = None
@@ -83,6 +84,7 @@ class CheckResult:
     skipped: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     trial: dict[str, Any] = field(default_factory=dict)
+    blocks: tuple[str, int] | None = None
     seconds: float = 0.0
 
     @classmethod
@@ -323,7 +325,20 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
             skipped=trial.skipped,
             remarks=list(acceptance.remarks(model, trial)),
             trial=dataclasses.asdict(trial),
+            blocks=_equal_blocks(request, model),
         )
+
+
+def _equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
+    """Return the path and number of equal blocks that the network calls alike; None if there are none."""
+    from stratbench.plan.footprint.equal_blocks import are_called_alike, find_blocks
+    from stratbench.workload.network.trial import SAMPLES
+
+    blocks = find_blocks(model)
+    if blocks is None:
+        return None
+    x, _ = request.example_batch(SAMPLES)
+    return tuple(blocks) if are_called_alike(model, blocks, x) else None
 
 
 def _span(first: str, last: str) -> str:
@@ -356,7 +371,7 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
     trial = Trial.from_dict(network.trial)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = network.unpredicted or try_footprint(request, trial)
+        made = network.unpredicted or try_footprint(request, trial, network.blocks)
         if isinstance(made, Footprint):
             return Rehearsal(made)
         # Fake tensors may be to blame: real numbers decide, where the network is small.
@@ -367,12 +382,15 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
         return Rehearsal(unpredicted=made, unchecked=made)
 
 
-def try_footprint(request: Request, trial: Trial | None = None) -> Footprint | str:
+def try_footprint(
+    request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
+) -> Footprint | str:
     """The footprint, or the error in one line: one model that fails must not stop the whole plan."""
+    from stratbench.plan.footprint.equal_blocks import Blocks
     from stratbench.workload.network.trial import NO_VALUES
 
     try:
-        return make_footprint(request, trial)
+        return make_footprint(request, trial, blocks and Blocks(*blocks))
     except ModelError as error:  # says by itself what is wrong
         return str(error)
     except NO_VALUES:

@@ -33,8 +33,6 @@ from stratbench.workload.data.dataset import Dataset
 TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
 #: GPUs per node where no config says it.
 NODE_GPUS = 8
-#: Micro-batches of a pipeline for each of its stages.
-MICROBATCHES_A_STAGE = 2
 #: What GPU-hours are told of where nobody says it.
 USUAL_TOKENS, USUAL_IMAGES = 1e9, 1e6
 
@@ -47,13 +45,11 @@ class Memory:
         allocated_bytes: What torch.cuda.max_memory_allocated shows.
         reserved_bytes: What PyTorch's allocator holds, in expandable segments.
         shown_bytes: What nvidia-smi shows: with the CUDA context and NCCL's buffers.
-        stages_bytes: Allocated bytes of each stage of a pipeline.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     shown_bytes: int
-    stages_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,13 +198,12 @@ def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, An
     node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
     node = next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
     text = TEMPLATE.read_text(encoding="utf-8")
-    parts = MICROBATCHES_A_STAGE * node
-    given = yaml.safe_load(text.replace("{node}", str(node)).replace("{parts}", str(parts)))
+    given = yaml.safe_load(text.replace("{node}", str(node)))
     strategies = given.pop("strategies")["alone" if question.gpus == 1 else "together"]
     if node == 1:
         strategies = [name for name in strategies if not name.endswith("-1")]
     # Any batch that all can divide; the largest that fits is found by the footprint.
-    given["experiment"]["global_batch"] = question.gpus * parts
+    given["experiment"]["global_batch"] = question.gpus
     given["numbers"] = {"gpus": {"strategies": strategies, "gpus": [question.gpus]}}
     return given
 
@@ -272,7 +267,6 @@ def choose_batch(
             needed_bytes,
             reserved_bytes,
             reserved_bytes + device.reserve_bytes,
-            tuple(f.needed_bytes(batch, threads) + needs.data_bytes for f in footprint.stages),
         ),
         step_s=None if device.flops_per_s is None else tuple(step.seconds for step in steps),
     )

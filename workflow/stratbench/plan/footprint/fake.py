@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn import parallel
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan.footprint.cuda_autocast import cuda_autocast
+from stratbench.plan.footprint.equal_blocks import Blocks, keep_blocks, mark_blocks
 from stratbench.plan.footprint.replica import Replica
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.torch_internals import (
@@ -52,6 +54,7 @@ def traced_steps(
     number: int = 0,
     stage: int = 0,
     trial: Trial | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
     """The trace of the first rank of a stage (rank 0, where there is one), and its strategy after the steps.
 
@@ -60,13 +63,14 @@ def traced_steps(
     later one, since momentum and buckets exist from the start; where it is not, others come before it.
     Forward and backward alternate as often as the strategy computes parts of a batch. `number`: of the
     steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`). `trial`: of
-    the network, by which the strategy may refuse it; None: it is not asked.
+    the network, by which the strategy may refuse it; None: it is not asked. `blocks`: of equal blocks, which
+    hold so many in place of all, and are marked in the trace.
     """
     with ExitStack() as stack:
         # First: what is imported there must not make fake tensors.
         stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request, stage=stage))
-        model, strategy, worker = built(request)
+        model, strategy, worker = built(request, blocks=blocks)
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.network, model, worker)
@@ -82,6 +86,8 @@ def traced_steps(
                     strategy.step(*request.example_batch(batch))
                 evaluate(strategy, request)
         worker.mark = _marking(trace, model)
+        if blocks is not None:
+            mark_blocks(model, blocks.path, trace.mark)
         _tag_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
@@ -111,7 +117,9 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         yield
 
 
-def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Strategy, base.Worker]:
+def built(
+    request: Request, on_fakes: bool = True, blocks: Blocks | None = None
+) -> tuple[nn.Module, base.Strategy, base.Worker]:
     """The network, the strategy and its worker, before `setup`; all within `surroundings`."""
     model = models.for_training(
         request.network,
@@ -120,7 +128,7 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         seed=0,
         device=torch.device("cpu"),
         dtype=request.dtype,
-        build=blank if on_fakes else models.build,
+        build=partial(blank, blocks=blocks) if on_fakes else models.build,
         checkpointing=request.settings.activation_checkpointing,
     )
     strategy = strategy_on_fakes(request)
@@ -207,11 +215,22 @@ def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
 # --- the model -----------------------------------------------------------------------------------
 
 
-def blank(model: str | models.Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """What `models.build` makes, of fake tensors and without the time that initial weights take."""
+def blank(
+    model: str | models.Model,
+    classes: int,
+    shape: tuple[int, ...],
+    blocks: Blocks | None = None,
+) -> nn.Module:
+    """What `models.build` makes, of fake tensors and without the time that initial weights take.
+
+    `blocks`: of equal blocks, of which so many are left in place of all.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that weights without memory are not initialised
-        return models.build_without_memory(model, classes, shape)
+        made = models.build_without_memory(model, classes, shape)
+    if blocks is not None:
+        keep_blocks(made, *blocks)
+    return made
 
 
 # --- the strategies ------------------------------------------------------------------------------

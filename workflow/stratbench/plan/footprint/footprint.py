@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.plan.footprint.reductions import Reduction
@@ -21,9 +22,11 @@ from stratbench.workload.network import models
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
+    from stratbench.plan.footprint.equal_blocks import Blocks
     from stratbench.plan.footprint.trace import OperatorTrace, Phase
     from stratbench.strategies.base import Strategy
     from stratbench.strategies.ps import ParameterServer
+    from stratbench.telemetry.collectives import CollectiveCall
     from stratbench.workload.network.trial import Trial
 
 #: Samples of the two steps, in each of the parts in which they are computed.
@@ -248,22 +251,128 @@ class Footprint:
         )
 
 
-def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
+def make_footprint(
+    request: Request, trial: Trial | None = None, blocks: Blocks | None = None
+) -> Footprint:
     """The footprint of a request: runs it on fake tensors, which takes seconds for each stage.
 
-    `trial`: of its network. With it, Refused is raised where the strategy refuses the network.
+    `trial`: of its network. With it, Refused is raised where the strategy refuses the network. `blocks`:
+    equal blocks of the network, of which few are followed where that gives the same.
     """
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
-    found = [_footprint_of(request, stage, trial) for stage in range(mesh.stages)]
+    # Of every-N, the blocks that are followed may have none that is computed again.
+    alike = not str(request.settings.activation_checkpointing).startswith("every-")
+    if blocks is not None and mesh.stages == 1 and alike:
+        from stratbench.plan.footprint.drawn_out import draw_footprint
+
+        # Whatever few blocks raise, all of them may not, or say it of themselves.
+        with suppress(Exception):
+            return draw_footprint(partial(follow, request, 0, trial), blocks)
+    found = [follow(request, stage, trial).footprint() for stage in range(mesh.stages)]
     return found[0] if len(found) == 1 else replace(found[0], stages=found)
 
 
-def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprint:
+@dataclass(frozen=True)
+class Followed:
+    """Two steps of a worker on fake tensors, with different batches.
+
+    Attributes:
+        request: What was followed.
+        blocks: Of equal blocks, how many the network has in place of all; None: all.
+        trace: What happened.
+        strategy: The strategy after the steps.
+        steps: The phases of each step.
+        edges: The events at which the steps and the evaluation begin.
+        calls: The collectives of a step, each with what comes to its bytes for a sample.
+        others: Moments of steps of other kinds.
+    """
+
+    request: Request
+    blocks: Blocks | None
+    trace: OperatorTrace
+    strategy: Strategy
+    steps: tuple[list[Phase], list[Phase]]
+    edges: list[int]
+    calls: list[CollectiveCall]
+    others: list[Moment]
+
+    @property
+    def lives(self) -> list[list[int]]:
+        """Bytes that exist after each number of events of a step, for each of both batches."""
+        length = self.edges[1] - self.edges[0]
+        return [self.trace.live_bytes(edge, edge + length) for edge in self.edges[:2]]
+
+    @property
+    def forward_flops(self) -> tuple[int, int]:
+        """Operations of the second step's forward, and those of fused attention among them."""
+        forward = [phase for phase in self.steps[1] if phase.name == "forward"]
+        return sum(p.flops for p in forward), sum(p.attention_flops for p in forward)
+
+    @property
+    def recomputed_flops(self) -> int:
+        """Operations of the second step that checkpointed blocks compute again."""
+        return sum(phase.recomputed_flops for phase in self.steps[1])
+
+    @cached_property
+    def counted(self) -> dict[str, float]:
+        """Operations of a sample on the whole network, as a job counts them."""
+        forward_flops = self.forward_flops[0] / (self.request.parts * BATCHES[1])
+        return _counted_flops(self.request, forward_flops, self.blocks)
+
+    def training_flops(self, counted: dict[str, float], flops: int) -> float:
+        """Operations of a sample's forward and backward on a rank.
+
+        Of divided layers, and of some of them, a rank computes a part of forward, and the same of all.
+
+        Args:
+            counted: As the attribute.
+            flops: Of the second step's forward.
+        """
+        training_flops = counted["training_flops_per_sample"]
+        if self.strategy.worker.mesh.members == 1:
+            return training_flops
+        forward_flops = flops / (self.request.parts * BATCHES[1])
+        return training_flops * (forward_flops / counted["forward_flops_per_sample"])
+
+    def footprint(self) -> Footprint:
+        """The footprint of what was followed."""
+        request, trace, strategy, edges = self.request, self.trace, self.strategy, self.edges
+        parts, (flops, attention_flops) = request.parts, self.forward_flops
+        touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.steps]
+        moments = _moments(trace, self.steps, self.lives, edges, parts)
+        return Footprint(
+            model_states_bytes=strategy.model_states(),
+            between_steps_bytes=without_zeros(trace.parts_bytes(edges[0])),
+            moments=_highest(moments + self.others),
+            evaluation=_evaluation(trace, edges[2]),
+            collectives=[c.listed for c in self.calls],
+            flops_per_sample=flops / (parts * BATCHES[1]),
+            training_flops_per_sample=self.training_flops(self.counted, flops),
+            operations_per_step=sum(phase.operations for phase in self.steps[1]),
+            touched_bytes=Affine.through((touched[0], touched[1]), parts),
+            flat_bytes=_flat_bytes(strategy) if request.served else {},
+            host_bytes=trace.host_bytes(edges[0]),
+            grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
+            frozen_bytes=_frozen_bytes(strategy),
+            streamed_bytes=trace.streamed_bytes(*edges[1:]),
+            on_cuda=request.on_cuda,
+            attention_share=attention_flops / flops if flops else 0.0,
+            recomputed_flops_per_sample=self.recomputed_flops / (parts * BATCHES[1]),
+        )
+
+
+def follow(
+    request: Request, stage: int = 0, trial: Trial | None = None, blocks: Blocks | None = None
+) -> Followed:
+    """Return two steps of a stage's first rank. ModelError where they differ in more than their batch.
+
+    `blocks`: of equal blocks, which hold so many in place of all.
+    """
     from stratbench.plan.footprint import fake
 
     parts = request.parts
     batches = [parts * batch for batch in BATCHES]
-    trace, strategy = fake.traced_steps(request, batches, stage=stage, trial=trial)
+    trace, strategy = fake.traced_steps(request, batches, 0, stage, trial, blocks)
     steps, edges = _two_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
@@ -278,37 +387,12 @@ def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprin
             line = Affine.through((call.n_bytes, other.n_bytes), parts)
             call = replace(call, n_bytes=line.fixed, sample_bytes=line.per_sample)
         collectives.append(call)
-    moments = _moments(trace, steps, edges, parts)
+    others = []
     for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
         other, _ = fake.traced_steps(request, batches, number, stage, trial)
-        moments += _moments(other, *_two_steps(other), parts)
-    divided = strategy.worker.mesh.members > 1
-    forward_flops = sum(phase.flops for phase in steps[1] if phase.name == "forward")
-    forward_flops /= parts * BATCHES[1]
-    counted = _counted_flops(request, forward_flops)
-    touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
-    return Footprint(
-        model_states_bytes=strategy.model_states(),
-        between_steps_bytes=_without_zeros(trace.parts_bytes(edges[0])),
-        moments=_highest(moments),
-        evaluation=_evaluation(trace, edges[2]),
-        collectives=[c.listed for c in collectives],
-        flops_per_sample=forward_flops,
-        # Of divided layers, and of some of them, a rank computes a part of forward, and the same of all.
-        training_flops_per_sample=counted["training_flops_per_sample"]
-        * (forward_flops / counted["forward_flops_per_sample"] if divided else 1),
-        operations_per_step=sum(phase.operations for phase in steps[1]),
-        touched_bytes=Affine.through((touched[0], touched[1]), parts),
-        flat_bytes=_flat_bytes(strategy) if request.served else {},
-        host_bytes=trace.host_bytes(edges[0]),
-        grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
-        frozen_bytes=_frozen_bytes(strategy),
-        streamed_bytes=trace.streamed_bytes(*edges[1:]),
-        on_cuda=request.on_cuda,
-        attention_share=_attention_share(steps[1]),
-        recomputed_flops_per_sample=sum(phase.recomputed_flops for phase in steps[1])
-        / (parts * BATCHES[1]),
-    )
+        lives_of = Followed(request, None, other, strategy, *_two_steps(other), [], [])
+        others += _moments(other, lives_of.steps, lives_of.lives, lives_of.edges, parts)
+    return Followed(request, blocks, trace, strategy, steps, edges, collectives, others)
 
 
 def _two_steps(
@@ -333,13 +417,9 @@ def _frozen_bytes(strategy: Strategy) -> int:
     return sum(p.numel() * p.element_size() for p in frozen)
 
 
-def _attention_share(step: list[Phase]) -> float:
-    forward = [phase for phase in step if phase.name == "forward"]
-    flops = sum(phase.flops for phase in forward)
-    return sum(phase.attention_flops for phase in forward) / flops if flops else 0.0
-
-
-def _counted_flops(request: Request, forward_flops: float) -> dict[str, float]:
+def _counted_flops(
+    request: Request, forward_flops: float, blocks: Blocks | None
+) -> dict[str, float]:
     """Operations of a sample on the whole network, as the job counts them.
 
     `forward_flops`: of the forward that was followed, for a user's network that cannot be counted by itself.
@@ -347,7 +427,7 @@ def _counted_flops(request: Request, forward_flops: float) -> dict[str, float]:
     s = request.settings
     own = json.dumps(s.own_model, sort_keys=True)
     try:
-        return _flops_of(s.model, own, request.classes, request.input_shape)
+        return _flops_of(s.model, own, request.classes, request.input_shape, blocks)
     except Exception:  # whatever a model raises
         if s.own_model is None:
             raise
@@ -358,21 +438,27 @@ def _counted_flops(request: Request, forward_flops: float) -> dict[str, float]:
 
 
 @cache
-def _flops_of(model: str, own: str, classes: int, shape: tuple[int, ...]) -> dict[str, int]:
+def _flops_of(
+    model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
+) -> dict[str, int]:
     """The same; they are those of the network alone, which is built and counted once a process."""
+    from stratbench.plan.footprint.fake import blank
+
     network = models.named_model(model, json.loads(own))
-    return counted_flops(partial(models.build_without_memory, network, classes, shape), shape)
+    return counted_flops(partial(blank, network, classes, shape, blocks), shape)
 
 
 def _moments(
-    trace: OperatorTrace, steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
+    trace: OperatorTrace,
+    steps: tuple[list[Phase], list[Phase]],
+    lives: list[list[int]],
+    edges: list[int],
+    parts: int,
 ) -> list[Moment]:
     """The moments of a step that are its peak for some batch of at least one sample, on some GPU."""
-    length = edges[1] - edges[0]
-    lives = [trace.live_bytes(edge, edge + length) for edge in edges[:2]]
     lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
     chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines)]
-    for sums, at in _sums_of(steps, edges, parts).items():
+    for sums, at in sums_of(steps, edges, parts).items():
         chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at])]
     moments = []
     for i, sums in chosen:
@@ -385,7 +471,7 @@ def _moments(
     return moments
 
 
-def _sums_of(
+def sums_of(
     steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
 ) -> dict[Sums, list[int]]:
     """The sums of a step that may need a buffer, and after how many of the step's events each is made."""
@@ -438,8 +524,8 @@ def _evaluation(trace: OperatorTrace, first: int) -> MemoryPeak:
     stop = len(trace.events)
     live = trace.live_bytes(first, stop)
     at = max(range(len(live)), key=live.__getitem__)
-    return MemoryPeak(live[at], "evaluation", _without_zeros(trace.parts_bytes(first + at)))
+    return MemoryPeak(live[at], "evaluation", without_zeros(trace.parts_bytes(first + at)))
 
 
-def _without_zeros(parts: dict[str, int]) -> dict[str, int]:
+def without_zeros(parts: dict[str, int]) -> dict[str, int]:
     return {k: v for k, v in parts.items() if v}

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -51,6 +51,19 @@ class Phase:
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
 
+class Mark(NamedTuple):
+    """A place in a trace: how many events, collectives and reductions came before it.
+
+    `label`: `phase` where one begins; or what of the equal block number `block` begins or ends there.
+    """
+
+    label: str
+    block: int | None
+    events: int
+    calls: int
+    sums: int
+
+
 class OperatorTrace(TorchDispatchMode):
     """While active, logs each change of a tensor storage's size and each collective.
 
@@ -69,6 +82,7 @@ class OperatorTrace(TorchDispatchMode):
         self.tags: dict[int, str] = {}
         #: Storages that FSDP makes in streams of its own, to gather and to scatter.
         self.streamed: set[int] = set()
+        self.marks: list[Mark] = []
         self.phases = [Phase("setup", 0)]
         self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
         self._known: dict[
@@ -80,7 +94,18 @@ class OperatorTrace(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """What follows belongs to `phase`."""
+        self.mark("phase")
         self.phases.append(Phase(phase, len(self.events)))
+
+    def mark(self, label: str, block: int | None = None) -> None:
+        """Remember this place."""
+        self.marks.append(self.mark_here(label, block))
+
+    def mark_here(self, label: str = "", block: int | None = None) -> Mark:
+        """This place."""
+        calls = sum(len(phase.collectives) for phase in self.phases)
+        sums = sum(len(phase.reductions) for phase in self.phases)
+        return Mark(label, block, len(self.events), calls, sums)
 
     def tag(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Say what the tensors' storages are for. New ones are counted from now on."""

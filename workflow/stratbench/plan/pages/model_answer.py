@@ -23,7 +23,7 @@ LEFT = (0, 1, 2, 7)
 def answer_text(answer: Answer) -> str:
     """Return what `stratbench plan --model NAME --gpus N` prints."""
     above = folded([_heading(answer), "", _best(answer), ""])
-    below = [*_stages(answer), *(f"{told}: {why}" for why, told in _reasons(answer).items())]
+    below = [f"{told}: {why}" for why, told in _reasons(answer).items()]
     below += [f"left out: {why}" for why in answer.left_out]
     below += ["", f"In config.yaml: variants: {{{_variants(answer)}}}", ""]
     below.append(NOTES.format(counts=answer.counts))
@@ -143,15 +143,6 @@ def _short(number: float) -> str:
 def _cost(answer: Answer, gpu_hours: float) -> str:
     price = answer.cluster["price_per_gpu_hour"]
     return "" if price is None else hours_text(gpu_hours * price)
-
-
-def _stages(answer: Answer) -> list[str]:
-    """A line for each choice that is cut into stages: what each stage allocates."""
-    return [
-        f"{_name(c)}, GiB of each stage: {', '.join(f'{n / GIB:.1f}' for n in c.memory.stages_bytes)}"
-        for c in answer.choices
-        if c.memory is not None and c.memory.stages_bytes
-    ]
 
 
 def _reasons(answer: Answer) -> dict[str, str]:
