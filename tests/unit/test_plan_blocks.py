@@ -11,7 +11,7 @@ from test_plan_footprint import ADAMW, SMALL, request_for
 from torch import nn
 
 from stratbench.plan.footprint import drawn_out, equal_blocks, fake
-from stratbench.plan.footprint.drawn_out import UnlikeError, draw_footprint
+from stratbench.plan.footprint.drawn_out import UnlikeError, draw_footprint, make_by_blocks
 from stratbench.plan.footprint.equal_blocks import Blocks, are_called_alike, find_blocks
 from stratbench.plan.footprint.footprint import Footprint, follow, make_footprint
 from stratbench.plan.footprint.request import Request
@@ -134,7 +134,7 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(name, strate
     assert blocks is not None
     with pytest.raises(UnlikeError, match=why):
         draw_footprint(partial(follow, request, 0, None), blocks)
-    assert make_footprint(request, blocks=blocks) == make_footprint(request)
+    assert make_by_blocks(request, None, blocks) == make_footprint(request)
 
 
 def layers(count: int = 8, **given) -> nn.ModuleList:

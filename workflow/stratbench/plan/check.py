@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.footprint.cache import Job, results_of
+from stratbench.plan.footprint.drawn_out import make_by_blocks
 from stratbench.plan.footprint.footprint import Footprint, make_footprint
 from stratbench.plan.footprint.request import RESHARDING, Request
 from stratbench.plan.needs import Subject, subject_of
@@ -390,7 +391,9 @@ def try_footprint(
     from stratbench.workload.network.trial import NO_VALUES
 
     try:
-        return make_footprint(request, trial, blocks and Blocks(*blocks))
+        if blocks is not None:
+            return make_by_blocks(request, trial, Blocks(*blocks))
+        return make_footprint(request, trial)
     except ModelError as error:  # says by itself what is wrong
         return str(error)
     except NO_VALUES:

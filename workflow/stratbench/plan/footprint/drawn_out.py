@@ -8,7 +8,9 @@ those of the last ones from the end. Each pair is a line, and the highest line i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -20,20 +22,37 @@ from stratbench.plan.footprint.footprint import (
     MemoryPeak,
     Moment,
     Sums,
+    follow,
+    make_footprint,
     sums_of,
     upper_envelope,
     without_zeros,
 )
+from stratbench.strategies import mesh_of
 from stratbench.telemetry.collectives import CollectiveCall
 
 if TYPE_CHECKING:
     from stratbench.plan.footprint.equal_blocks import Blocks
+    from stratbench.plan.footprint.request import Request
     from stratbench.plan.footprint.trace import OperatorTrace
+    from stratbench.workload.network.trial import Trial
 
 #: Blocks of the two networks that are followed. The second has one in the middle, which is repeated.
 FEW, MORE = 5, 6
 #: As many blocks are counted from the start, the others from the end.
 FROM_START = 2
+
+
+def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks) -> Footprint:
+    """Return what `make_footprint` does, by few of the network's equal blocks where that gives the same."""
+    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    # Of every-N, the few blocks may have none that is computed again.
+    alike = not str(request.settings.activation_checkpointing).startswith("every-")
+    if mesh.stages == 1 and alike:
+        # Whatever few blocks raise, all of them may not, or say it of themselves.
+        with suppress(Exception):
+            return draw_footprint(partial(follow, request, 0, trial), blocks)
+    return make_footprint(request, trial)
 
 
 def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint:

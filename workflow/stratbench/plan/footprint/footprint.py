@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -251,23 +250,12 @@ class Footprint:
         )
 
 
-def make_footprint(
-    request: Request, trial: Trial | None = None, blocks: Blocks | None = None
-) -> Footprint:
+def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
     """The footprint of a request: runs it on fake tensors, which takes seconds for each stage.
 
-    `trial`: of its network. With it, Refused is raised where the strategy refuses the network. `blocks`:
-    equal blocks of the network, of which few are followed where that gives the same.
+    `trial`: of its network. With it, Refused is raised where the strategy refuses the network.
     """
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
-    # Of every-N, the blocks that are followed may have none that is computed again.
-    alike = not str(request.settings.activation_checkpointing).startswith("every-")
-    if blocks is not None and mesh.stages == 1 and alike:
-        from stratbench.plan.footprint.drawn_out import draw_footprint
-
-        # Whatever few blocks raise, all of them may not, or say it of themselves.
-        with suppress(Exception):
-            return draw_footprint(partial(follow, request, 0, trial), blocks)
     found = [follow(request, stage, trial).footprint() for stage in range(mesh.stages)]
     return found[0] if len(found) == 1 else replace(found[0], stages=found)
 
