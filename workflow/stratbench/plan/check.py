@@ -26,7 +26,7 @@ from stratbench.plan.needs import Subject, subject_of
 from stratbench.strategies import acceptance, strategy_class
 from stratbench.study.config.config import Study
 from stratbench.workload import tasks
-from stratbench.workload.network import models
+from stratbench.workload.network import libraries, models
 from stratbench.workload.users_code import ModelError, error_text
 
 if TYPE_CHECKING:
@@ -240,6 +240,7 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
         check_network,
         {n: Job(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
         folder,
+        imported=[libraries.HERE] if any('"transformers:' in n.own_model for n in firsts) else [],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
@@ -65,8 +65,11 @@ def results_of(
     work: Callable[..., Kept],
     jobs: Mapping[Key, Job],
     folder: Path,
+    imported: Sequence[str] = (),
 ) -> dict[Key, Kept]:
     """The result of each job: read from `folder`, or made by `work` in a process, and written there.
+
+    `imported`: modules that the processes share, if these are the first.
 
     The results have the order of `jobs`, not that in which the processes end.
     Prints what is missing (`doing`, with its number in place of `{}`) and how long it will take.
@@ -79,7 +82,7 @@ def results_of(
         return results
     print(doing.format(len(missing)), flush=True)
     begun, done, whole = time.monotonic(), 0.0, sum(jobs[key].weight for key in missing)
-    with pool_of(min(len(usable_cores()), len(missing))) as pool:
+    with pool_of(min(len(usable_cores()), len(missing)), imported) as pool:
         running = {pool.submit(work, *jobs[key].arguments): key for key in missing}
         for i, future in enumerate(as_completed(running), 1):
             key = running[future]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 #: What all of them need.
 IMPORTED = ["stratbench.workload.with_torch", "stratbench.plan.footprint.fake"]
 
 
-def pool_of(n_processes: int) -> ProcessPoolExecutor:
+def pool_of(n_processes: int, imported: Sequence[str] = ()) -> ProcessPoolExecutor:
     """A pool of processes. All pools of this process share one import of PyTorch.
+
+    `imported`: modules that are imported once, too, if this is the first pool.
 
     They see no GPU: on fake tensors some of PyTorch's code would take the way of real ones. Nor do they see
     TORCH_DISTRIBUTED_DEBUG, by which PyTorch wraps process groups that fake ones are not. OSError with the
@@ -20,7 +23,7 @@ def pool_of(n_processes: int) -> ProcessPoolExecutor:
     """
     os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload([*IMPORTED, *imported])
     try:
         return ProcessPoolExecutor(n_processes, mp_context=context, initializer=prepare)
     except OSError as e:
