@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib import util
 
 import pytest
@@ -17,6 +18,7 @@ from stratbench.command.__main__ import main as stratbench_main
 from stratbench.plan import model_answer, one_network
 from stratbench.plan.__main__ import main as plan_main
 from stratbench.plan.device_rates import find_gpu, gpu_device
+from stratbench.plan.footprint import drawn_out, equal_blocks
 from stratbench.plan.footprint.footprint import make_footprint
 from stratbench.plan.model_answer import Question, answer_for, choose_batch
 from stratbench.plan.needs import subject_of
@@ -211,6 +213,23 @@ def test_a_larger_batch_and_the_largest_are_estimated_alike():
     more = torch.zeros(largest + 1, 16, dtype=torch.int64, device="meta")
     assert stratbench.estimate(model, (many, many), gpu=gpu).verdict == FITS
     assert stratbench.estimate(model, (more, more), gpu=gpu).verdict != FITS
+
+
+def test_equal_blocks_of_a_module_are_followed_once(monkeypatch):
+    layer = partial(nn.TransformerEncoderLayer, 32, 4, 64, batch_first=True)
+    model = nn.Sequential(
+        nn.Embedding(64, 32), nn.Sequential(*(layer() for _ in range(10))), nn.Linear(32, 64)
+    )
+    followed = []
+    original = drawn_out.draw_footprint
+    monkeypatch.setattr(
+        drawn_out, "draw_footprint", lambda *a: followed.append(a[1]) or original(*a)
+    )
+    by_blocks = stratbench.estimate(model, tokens(4))
+    assert followed == [("1", 10)]
+    monkeypatch.setattr(equal_blocks, "MIN_BLOCKS", 11)
+    assert stratbench.estimate(model, tokens(4)) == by_blocks
+    assert len(followed) == 1
 
 
 def test_inputs_targets_and_loss_are_what_a_caller_says():

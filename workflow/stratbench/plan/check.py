@@ -327,11 +327,11 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
             skipped=trial.skipped,
             remarks=list(acceptance.remarks(model, trial)),
             trial=dataclasses.asdict(trial),
-            blocks=_equal_blocks(request, model),
+            blocks=equal_blocks(request, model),
         )
 
 
-def _equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
+def equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
     """Return the path and number of equal blocks that the network calls alike; None if there are none."""
     from stratbench.plan.footprint.equal_blocks import are_called_alike, find_blocks
     from stratbench.workload.network.trial import SAMPLES

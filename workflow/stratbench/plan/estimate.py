@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings, schema_of_given
 from stratbench.cell.text.words import GIB
-from stratbench.plan.check import BY_COMMAND, try_footprint
+from stratbench.plan.check import BY_COMMAND, equal_blocks, try_footprint
 from stratbench.plan.device_rates import find_gpu, gpu_device
+from stratbench.plan.footprint import fake
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.torch_internals import replaced
 from stratbench.plan.model_answer import NODE_GPUS, choose_batch
@@ -158,7 +160,7 @@ def estimate(
     # With a GPU in sight, some of PyTorch's code on fake tensors takes the way of real ones.
     with replaced(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        footprint = try_footprint(request)
+        footprint = try_footprint(request, blocks=_blocks_of(request))
     if isinstance(footprint, str):
         raise ValueError(f"stratbench.estimate: {footprint}")
     cell = Cell("estimate", "", name, request.settings.model, "", gpus, 0)
@@ -186,6 +188,15 @@ def estimate(
         step_s=found.step_s and found.step_s[2],
         step_range_s=found.step_s and found.step_s[:2],
     )
+
+
+def _blocks_of(request: Request) -> tuple[str, int] | None:
+    """Return path and number of the model's equal blocks; None if there are none."""
+    # What is wrong with the model is told when all of it is followed.
+    with suppress(Exception), fake.surroundings(request):
+        model, _, _ = fake.built(request)
+        return equal_blocks(request, model)
+    return None
 
 
 @dataclass(frozen=True, eq=False)
