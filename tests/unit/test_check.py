@@ -171,7 +171,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check leaves to other processes is done in this one."""
-    monkeypatch.setattr(cache, "pool_of", lambda _: ThreadPoolExecutor(1))
+    monkeypatch.setattr(cache, "pool_of", lambda *_: ThreadPoolExecutor(1))
 
 
 @pytest.fixture(autouse=True)
