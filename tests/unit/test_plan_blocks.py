@@ -93,7 +93,7 @@ POLICY = {"options": {"mixed_precision": "policy"}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
@@ -105,6 +105,10 @@ POLICY = {"options": {"mixed_precision": "policy"}}
         ("fsdp", POLICY),
         ("fsdp", {"options": {"reshard_after_forward": "never"}}),
         ("fsdp", {"options": {"offload": "cpu"}}),
+        ("fsdp", {"accumulate": 2}),
+        ("single", {"loss_chunks": 4}),
+        ("ddp", {"optimizer_impl": "foreach"}),
+        ("fsdp", {"precision": "bf16-true"}),
         ("ps-sync", {"precision": "fp32"}),
         ("tensor", {"options": {"tensor_workers": 2}}),
     ],
@@ -135,6 +139,11 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(name, strate
     with pytest.raises(UnlikeError, match=why):
         draw_footprint(partial(follow, request, 0, None), blocks)
     assert make_by_blocks(request, None, blocks) == make_footprint(request)
+
+
+def test_every_fourth_block_is_checkpointed_where_all_are_followed():
+    request = request_of(WIDE, "single", activation_checkpointing="every-4")
+    assert make_by_blocks(request, None, blocks_of(request)) == make_footprint(request)
 
 
 def layers(count: int = 8, **given) -> nn.ModuleList:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stratbench.plan.footprint.torch_internals import TorchDispatchMode
 from stratbench.telemetry.collective_count import tensors_in
+from stratbench.workload.torch_internals import TorchDispatchMode
 
 #: Fewer blocks are all followed.
 MIN_BLOCKS = 8
