@@ -39,7 +39,7 @@ IMAGES = {
 RESIDUAL = IMAGES | {"models": ["resnet-compact"]}
 TEXT = IMAGES | {
     "dataset": "words",
-    "strategies": ["ddp", "tensor", "pipeline", "fsdp"],
+    "strategies": ["ddp", "tensor", "pipeline", "fsdp", "fsdp-policy"],
     "models": ["gpt-compact"],
     "gpus": [2],
     "optimizer": "adamw",
@@ -58,6 +58,7 @@ def config_of(
         "ddp-powersgd": {"strategy": "ddp", "compress": "powersgd", "rank": 4, "start": 10},
         "diloco-8": {"strategy": "diloco", "inner_steps": 8},
         "post-local": {"strategy": "local-sgd", "start": 24},
+        "fsdp-policy": {"strategy": "fsdp", "mixed_precision": "policy"},
     }
     blocks = {
         "images": IMAGES | changes,
@@ -132,6 +133,8 @@ def test_the_pages_figures_are_the_plans_at_batches_and_gpus_that_it_was_not_giv
     plan = planned(results, gpu=gpu, global_batch=batch)
     known = [c for c in plan.cells if c.footprint is not None]
     assert len({c.cell.strategy for c in known}) > 8
+    narrowed = any(c.fit.by_device and "public runs" in c.fit.by_device.source for c in known)
+    assert narrowed == (gpu == "H100 SXM")
     for c, told in zip(
         known, figures(page, [choice_of(page, c, plan.device) for c in known]), strict=True
     ):

@@ -102,6 +102,11 @@ class Step:
         sends_s = max(0.0, self.sending_s - self.awaited_s - hidden_s)
         return self.compute_s + self.awaited_s + sends_s + self.host_s
 
+    @property
+    def waiting_share(self) -> float:
+        """The share of the step in which it does not compute; only where the device's rate is known."""
+        return 1 - self.compute_s / self.seconds
+
 
 def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> Step:
     """A step by the best rates of a device (BEST), by the worst, or by those that compare cells (USUAL)."""

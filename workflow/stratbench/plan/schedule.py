@@ -11,6 +11,7 @@ from typing import Any
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, counted, seconds_text
+from stratbench.plan import public_runs
 from stratbench.plan.check import Checked, Network
 from stratbench.plan.device_rates import Device, cpu_device, gpu_device, gpus_called, named_gpus
 from stratbench.plan.duration import (
@@ -274,6 +275,10 @@ def _fit(
         )
         *ends, usual_s = (step.seconds * s.steps for step in steps)
         by_device = Span(*ends, source)
+        alike = device.name in public_runs.GPUS and public_runs.is_like(s.settings, s.data.is_text)
+        if alike and steps[USUAL].waiting_share <= public_runs.MAX_WAITING_SHARE:
+            low, high, source = public_runs.band()
+            by_device = Span(usual_s * low, usual_s * high, source)
     train = measured or by_device
     total = train and train + overhead_span(device, s, needs)
     gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)

@@ -14,7 +14,7 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.words import GIB, MIB
-from stratbench.plan import device_rates, duration
+from stratbench.plan import device_rates, duration, public_runs
 from stratbench.plan.duration import Span
 from stratbench.plan.footprint import reductions
 from stratbench.plan.footprint.footprint import Affine, Footprint, Sums
@@ -64,6 +64,8 @@ def data_of(plan: Plan) -> dict[str, Any]:
             "link": duration.LINK_UTILISATION,
             "server": duration.SERVER_BYTES_PER_S,
             "hiding": duration.HIDING,
+            "public": public_runs.band()._asdict(),
+            "waiting_share": public_runs.MAX_WAITING_SHARE,
         },
         "sums": {
             "block": reductions.BLOCK_THREADS,
@@ -106,7 +108,12 @@ def _beside(named: list[str]) -> list[str]:
 def _gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
     each = {p: device_rates.gpu_device(gpu, p, cluster) for p in PRECISIONS}
     flops = {p: device.flops_per_s for p, device in each.items() if device.flops_per_s}
-    return {**asdict(each["fp32"]), "whole_bytes": gpu.memory_gib * GIB, "flops_per_s": flops}
+    return {
+        **asdict(each["fp32"]),
+        "whole_bytes": gpu.memory_gib * GIB,
+        "flops_per_s": flops,
+        "public": gpu.name in public_runs.GPUS,
+    }
 
 
 def _cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,6 +229,7 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
         "slowdown": s.slowdown,
         "fused": duration.COMPILED if s.settings.compile else 1,
         "host_s": duration.host_s(needs.slowest),
+        "public": public_runs.is_like(s.settings, s.data.is_text),
         "recorded": recorded and _recorded(_evidence(plan, c), s.settings.global_batch, recorded),
     }
 

@@ -95,8 +95,17 @@ function workOf(entry) {
   return [f.flops, f.operations, ...f.touched, f.attention];
 }
 
-/** Seconds of `steps` steps by the device's rates, at best, at worst, and as one time to compare by: `step_on`; null if they are not known. */
-function secondsOf(entry, device, s, samples, sent, steps) {
+/** Seconds of `steps` steps at best, at worst, and as one time to compare by, with the public runs that they are from, as DeviceFit has them; null if they are not known. */
+function timesOf(entry, device, s, samples, sent, steps) {
+  const found = secondsByRates(entry, device, s, samples, sent, steps);
+  if (!found) return null;
+  const [low, high, usual] = found.map((t) => t.seconds), runs = D.rates.public;
+  const alike = entry.public && device.public && 1 - (steps * found[2].computes) / usual <= D.rates.waiting_share;
+  return alike ? { low: usual * runs.low, high: usual * runs.high, usual, source: runs.source } : { low, high, usual, source: null };
+}
+
+/** Seconds of `steps` steps and of one's computing by the device's rates: `step_on`. */
+function secondsByRates(entry, device, s, samples, sent, steps) {
   const kind = device.is_gpu ? "gpu" : "cpu", R = D.rates;
   const rate = device.is_gpu ? device.flops_per_s[s.precision] : device.flops_per_s[""] / s.workers;
   if (!rate) return null;
@@ -114,7 +123,7 @@ function secondsOf(entry, device, s, samples, sent, steps) {
     const sending = (bytes, inside) => ((bytes - inside) / link + inside / device.link_bytes_per_s) / R.link[rates];
     const sends = Math.max(sending(sent, local), sending(entry.link, 0), entry.served / R.server[rates]);
     const awaited = entry.awaits ? sending(entry.wire.line[1] * samples, within_each * samples) : 0;
-    return steps * (computes + awaited + Math.max(0, sends - awaited - R.hiding[rates] * computes) + entry.host_s[rates]);
+    return { computes, seconds: steps * (computes + awaited + Math.max(0, sends - awaited - R.hiding[rates] * computes) + entry.host_s[rates]) };
   });
 }
 
@@ -176,9 +185,9 @@ function figures(s, whole = true) {
   const steps = network.steps || network.epochs * Math.floor(network.train_samples / s.batch);
   const sent = steps ? sentBytes(entry, samples, steps) : 0;
   const recorded = entry.recorded && entry.recorded.batch === s.batch && D.own_of[+network.on_cuda] === device.name ? entry.recorded : null;
-  const times = steps ? secondsOf(entry, device, s, samples, sent, steps) : null;
-  const span = recorded ? recorded.span : times && times.slice(0, 2), usual = times && times[2];
-  return { ...found, samples, sent, steps, span, usual, recorded, parts: Object.fromEntries(NAMED.map((name, i) => [name, n.parts[i]])), phase: n.phase };
+  const times = steps ? timesOf(entry, device, s, samples, sent, steps) : null;
+  const span = recorded ? recorded.span : times && [times.low, times.high], usual = times && times.usual;
+  return { ...found, samples, sent, steps, span, usual, recorded, times, parts: Object.fromEntries(NAMED.map((name, i) => [name, n.parts[i]])), phase: n.phase };
 }
 
 // ---- words -------------------------------------------------------------------------------------------------
@@ -309,7 +318,7 @@ function facts(f, device) {
   $("sent").textContent = none ? "–" : amount(f.sent);
   $("time").textContent = none ? "–" : f.span ? spanText(f.span) : "Not known";
   const length = network.steps ? `${count(network.steps)} steps` : `${network.epochs === 1 ? "an epoch" : `${network.epochs} epochs`} of ${count(network.train_samples)} samples`;
-  const by = f.recorded ? sourceOf(f.recorded) : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
+  const by = f.recorded ? sourceOf(f.recorded) : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : f.times?.source ? `from ${f.times.source}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
   const compared = f.usual && !f.recorded ? `${spanText([f.usual, f.usual]).replace(/.* to /, "")} to compare by; ` : "";
   $("timesub").textContent = none ? "" : f.steps ? `${compared}${length}; ${by}` : `the data set has fewer than ${count(S.batch)} samples`;
 }
@@ -332,8 +341,7 @@ function timesOverWorkers() {
   for (const workers of [...counts].sort((a, b) => a - b)) {
     const f = figures({ ...S, workers });
     if (!f.steps) continue;
-    const theory = secondsOf(f.entry, deviceOf(S), { ...S, workers }, f.samples, f.sent, f.steps);
-    if (theory) found.theory.push([workers, ...theory]);
+    if (f.times) found.theory.push([workers, f.times.low, f.times.high]);
     if (f.recorded) found[f.recorded.kind].push([workers, ...f.recorded.span]);
   }
   return found;
@@ -372,7 +380,8 @@ function fan() {
   if (times.measured.length) told.push(`Measured on ${on(times.measured)} (dots, with 10 % to either side)`);
   if (times.projected.length) told.push(`projected to ${on(times.projected)} from records${times.measured.length ? "" : " of this study"}: the fan is to hold 80 of 100 cases`);
   if (times.nearby.length) told.push(`on ${on(times.nearby)} between perfect scaling and none, from the nearest record`);
-  told.push(`grey is theory, by ${deviceOf(S).is_gpu ? "the card’s datasheet" : "this host’s CPU"}: a range that no record narrows`);
+  const runs = figures(S).times?.source;
+  told.push(runs ? `grey is from ${runs}` : `grey is theory, by ${deviceOf(S).is_gpu ? "the card’s datasheet" : "this host’s CPU"}: a range that no record narrows`);
   const sentence = told.join("; ");
   $("oversub").textContent = `${S.strategy} at a batch of ${count(S.batch)}. ${sentence[0].toUpperCase()}${sentence.slice(1)}.`;
 }

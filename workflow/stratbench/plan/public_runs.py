@@ -1,0 +1,55 @@
+"""The range of time from public runs: measured steps over the plan's one time for each of them.
+
+The runs are in workflow/reference/public_runs.csv, restated from the source that each row names.
+benchmarks/prediction/public_steps.py makes that file, and holds each run to the range of other models' runs.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from stratbench.cell.installation import REFERENCE
+from stratbench.cell.settings import Settings
+
+PUBLIC_RUNS = REFERENCE / "public_runs.csv"
+#: GPUs of the generations that the runs are on, linked by NVLink as there.
+GPUS = ("A100 SXM 40 GB", "A100 SXM 80 GB", "H100 SXM", "H100 96 GB", "H200 SXM")
+#: No run waits for links by the plan's one time; a cell is like them up to this share of its step.
+MAX_WAITING_SHARE = 0.05
+
+
+class Band(NamedTuple):
+    """The least and the most that measured times are of the plan's one time, and from what, in words."""
+
+    low: float
+    high: float
+    source: str
+
+
+def is_like(s: Settings, reads_text: bool) -> bool:
+    """Whether a cell is like the runs: of decoders that read texts, in bf16, sharded by FSDP's policy."""
+    if not reads_text or s.precision != "bf16" or s.strategy != "fsdp" or s.compile:
+        return False
+    return s.options["mixed_precision"] == "policy" and s.options["offload"] == "none"
+
+
+@cache
+def band() -> Band:
+    """Return the band of all runs."""
+    return make_band(read_runs())
+
+
+def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
+    """Return the band of these rows of the table."""
+    ratios = [float(run["step_s"]) / float(run["planned_s"]) for run in runs]
+    return Band(min(ratios), max(ratios), f"{len(ratios)} public runs on A100 and H100")
+
+
+@cache
+def read_runs() -> list[dict[str, str]]:
+    """Return the rows of the table."""
+    with PUBLIC_RUNS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
