@@ -145,10 +145,10 @@ def test_a_worker_that_splits_its_batch_computes_on_a_part_of_it(plan_of):
 
 @pytest.mark.parametrize(
     ("share", "verdict"),
-    [(0.5, "fits"), (0.8, "fits"), (0.82, "tight"), (0.93, "tight"), (0.95, "does not fit")],
+    [(0.5, "fits"), (0.8, "fits"), (0.82, "tight"), (1.03, "tight"), (1.04, "does not fit")],
 )
 @pytest.mark.parametrize(("gpu", "gib"), [("A10G", 24), ("A100 SXM 80 GB", 80)])
-def test_a_need_fits_to_81_and_is_tight_to_94_percent_of_a_gpu(
+def test_a_need_fits_to_81_and_is_tight_to_103_percent_of_a_gpu(
     plan_of, gpu: str, gib: int, share: float, verdict: str
 ):
     data_gib = (60_000 * 3 * 32 * 32 + 8 * (60_000 + 50_000)) / GIB

@@ -55,6 +55,14 @@ class Device:
     reserve_bytes: int = 0
     attention_utilisation: float | None = None
 
+    def room_bytes(self, margin: float) -> float:
+        """Return the predicted need up to which a cell fits, although it may exceed it by `margin`."""
+        return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
+
+    def tight_bytes(self, margin: float) -> float:
+        """Return the predicted need up to which a cell may run; on GPUs `margin` may be too much of it."""
+        return self.memory_bytes * (1 + margin if self.is_gpu else 1)
+
     def link(self, nodes: int) -> float:
         """Bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
         if nodes == 1:

@@ -21,7 +21,7 @@ from stratbench.plan.duration import BEST, USUAL, WORST, step_on
 from stratbench.plan.footprint.footprint import Footprint
 from stratbench.plan.needs import Subject, data_bytes_of, needs_of, subject_of
 from stratbench.plan.one_network import study_of
-from stratbench.plan.schedule import FITS, room_on, verdict_of
+from stratbench.plan.schedule import FITS, verdict_of
 from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.messages import ConfigError
@@ -244,11 +244,11 @@ def choose_batch(
         batch: Samples of a copy of the network in a step, in place of the largest that fits.
     """
     threads, parts = device.resident_threads, s.request.parts
-    room_bytes = room_on(device, cluster)
+    margin = cluster["memory_margin"]
     if batch is None:
         data_bytes = partial(data_bytes_of, s)
-        batch = footprint.largest_batch(room_bytes, threads, data_bytes) // parts * parts
-        batch = max(batch, -(-least // parts) * parts)
+        batch = footprint.largest_batch(device.room_bytes(margin), threads, data_bytes)
+        batch = max(batch // parts * parts, -(-least // parts) * parts)
     settings = replace(s.settings, per_worker_batch=batch, global_batch=batch * s.mesh.replicas)
     samples = max(s.data.train_samples, settings.global_batch)
     s = replace(s, settings=settings, data=replace(s.data, train_samples=samples))
@@ -260,7 +260,7 @@ def choose_batch(
     return Choice(
         s.cell.strategy,
         settings.activation_checkpointing,
-        verdict=verdict_of(needed_bytes, room_bytes, device),
+        verdict=verdict_of(needed_bytes, device, margin),
         micro_batch=batch // parts,
         global_batch=settings.global_batch,
         memory=Memory(

@@ -36,7 +36,7 @@ from stratbench.telemetry.machine.hardware import datasheet_of
 
 Records = Mapping[Cell, Mapping[str, Any]]
 
-#: Verdicts on a need and a device's memory. Tight: it fits, but not with the reserve and the margin.
+#: Verdicts on a need and a device's memory. Tight: it may fit, but not with the reserve and the margin.
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
@@ -266,7 +266,8 @@ def _fit(
     fullest = footprint.fullest(batch, threads)
     peak = fullest.training_peak(batch, threads)
     needed_bytes = fullest.needed_bytes(batch, threads) + data_bytes
-    room_bytes = room_on(device, cluster)
+    margin = cluster["memory_margin"]
+    room_bytes = device.room_bytes(margin)
     steps = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
     by_device = usual_s = None
     if device.flops_per_s is not None:
@@ -293,7 +294,7 @@ def _fit(
             f.training_peak(batch, threads).n_bytes + data_bytes for f in footprint.stages
         ),
         needed_bytes=needed_bytes,
-        verdict=verdict_of(needed_bytes, room_bytes, device),
+        verdict=verdict_of(needed_bytes, device, margin),
         largest_batch=s.steps_per_batch
         * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
         room_bytes=room_bytes,
@@ -309,16 +310,11 @@ def _fit(
     )
 
 
-def room_on(device: Device, cluster: Mapping[str, Any]) -> float:
-    """Return the bytes up to which a need fits: a margin is kept for what cannot be predicted."""
-    return (device.memory_bytes - device.reserve_bytes) / (1 + cluster["memory_margin"])
-
-
-def verdict_of(needed_bytes: float, room_bytes: float, device: Device) -> str:
-    """Return FITS, TIGHT or DOES_NOT_FIT for a need of so many bytes."""
-    if needed_bytes <= room_bytes:
+def verdict_of(needed_bytes: float, device: Device, margin: float) -> str:
+    """Return FITS, TIGHT or DOES_NOT_FIT for a need that may be predicted wrong by a share `margin`."""
+    if needed_bytes <= device.room_bytes(margin):
         return FITS
-    return TIGHT if needed_bytes <= device.memory_bytes else DOES_NOT_FIT
+    return TIGHT if needed_bytes <= device.tight_bytes(margin) else DOES_NOT_FIT
 
 
 def _cut_off(total: Span | None, limit_s: float | None) -> str:

@@ -61,6 +61,9 @@ function needs(entry, samples, threads) {
 /** Bytes up to which a need fits, with the reserve and the margin. */
 const roomOf = (device) => (device.memory_bytes - device.reserve_bytes) / (1 + D.margin);
 
+/** Bytes up to which a need may run: it may be predicted too high by the margin. */
+const tightOf = (device) => device.memory_bytes * (device.is_gpu ? 1 + D.margin : 1);
+
 /** The most samples that a worker can compute on at once; 0 if not even one fits. */
 function mostSamples(entry, device) {
   const room = roomOf(device);
@@ -180,7 +183,7 @@ function figures(s, whole = true) {
   if (samples < entry.least) return { ...found, state: "none", why: "it normalises over the batch (BatchNorm), and a worker’s batch is one sample" };
   const n = needs(entry, samples, device.resident_threads);
   found.needed = n.bytes;
-  found.state = found.needed > device.memory_bytes ? "no" : found.needed > roomOf(device) ? "tight" : "fit";
+  found.state = found.needed > tightOf(device) ? "no" : found.needed > roomOf(device) ? "tight" : "fit";
   if (!whole) return found;
   const steps = network.steps || network.epochs * Math.floor(network.train_samples / s.batch);
   const sent = steps ? sentBytes(entry, samples, steps) : 0;
@@ -272,8 +275,8 @@ function show() {
 function verdict(f, device) {
   if (f.state === "none") return `Not possible: ${f.why}.`;
   if (f.state === "fit") return `Fits: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit.`;
-  if (f.state === "tight") return `Tight: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit, up to ${gib(device.memory_bytes)} may run.`;
-  return `Does not fit: ${gib(f.needed)} GiB needed, up to ${gib(device.memory_bytes)} may run.`;
+  if (f.state === "tight") return `Tight: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit, up to ${gib(tightOf(device))} may run.`;
+  return `Does not fit: ${gib(f.needed)} GiB needed, up to ${gib(tightOf(device))} may run.`;
 }
 
 function hint(f) {
