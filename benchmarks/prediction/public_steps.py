@@ -108,7 +108,7 @@ def left_out_rows(runs: list[dict[str, str]]) -> Iterator[str]:
     found: dict[str, list[tuple[float, float, float]]] = {}
     for run in runs:
         ratio = float(run["step_s"]) / float(run["planned_s"])
-        low, high, _ = public_runs.make_band(r for r in runs if r["model"] != run["model"])
+        low, high, *_ = public_runs.make_band(r for r in runs if r["model"] != run["model"])
         blocks = "every block" if run["activation_checkpointing"] == "true" else "no"
         generation = run["gpu"].split()[0]
         family = "Llama and Qwen3" if run["configuration"] else "MPT"

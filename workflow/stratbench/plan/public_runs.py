@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from stratbench.cell.installation import REFERENCE
 from stratbench.cell.settings import Settings
+from stratbench.plan.duration import Span, Step
 
 PUBLIC_RUNS = REFERENCE / "public_runs.csv"
 #: GPUs of the generations that the runs are on, linked by NVLink as there.
@@ -22,10 +23,14 @@ MAX_WAITING_SHARE = 0.05
 
 
 class Band(NamedTuple):
-    """The least and the most that measured times are of the plan's one time, and from what, in words."""
+    """The least and the most that measured times are of the plan's one time, and from what, in words.
+
+    `least_s`: the shortest step of the runs by the plan's one time; of shorter ones they say nothing.
+    """
 
     low: float
     high: float
+    least_s: float
     source: str
 
 
@@ -36,6 +41,26 @@ def is_like(s: Settings, reads_text: bool) -> bool:
     return s.options["mixed_precision"] == "policy" and s.options["offload"] == "none"
 
 
+def span_from_runs(
+    device: str, s: Settings, reads_text: bool, step: Step, steps: int
+) -> Span | None:
+    """Return the range of `steps` steps from public runs; None where the cell is not like them.
+
+    Args:
+        device: The GPU's name in the table of GPUs.
+        s: The cell's settings.
+        reads_text: Whether it trains on texts.
+        step: Its step by the plan's one time.
+        steps: The steps of its training.
+    """
+    runs = band()
+    if device not in GPUS or not is_like(s, reads_text) or step.seconds < runs.least_s:
+        return None
+    if step.waiting_share > MAX_WAITING_SHARE:
+        return None
+    return Span(step.seconds * steps * runs.low, step.seconds * steps * runs.high, runs.source)
+
+
 @cache
 def band() -> Band:
     """Return the band of all runs."""
@@ -44,8 +69,10 @@ def band() -> Band:
 
 def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
     """Return the band of these rows of the table."""
-    ratios = [float(run["step_s"]) / float(run["planned_s"]) for run in runs]
-    return Band(min(ratios), max(ratios), f"{len(ratios)} public runs on A100 and H100")
+    times = [(float(run["step_s"]), float(run["planned_s"])) for run in runs]
+    ratios = [step_s / planned_s for step_s, planned_s in times]
+    least_s = min(planned_s for _, planned_s in times)
+    return Band(min(ratios), max(ratios), least_s, f"{len(times)} public runs on A100 and H100")
 
 
 @cache

@@ -11,7 +11,6 @@ from typing import Any
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, counted, seconds_text
-from stratbench.plan import public_runs
 from stratbench.plan.check import Checked, Network
 from stratbench.plan.device_rates import Device, cpu_device, gpu_device, gpus_called, named_gpus
 from stratbench.plan.duration import (
@@ -28,6 +27,7 @@ from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.needs import Needs, Subject, data_bytes_of, needs_of
+from stratbench.plan.public_runs import span_from_runs
 from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.config import Study
@@ -276,10 +276,8 @@ def _fit(
         )
         *ends, usual_s = (step.seconds * s.steps for step in steps)
         by_device = Span(*ends, source)
-        alike = device.name in public_runs.GPUS and public_runs.is_like(s.settings, s.data.is_text)
-        if alike and steps[USUAL].waiting_share <= public_runs.MAX_WAITING_SHARE:
-            low, high, source = public_runs.band()
-            by_device = Span(usual_s * low, usual_s * high, source)
+        seen = span_from_runs(device.name, s.settings, s.data.is_text, steps[USUAL], s.steps)
+        by_device = seen or by_device
     train = measured or by_device
     total = train and train + overhead_span(device, s, needs)
     gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)

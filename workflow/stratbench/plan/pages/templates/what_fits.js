@@ -103,7 +103,7 @@ function timesOf(entry, device, s, samples, sent, steps) {
   const found = secondsByRates(entry, device, s, samples, sent, steps);
   if (!found) return null;
   const [low, high, usual] = found.map((t) => t.seconds), runs = D.rates.public;
-  const alike = entry.public && device.public && 1 - (steps * found[2].computes) / usual <= D.rates.waiting_share;
+  const alike = entry.public && device.public && usual >= steps * runs.least_s && 1 - (steps * found[2].computes) / usual <= D.rates.waiting_share;
   return alike ? { low: usual * runs.low, high: usual * runs.high, usual, source: runs.source } : { low, high, usual, source: null };
 }
 
