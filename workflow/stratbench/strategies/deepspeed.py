@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState
 
 #: Numbers that DeepSpeed counts a bucket in are float32.
@@ -178,45 +179,13 @@ class DeepSpeed(Counted):
         self.reset()
 
     def config(self, worker: base.Worker) -> dict[str, Any]:
-        """DeepSpeed's configuration (deepspeed.ai/docs/config-json) of the cell."""
-        o, s = self.options, worker.settings
-        zero: dict[str, Any] = {"stage": o.stage}
-        config = {
-            # For its own lines of progress; samples come from our loop.
-            "train_micro_batch_size_per_gpu": max(1, s.per_worker_batch // s.accumulate),
-            "gradient_accumulation_steps": s.accumulate,
-            "gradient_clipping": s.clip_norm or 0.0,
-            "zero_allow_untested_optimizer": True,  # SGD
-            "steps_per_print": None,
-            "zero_optimization": zero,
-        }
-        if s.precision == "bf16":
-            # No module's gradients are sent in 16 bits: the other strategies send 32.
-            config["torch_autocast"] = {
-                "enabled": True,
-                "dtype": "bfloat16",
-                "lower_precision_safe_modules": [],
-            }
-        if not o.tuned:
-            return config
-        config["timers"] = {"throughput": {"enabled": False}}  # else each step waits for the device
-        # A bucket larger than the network would be memory that nothing ever fills.
-        bucket = min((o.bucket_cap_mb << 20) // NUMBER_BYTES, self._trained)
-        zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
-        if o.stage == 3:
-            # As FSDP: the group that is used, and one ahead. What the engine may hold by its defaults is a
-            # thousand million parameters, which it does not free after forward.
-            groups = [numel(p for m in ms for p in m.parameters()) for _, ms in worker.wrap_groups]
-            group = max(groups, default=self._trained)
-            zero |= {
-                "stage3_prefetch_bucket_size": group,
-                "stage3_max_live_parameters": 2 * group,
-                "stage3_max_reuse_distance": 0,
-                "stage3_param_persistence_threshold": 0,
-            }
-        elif s.clip_norm is None:
-            zero["compute_grad_norm"] = False  # the host would read it in every step
-        return config
+        """DeepSpeed's configuration of the cell."""
+        o = self.options
+        groups = [numel(p for m in ms for p in m.parameters()) for _, ms in worker.wrap_groups]
+        group = max(groups, default=self._trained)
+        return engine_config(
+            o.stage, o.tuned, o.bucket_cap_mb, worker.settings, self._trained, group
+        )
 
     def reset(self) -> None:
         super().reset()
@@ -319,6 +288,59 @@ class DeepSpeed(Counted):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
             yield
+
+
+def engine_config(
+    stage: int,
+    tuned: bool,
+    bucket_cap_mb: int,
+    s: Settings,
+    trained: int,
+    group: int | None = None,
+) -> dict[str, Any]:
+    """Return DeepSpeed's configuration (deepspeed.ai/docs/config-json) of a cell.
+
+    Args:
+        stage, tuned, bucket_cap_mb: The strategy's options.
+        s: The cell's settings.
+        trained: Trainable parameters of the network.
+        group: Parameters of its largest sharding group; None: not known, and stage 3 keeps its defaults.
+    """
+    zero: dict[str, Any] = {"stage": stage}
+    config = {
+        # For its own lines of progress; samples come from our loop.
+        "train_micro_batch_size_per_gpu": max(1, s.per_worker_batch // s.accumulate),
+        "gradient_accumulation_steps": s.accumulate,
+        "gradient_clipping": s.clip_norm or 0.0,
+        "zero_allow_untested_optimizer": True,  # SGD
+        "steps_per_print": None,
+        "zero_optimization": zero,
+    }
+    if s.precision == "bf16":
+        # No module's gradients are sent in 16 bits: the other strategies send 32.
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
+    if not tuned:
+        return config
+    config["timers"] = {"throughput": {"enabled": False}}  # else each step waits for the device
+    # A bucket larger than the network would be memory that nothing ever fills.
+    bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, trained)
+    zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
+    if stage == 3 and group is not None:
+        # As FSDP: the group that is used, and one ahead. What the engine may hold by its defaults is a
+        # thousand million parameters, which it does not free after forward.
+        zero |= {
+            "stage3_prefetch_bucket_size": group,
+            "stage3_max_live_parameters": 2 * group,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        }
+    elif stage < 3 and s.clip_norm is None:
+        zero["compute_grad_norm"] = False  # the host would read it in every step
+    return config
 
 
 def numel(parameters: Iterable[nn.Parameter]) -> int:
