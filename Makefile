@@ -6,7 +6,7 @@
 # make test-gpu-path   tests without a GPU what runs on one: PyTorch's CUDA build (a download of some GB) on a GPU
 #              in software (tests/software_gpu); no part of make test
 # make test-deepspeed   tests the strategy deepspeed, with DeepSpeed in an environment of its own; no part of make test
-# make test-transformers   tests models of transformers and timm, in an environment of its own; no part of make test
+# make test-transformers   tests models of transformers and timm and files for Accelerate, in an environment of its own; no part of make test
 # make clean   removes the environments and keeps results/; make clean-results deletes all records, too
 
 PYTHON ?= python3
@@ -113,7 +113,7 @@ $(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt 
 
 # Nothing is downloaded from a hub of models.
 test-transformers: $(TRANSFORMERS_STAMP)
-	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/unit/test_transformers.py $(ARGS)
+	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/unit/test_transformers.py tests/unit/test_emit_trains.py $(ARGS)
 	$(TRANSFORMERS_VENV)/bin/python -m pytest tests/workflow/test_tutorials.py -k transformers $(ARGS)
 
 # A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.

@@ -26,7 +26,7 @@ WINGS = ("plan", "train", "analysis")
 #: wings never import each other; on the ground floor a part imports those before it.
 FLOORS = [
     ("The command line", ["command"]),
-    ("What passes between users", ["sets"]),
+    ("What passes between users, and to other trainers", ["sets", "emit"]),
     ("The wings, one for each thing a user does", [*WINGS]),
     ("A config becomes cells", ["study"]),
     ("Ways to train with many workers", ["strategies"]),

@@ -86,6 +86,9 @@ EXTENSIONS = {
         rules=("sets.smk",),
         needs=("audit", "explore", "paper"),
     ),
+    "emit": Extension(
+        "a cell as a file for a trainer of the user's own", ("emit",), needs=("deepspeed",)
+    ),
     "paper": Extension(
         "the published tables and claims beside a study's own",
         ("analysis.paper", "analysis.tables.numbered"),

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,7 +88,15 @@ def parser() -> argparse.ArgumentParser:
     bundle.add_argument(
         "--replace-hosts", action="store_true", help="no host or user is named in it"
     )
+    for part in parts_with_subcommands():
+        import_module(f"stratbench.{part}.subcommand").add_subcommand(add)
     return whole
+
+
+def parts_with_subcommands() -> list[str]:
+    """Return the parts of the package that add a subcommand of their own, from a module `subcommand`."""
+    package = Path(__file__).parents[1]
+    return sorted(path.parent.name for path in package.glob("*/subcommand.py"))
 
 
 #: Adds a subcommand of a name, which calls a function and says what it does; returns its parser.

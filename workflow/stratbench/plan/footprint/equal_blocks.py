@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from stratbench.telemetry.collective_count import tensors_in
-from stratbench.workload.torch_internals import TorchDispatchMode
+from stratbench.workload.torch_internals import TorchDispatchMode, get_children, tree_leaves
 
 #: Fewer blocks are all followed.
 MIN_BLOCKS = 8
@@ -44,7 +43,7 @@ def find_blocks(model: nn.Module) -> Blocks | None:
 
 def keep_blocks(model: nn.Module, path: str, count: int) -> None:
     """Leave the model the first blocks alone."""
-    held = model.get_submodule(path)._modules
+    held = get_children(model.get_submodule(path))
     for name in list(held)[count:]:
         del held[name]
 

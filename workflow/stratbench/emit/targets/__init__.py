@@ -1,0 +1,1 @@
+"""One module per target, and what several of them share."""

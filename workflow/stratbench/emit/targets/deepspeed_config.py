@@ -1,0 +1,37 @@
+"""DeepSpeed's own configuration of a cell, which four targets have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.emit.choice import Choice
+from stratbench.strategies.deepspeed import engine_config
+
+
+def deepspeed_config(choice: Choice) -> dict[str, Any]:
+    """Return the configuration as DeepSpeed reads it; what it leaves open is noted."""
+    s, trained = choice.settings, choice.record["model"]["trainable_parameters"]
+    for key in ("per_worker_batch", "accumulate", "clip_norm", "precision", "global_batch"):
+        choice.take(key)
+    bucket = choice.take_option("bucket_cap_mb", 25)
+    tuned = choice.take_option("tuned", True)
+    stage = choice.take_option("stage", 1)
+    config = engine_config(stage, tuned, bucket, s, trained)
+    config["train_batch_size"] = s.global_batch
+    if s.precision not in ("fp32", "bf16"):
+        choice.note("DeepSpeed keeps float32 weights here; set this in the script", "precision")
+    if choice.device == "cpu":
+        choice.note("start with DS_ACCELERATOR=cpu, as the cell ran on CPU processes")
+    if s.strategy != "deepspeed":
+        choice.note(
+            f"the cell ran stratbench's {s.strategy}, which DeepSpeed's stage 1 comes closest to: it sends "
+            "half as much again and keeps a copy of each worker's part of the weights"
+        )
+        for key in set(choice.options) - {"bucket_cap_mb"}:
+            choice.note("DeepSpeed has no such option", key)
+    elif stage == 3 and tuned:
+        choice.note(
+            "the cell set stage3_prefetch_bucket_size to the parameters of its largest block, and "
+            "stage3_max_live_parameters to twice as many; set them for your network"
+        )
+    return config

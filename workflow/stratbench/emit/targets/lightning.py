@@ -1,0 +1,127 @@
+"""`--to lightning`: the strategy and the Trainer of Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.emit.choice import Choice, commented
+from stratbench.emit.targets.ddp_options import ddp_arguments, hook_of, powersgd_state
+from stratbench.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.emit.targets.hyperparameters import (
+    note_length_and_data,
+    optimizer_call,
+    schedule_lines,
+)
+from stratbench.emit.targets.python_text import Code, call, folded_call
+from stratbench.emit.targets.sharding_lines import sharding_lines
+
+#: The Trainer's precision, by the setting; tf32 is a switch of torch beside it.
+PRECISION = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
+
+
+def write(choice: Choice, called: str) -> str:
+    """Return the cell as Python; `called`: the class of Lightning's strategy, or `auto`."""
+    s = choice.settings
+    imports = ["import torch", "from lightning.pytorch import Trainer"]
+    if called != "auto":
+        imports.append(f"from lightning.pytorch.strategies import {called}")
+    model: list[str] = []
+    if called == "DDPStrategy":
+        strategy = ddp(choice, imports)
+    elif called == "ModelParallelStrategy":
+        strategy = f"{called}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
+        model = configure_model(choice, imports)
+    elif called == "DeepSpeedStrategy":
+        strategy = call(called, {"config": deepspeed_config(choice)})
+    else:
+        strategy = "'auto'\n"
+    if called != "ModelParallelStrategy" and choice.take("activation_checkpointing"):
+        choice.note("in configure_model, torch.utils.checkpoint around each block",
+                    "activation_checkpointing")  # fmt: skip
+    if choice.take("compile"):
+        choice.note("in configure_model, self.model = torch.compile(self.model)", "compile")
+    arguments = trainer_arguments(choice, called)
+    optimizers = ["def configure_optimizers(self):  # of your LightningModule"]
+    optimizers.append(f"    optimizer = {optimizer_call(choice, 'self.parameters()')}")
+    schedule = schedule_lines(choice)
+    if schedule:
+        imports.insert(0, "import math")
+        optimizers += [
+            "    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)",
+            "    return [optimizer], [{'scheduler': schedule, 'interval': 'step'}]",
+        ]
+    else:
+        optimizers.append("    return optimizer")
+    choice.note(f"in the script, DataLoader(batch_size={choice.micro_batch}, drop_last=True)",
+                "global_batch", "per_worker_batch")  # fmt: skip
+    note_length_and_data(choice, length=False)
+    switches = []
+    if s.precision in ("fp32", "tf32") and choice.device == "cuda":
+        value = s.precision == "tf32"
+        switches = [f"torch.backends.cuda.matmul.allow_tf32 = {value}"]
+        switches.append(f"torch.backends.cudnn.allow_tf32 = {value}")
+    blocks = [imports, switches, schedule, model, optimizers]
+    body = "\n\n".join("\n".join(map(folded_call, lines)) for lines in blocks if lines)
+    head = commented(
+        [*choice.title, "start: python train.py (Lightning starts the others)", *choice.comments]
+    )
+    return f"{head}\n{body}\n\nstrategy = {strategy}" + call("trainer = Trainer", arguments)
+
+
+def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
+    """Return the Trainer's arguments."""
+    s = choice.settings
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu" if choice.device == "cpu" else "gpu",
+        "devices": choice.workers_per_node,
+        "num_nodes": choice.nodes,
+        "strategy": Code("strategy"),
+        "precision": PRECISION.get(choice.take("precision"), "32-true"),
+        "accumulate_grad_batches": choice.take("accumulate"),
+    }
+    choice.take("gpus")
+    if called == "DeepSpeedStrategy" and s.precision == "bf16":
+        arguments["precision"] = "32-true"  # DeepSpeed's torch_autocast does it
+    if (norm := choice.take("clip_norm")) is not None and called != "DeepSpeedStrategy":
+        if called == "ModelParallelStrategy":
+            choice.note(
+                f"Lightning clips by value alone here: in configure_gradient_clipping, "
+                f"torch.nn.utils.clip_grad_norm_(self.parameters(), {norm})", "clip_norm",
+            )  # fmt: skip
+        else:
+            arguments["gradient_clip_val"] = norm
+    epochs, steps = choice.take("epochs"), choice.take("steps")
+    return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
+
+
+def ddp(choice: Choice, imports: list[str]) -> str:
+    """Return the strategy of DDP."""
+    arguments, hook = ddp_arguments(choice), hook_of(choice)
+    if hook is not None:
+        module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
+        imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
+        arguments["ddp_comm_hook"] = Code(f"{module}.{hook}")
+        if module == "powerSGD_hook":
+            arguments["ddp_comm_state"] = Code(powersgd_state(choice))
+    return call("DDPStrategy", arguments)
+
+
+def configure_model(choice: Choice, imports: list[str]) -> list[str]:
+    """Return the LightningModule's method that shards its network `self.model` by FSDP2."""
+    s = choice.settings
+    mixed = choice.take_option("mixed_precision")
+    lines, needed = sharding_lines(choice, "self.model", mixed == "policy")
+    imports += needed
+    if choice.shard_workers < s.gpus:
+        choice.note(
+            "Lightning's mesh has one dimension of data parallelism, and no groups: here all workers hold "
+            "one model between them",
+            "shard_workers",
+        )
+    if mixed == "autocast" and s.precision in ("bf16", "fp16"):
+        choice.note("torch.autocast by the Trainer, as in the cell", "mixed_precision")
+    return [
+        "def configure_model(self):  # of your LightningModule, whose network is self.model",
+        "    mesh = self.device_mesh['data_parallel']",
+        *(f"    {line}" for line in lines),
+    ]

@@ -1,0 +1,39 @@
+"""Values and calls as the text of a Python file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Code(str):
+    """Text that stands in a file as it is, and not as a string."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a call with an argument per line."""
+    lines = "".join(f"    {key}={value!r},\n" for key, value in arguments.items())
+    return f"{name}(\n{lines})\n"
+
+
+def folded_call(line: str) -> str:
+    """Return a line; if it is longer than 100 characters and ends with a call, with an argument per line."""
+    head, bracket, rest = line.partition("(")
+    if len(line) <= 100 or not bracket or not rest.endswith(")"):
+        return line
+    indent, arguments, depth = " " * (len(line) - len(line.lstrip())), [""], 0
+    for letter in rest[:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth < 0:  # the call's own bracket is not the last one
+            return line
+        if letter == "," and depth == 0:
+            arguments.append("")
+        else:
+            arguments[-1] += letter
+    stated = "".join(f"{indent}    {argument.strip()},\n" for argument in arguments)
+    return f"{head}(\n{stated}{indent})"

@@ -1,0 +1,153 @@
+"""`--to trainer`: the arguments of transformers' Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.emit.choice import Choice, commented
+from stratbench.emit.targets.ddp_options import ddp_arguments, hook_of
+from stratbench.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.emit.targets.hyperparameters import note_length_and_data
+from stratbench.emit.targets.python_text import call
+from stratbench.emit.targets.sharding_lines import note_16_bits, note_groups
+
+
+def write(choice: Choice, called: str) -> str:
+    """Return the cell as TrainingArguments; `called`: what the Trainer calls its strategy."""
+    s = choice.settings
+    arguments: dict[str, Any] = {
+        "output_dir": "out",
+        "per_device_train_batch_size": choice.micro_batch,
+        "gradient_accumulation_steps": choice.take("accumulate"),
+        **length(choice),
+        **optimizer(choice),
+        **schedule(choice),
+        "max_grad_norm": choice.take("clip_norm") or 0.0,  # its default clips
+        "seed": choice.take("seed"),
+        "dataloader_drop_last": True,
+        "use_cpu": choice.device == "cpu",
+    }
+    choice.take("global_batch")
+    if called == "deepspeed":
+        # DeepSpeed itself does mixed precision, as in the cell.
+        arguments["deepspeed"] = deepspeed_config(choice)
+        if s.clip_norm is not None or s.accumulate > 1:
+            choice.note("DeepSpeed's config repeats batch, accumulation and clipping: change both")
+    else:
+        precision(choice, arguments)
+    if choice.take("compile"):
+        arguments["torch_compile"] = True
+    checkpointing = choice.take("activation_checkpointing")
+    if called == "ddp":
+        arguments["ddp_bucket_cap_mb"] = ddp_arguments(choice)["bucket_cap_mb"]
+        choice.note(
+            "the Trainer's DDP keeps gradients beside the buckets: a copy more",
+            "gradient_as_bucket_view",
+        )
+        if hook := hook_of(choice):
+            choice.note(
+                f"no argument has it: register torch's {hook} on the DistributedDataParallel",
+                "compress",
+            )
+    if called == "fsdp":
+        arguments |= {"fsdp": True, "fsdp_config": fsdp_config(choice, checkpointing)}
+        if choice.device == "cpu":
+            choice.note(
+                "the cell ran on CPU processes, where the Trainer has no FSDP: use_cpu=False on GPUs"
+            )
+    elif checkpointing:
+        arguments["activation_checkpointing"] = True
+    choice.take("gpus")
+    note_length_and_data(choice, length=False)
+    start = f"start: torchrun --nnodes {choice.nodes} --nproc-per-node {choice.workers_per_node} train.py"
+    head = commented([*choice.title, start, *choice.comments])
+    return f"{head}\nfrom transformers import TrainingArguments\n\n" + call(
+        "args = TrainingArguments", arguments
+    )
+
+
+def length(choice: Choice) -> dict[str, Any]:
+    """Return how long is trained."""
+    epochs, steps = choice.take("epochs"), choice.take("steps")
+    return {"max_steps": steps} if steps else {"num_train_epochs": epochs}
+
+
+def optimizer(choice: Choice) -> dict[str, Any]:
+    """Return the optimizer and what it takes."""
+    s = choice.settings
+    for key in ("optimizer", "momentum", "nesterov", "betas", "eps"):
+        choice.take(key)
+    if s.weight_decay:
+        choice.note(
+            "the Trainer gives norms and biases no weight decay; the cell decays all",
+            "weight_decay",
+        )
+    stated = {"learning_rate": choice.take("lr"), "weight_decay": choice.take("weight_decay")}
+    if s.optimizer == "adamw":
+        return {
+            "optim": "adamw_torch_fused",
+            **stated,
+            "adam_beta1": s.betas[0],
+            "adam_beta2": s.betas[1],
+            "adam_epsilon": s.eps,
+        }
+    texts = f"momentum={s.momentum},nesterov={s.nesterov}"
+    return {"optim": "sgd", **stated, "optim_args": texts}
+
+
+def schedule(choice: Choice) -> dict[str, Any]:
+    """Return the schedule of the learning rate, whose default would be linear."""
+    kind, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
+    arguments: dict[str, Any] = {}
+    if warmup:
+        arguments["warmup_steps"] = warmup
+        choice.note("the Trainer's first step has a rate of 0; the cell's had a part of lr",
+                    "lr_warmup_steps")  # fmt: skip
+    if kind == "constant":
+        name = "constant_with_warmup" if warmup else "constant"
+    elif final and kind == "cosine":
+        name, arguments["lr_scheduler_kwargs"] = "cosine_with_min_lr", {"min_lr": final}
+    elif final:
+        name, arguments["lr_scheduler_kwargs"] = "polynomial", {"lr_end": final, "power": 1.0}
+    else:
+        name = kind
+    return {"lr_scheduler_type": name, **arguments}
+
+
+def precision(choice: Choice, arguments: dict[str, Any]) -> None:
+    """Add the number formats to `arguments`."""
+    chosen = choice.take("precision")
+    if chosen in ("bf16", "fp16"):
+        arguments[chosen] = True
+    elif choice.device == "cuda":
+        arguments["tf32"] = chosen == "tf32"
+    if chosen == "fp64":
+        choice.note("in the script, model.double() and batches in float64", "precision")
+    elif chosen == "tf32" and choice.device == "cpu":
+        choice.note("a CPU has none", "precision")
+
+
+def fsdp_config(choice: Choice, checkpointing: bool) -> dict[str, Any]:
+    """Return `fsdp_config`, of FSDP2."""
+    classes = choice.block_classes
+    config: dict[str, Any] = {
+        "version": 2,
+        "reshard_after_forward": choice.take_option("reshard_after_forward") == "always",
+        "cpu_offload": choice.take_option("offload") == "cpu",
+        "activation_checkpointing": checkpointing,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP",
+    }
+    if classes:
+        config["transformer_layer_cls_to_wrap"] = classes
+    else:
+        note_groups(choice)
+        config["min_num_params"] = choice.record["model"]["parameters"] // 12
+    note_16_bits(choice, "the Trainer")
+    workers = choice.shard_workers
+    if workers < choice.settings.gpus:
+        choice.note(
+            "add parallelism_config=accelerate.ParallelismConfig(dp_replicate_size="
+            f"{choice.settings.gpus // workers}, dp_shard_size={workers}) to the arguments",
+            "shard_workers",
+        )
+    return config

@@ -1,0 +1,53 @@
+"""What a cell trains, for the script that `--to pytorch` writes: its network, its loss, its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stratbench.cell import record
+from stratbench.cell.settings import Settings
+from stratbench.workload import tasks
+from stratbench.workload.data.device_data import DeviceData
+from stratbench.workload.generators import seed_generators
+from stratbench.workload.network import models
+from stratbench.workload.network.precision import batch_format, weights_dtype
+
+
+class Work:
+    """The network with the cell's initial weights, and one worker's batches in the cell's order.
+
+    Attributes:
+        model: The network on the device, in training mode.
+    """
+
+    def __init__(self, path: str, data: str, rank: int, device: torch.device) -> None:
+        """`path`: the cell's record; `data`: the folder of its prepared data set."""
+        self.settings = s = Settings(**record.read(path)["settings"])
+        self.rank, network, dtype = rank, models.model_of(s), weights_dtype(s.precision)
+        shape = models.input_shape(network, tuple(DeviceData.load(Path(data)).meta["shape"]))
+        self.data = DeviceData.load(
+            data, device, shape, dtype, batch_format(s.precision, device.type), s.placement
+        )
+        meta = self.data.meta
+        self.task = tasks.task_of(s, shape, meta.get("values", False))
+        self.model = models.for_training(network, meta["classes"], shape, s.seed, device, dtype)
+        seed_generators(s.seed + 1 + rank)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of some samples."""
+        loss, weight = tasks.loss_and_weight(self.task, outputs, targets)
+        return loss if weight is None else loss / weight
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this worker's batches of an epoch, as far as the training goes."""
+        s, data = self.settings, self.data
+        order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
+        steps = len(order) // s.global_batch
+        mine = order[: steps * s.global_batch].view(steps, -1, s.per_worker_batch)[:, self.rank]
+        for indices in islice(mine, s.total_steps(data.train_samples) - epoch * steps):
+            yield data.batch(indices, augmentation)
