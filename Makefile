@@ -103,7 +103,7 @@ $(DEEPSPEED_STAMP): envs/requirements-deepspeed.txt envs/requirements.txt envs/r
 # Its own tests, and of those of every strategy what they say of it.
 test-deepspeed: $(DEEPSPEED_STAMP)
 	$(DEEPSPEED_VENV)/bin/python -m pytest tests/unit/test_deepspeed.py $(ARGS)
-	$(DEEPSPEED_VENV)/bin/python -m pytest -k deepspeed tests/unit/test_saved_state.py tests/unit/test_frozen.py \
+	$(DEEPSPEED_VENV)/bin/python -m pytest -k deepspeed tests/unit/test_emit_trains.py tests/unit/test_saved_state.py tests/unit/test_frozen.py \
 	  tests/unit/test_slowdown.py tests/unit/test_data_placement.py $(ARGS)
 
 $(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt envs/requirements-dev.txt envs/constraints.txt | $(TRANSFORMERS_VENV)/bin/python

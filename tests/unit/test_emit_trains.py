@@ -1,6 +1,7 @@
 """Files of `stratbench emit` train what their cell trained: the same losses, from 2 CPU processes.
 
-`make test-transformers` runs what needs Accelerate and transformers. Without them that is skipped.
+`make test-transformers` runs what needs Accelerate and transformers, `make test-deepspeed` what needs
+DeepSpeed. Without them that is skipped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from stratbench.workload.network import models
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 with_accelerate = pytest.mark.skipif(
     util.find_spec("accelerate") is None, reason="pip install accelerate"
+)
+with_deepspeed = pytest.mark.skipif(
+    util.find_spec("deepspeed") is None, reason="pip install deepspeed"
 )
 with_transformers = pytest.mark.skipif(
     util.find_spec("transformers") is None or util.find_spec("accelerate") is None,
@@ -75,6 +79,38 @@ for epoch in range(2):
 """
 
 
+#: A script for DeepSpeed, with the optimizer that the file's comments state.
+DEEPSPEED = """
+import sys
+import torch
+import torch.distributed as dist
+from stratbench.emit.work import Work
+from stratbench.strategies.deepspeed import import_deepspeed
+
+deepspeed = import_deepspeed("cpu")
+dist.init_process_group("gloo")
+config, record, data = sys.argv[1:]
+work = Work(record, data, dist.get_rank(), torch.device("cpu"))
+s = work.settings
+optimizer = torch.optim.SGD(work.model.parameters(), lr=s.lr, momentum=s.momentum)
+engine, *_ = deepspeed.initialize(
+    model=work.model, optimizer=optimizer, config=config, dist_init_required=False
+)
+for epoch in range(s.epochs):
+    losses = []
+    for x, y in work.batches(epoch):
+        for part, target in zip(x.chunk(s.accumulate), y.chunk(s.accumulate)):
+            loss = work.loss(engine(part), target)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+    mean = torch.stack(losses).mean()
+    dist.all_reduce(mean)
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch + 1}: training loss {mean.item() / 2:.7f}")
+"""
+
+
 def trained(
     start_cell: Any, strategy: str, options: dict[str, Any], changes: dict[str, Any]
 ) -> Any:
@@ -95,14 +131,17 @@ def emitted(strategy: str, target: str, options: dict[str, Any], **changes: Any)
 
 
 def emit(launched: Any, target: str, folder: Path) -> Path:
-    file = folder / {"accelerate": "accelerate.yaml"}.get(target, "train.py")
+    file = folder / {"accelerate": "accelerate.yaml", "deepspeed": "deepspeed.json"}.get(
+        target, "train.py"
+    )
     file.write_text(table.emit(Choice(launched.read_record()), target))
     return file
 
 
 def run(*command: str | Path, folder: Path) -> str:
     environment = os.environ | {"PYTHONPATH": str(WORKFLOW), "OMP_NUM_THREADS": "1"}
-    environment["ACCELERATE_USE_CPU"] = "true"  # as the file says
+    environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}  # as the files say
+    environment["LOCAL_SIZE"] = "2"  # else DeepSpeed asks numactl
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S,
@@ -127,6 +166,23 @@ def test_the_plain_script_reaches_the_cells_losses(start_cell, tiny_data, tmp_pa
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
     found = losses_of(run(*torchrun, script, launched.record, tiny_data, folder=tmp_path))
     assert found == pytest.approx(losses_of_cell(launched), rel=2e-5)
+
+
+@with_deepspeed
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("zero1", {}), *(("deepspeed", {"stage": stage}) for stage in (1, 2, 3))],
+)
+def test_the_deepspeed_file_reaches_the_cells_losses(
+    start_cell, tiny_data, tmp_path, strategy, options
+):
+    changes = {"accumulate": 2, "clip_norm": 0.7}
+    launched = trained(start_cell, strategy, options, changes)
+    config = emit(launched, "deepspeed", tmp_path)
+    (tmp_path / "script.py").write_text(DEEPSPEED)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = run(*torchrun, "script.py", config, launched.record, tiny_data, folder=tmp_path)
+    assert losses_of(output) == pytest.approx(losses_of_cell(launched), rel=2e-5)
 
 
 @with_accelerate
