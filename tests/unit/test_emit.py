@@ -196,6 +196,22 @@ def test_deepspeeds_json_is_what_the_strategy_gives_the_engine():
     assert config["train_batch_size"] == 16
 
 
+def test_lightning_gets_no_key_twice():
+    """It refuses a DeepSpeed config with accumulation, and autocast would round twice beside a policy."""
+    script = emitted("deepspeed", "lightning", accumulate=2, precision="bf16", clip_norm=0.5)
+    assert "accumulate_grad_batches=2" in script
+    assert "gradient_accumulation_steps" not in script
+    assert "train_batch_size" not in script
+    assert "precision='32-true'" in script
+    assert "gradient_clip_val" not in script
+    options = {"mixed_precision": "policy"}
+    script = emitted("fsdp", "lightning", options=options, precision="bf16", clip_norm=0.5)
+    assert "param_dtype=torch.bfloat16, reduce_dtype=torch.float32" in script
+    assert "precision='32-true'" in script
+    assert "gradient_clip_val=0.5" in script
+    assert "precision='bf16-mixed'" in emitted("fsdp", "lightning", precision="bf16")
+
+
 # ---------------------------------------------------------------- which cell
 
 

@@ -304,7 +304,7 @@ def engine_config(
         stage, tuned, bucket_cap_mb: The strategy's options.
         s: The cell's settings.
         trained: Trainable parameters of the network.
-        group: Parameters of its largest sharding group; None: not known, and stage 3 keeps its defaults.
+        group: Parameters of its largest sharding group; None: not known, and left to DeepSpeed.
     """
     zero: dict[str, Any] = {"stage": stage}
     config = {
@@ -329,16 +329,14 @@ def engine_config(
     # A bucket larger than the network would be memory that nothing ever fills.
     bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, trained)
     zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
-    if stage == 3 and group is not None:
+    if stage == 3:
         # As FSDP: the group that is used, and one ahead. What the engine may hold by its defaults is a
         # thousand million parameters, which it does not free after forward.
-        zero |= {
-            "stage3_prefetch_bucket_size": group,
-            "stage3_max_live_parameters": 2 * group,
-            "stage3_max_reuse_distance": 0,
-            "stage3_param_persistence_threshold": 0,
-        }
-    elif stage < 3 and s.clip_norm is None:
+        zero |= {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+        if group is not None:
+            zero["stage3_prefetch_bucket_size"] = group
+            zero["stage3_max_live_parameters"] = 2 * group
+    elif s.clip_norm is None:
         zero["compute_grad_norm"] = False  # the host would read it in every step
     return config
 

@@ -10,6 +10,7 @@ from stratbench.emit.choice import Choice, commented
 from stratbench.emit.targets.ddp_options import note_ddp_options
 from stratbench.emit.targets.deepspeed_config import deepspeed_config
 from stratbench.emit.targets.hyperparameters import (
+    note_cpu,
     note_length_and_data,
     note_precision,
     note_what_a_script_does,
@@ -33,7 +34,7 @@ def write(choice: Choice, called: str) -> str:
         "num_processes": choice.take("gpus"),
         "rdzv_backend": "static",
         "same_network": True,
-        "use_cpu": on_cpu,
+        "use_cpu": on_cpu and called in ("NO", "MULTI_GPU"),
     }
     if called == "DEEPSPEED":
         config["deepspeed_config"] = {
@@ -48,6 +49,7 @@ def write(choice: Choice, called: str) -> str:
         if schedule_lines(choice):
             choice.note("in the script; deepspeed.json has the formula", "schedule")
         note_length_and_data(choice)
+        note_cpu(choice, "Accelerate", "DeepSpeed")
     else:
         note_what_a_script_does(
             choice,
@@ -61,7 +63,7 @@ def write(choice: Choice, called: str) -> str:
         if choice.take("compile"):
             config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
         if called == "FSDP":
-            config |= fsdp_config(choice, on_cpu)
+            config |= fsdp_config(choice)
         elif choice.take("activation_checkpointing"):
             choice.note("in the script, model.gradient_checkpointing_enable(), or "
                         "torch.utils.checkpoint around each block", "activation_checkpointing")  # fmt: skip
@@ -77,13 +79,13 @@ def write(choice: Choice, called: str) -> str:
             "main_process_ip and main_process_port, and machine_rank on each node, are yours"
         )
     threads = f" --num_cpu_threads_per_process {s.threads}" if s.threads else ""
-    variable = "ACCELERATE_USE_CPU=true " if on_cpu else ""
+    variable = "ACCELERATE_USE_CPU=true " if config["use_cpu"] else ""
     start = f"start: {variable}accelerate launch --config_file FILE{threads} train.py"
     head = commented([*choice.title, start, *choice.comments])
     return head + yaml.safe_dump(config, sort_keys=False)
 
 
-def fsdp_config(choice: Choice, on_cpu: bool) -> dict[str, Any]:
+def fsdp_config(choice: Choice) -> dict[str, Any]:
     """Return the blocks of the config about FSDP2."""
     s, classes = choice.settings, choice.block_classes
     offload = choice.take_option("offload")
@@ -112,8 +114,5 @@ def fsdp_config(choice: Choice, on_cpu: bool) -> dict[str, Any]:
     choice.note(
         "Accelerate shards embeddings, the last norm and the head apart, too; the cell left them to the root"
     )
-    if on_cpu:
-        choice.note(
-            "the cell ran on CPU processes, where Accelerate has no FSDP: use it on GPUs, with use_cpu: false"
-        )
+    note_cpu(choice, "Accelerate", "FSDP")
     return config

@@ -125,3 +125,9 @@ def note_precision(choice: Choice) -> None:
         choice.note("in the script, model.double() and batches in float64", "precision")
     elif precision == "fp32":
         choice.note("no mixed precision", "precision")
+
+
+def note_cpu(choice: Choice, engine: str, lacks: str) -> None:
+    """Note that an engine cannot run on CPU processes, as the cell did."""
+    if choice.device == "cpu":
+        choice.note(f"the cell ran on CPU processes, where {engine} has no {lacks}: use it on GPUs")

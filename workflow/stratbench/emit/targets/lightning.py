@@ -8,6 +8,7 @@ from stratbench.emit.choice import Choice, commented
 from stratbench.emit.targets.ddp_options import ddp_arguments, hook_of, powersgd_state
 from stratbench.emit.targets.deepspeed_config import deepspeed_config
 from stratbench.emit.targets.hyperparameters import (
+    note_cpu,
     note_length_and_data,
     optimizer_call,
     schedule_lines,
@@ -32,7 +33,11 @@ def write(choice: Choice, called: str) -> str:
         strategy = f"{called}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
         model = configure_model(choice, imports)
     elif called == "DeepSpeedStrategy":
-        strategy = call(called, {"config": deepspeed_config(choice)})
+        config = deepspeed_config(choice)
+        for key in ("gradient_accumulation_steps", "train_batch_size"):  # Lightning sets them
+            del config[key]
+        strategy = call(called, {"config": config})
+        note_cpu(choice, "Lightning", "DeepSpeed")
     else:
         strategy = "'auto'\n"
     if called != "ModelParallelStrategy" and choice.take("activation_checkpointing"):
@@ -80,16 +85,21 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
         "accumulate_grad_batches": choice.take("accumulate"),
     }
     choice.take("gpus")
-    if called == "DeepSpeedStrategy" and s.precision == "bf16":
-        arguments["precision"] = "32-true"  # DeepSpeed's torch_autocast does it
+    by_itself = choice.options.get("mixed_precision") == "policy"
+    if called == "DeepSpeedStrategy" or by_itself:
+        arguments["precision"] = "32-true"  # the mixed precision is the strategy's
+    elif called == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
+        arguments["precision"] = "32-true"
+        choice.note(
+            "ModelParallelStrategy does not take it from the Trainer: do it in training_step",
+            "precision",
+        )
     if (norm := choice.take("clip_norm")) is not None and called != "DeepSpeedStrategy":
-        if called == "ModelParallelStrategy":
-            choice.note(
-                f"Lightning clips by value alone here: in configure_gradient_clipping, "
-                f"torch.nn.utils.clip_grad_norm_(self.parameters(), {norm})", "clip_norm",
-            )  # fmt: skip
-        else:
-            arguments["gradient_clip_val"] = norm
+        arguments["gradient_clip_val"] = norm
+    if called == "ModelParallelStrategy" and s.accumulate > 1:
+        choice.note(
+            "Lightning reduces gradients with each part; the cell did with the last", "accumulate"
+        )
     epochs, steps = choice.take("epochs"), choice.take("steps")
     return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
 

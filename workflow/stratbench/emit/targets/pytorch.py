@@ -145,6 +145,8 @@ def loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
     forward, indent = "work.loss(model(x), y)", " " * 8
     by_policy = choice.options.get("mixed_precision") == "policy"
     scaled = choice.take("precision") == "fp16"
+    if s.precision == "fp64":
+        choice.note("network and batches are float64", "precision")
     if s.precision in AUTOCAST and not by_policy:
         context = f"with torch.autocast(device.type, dtype={AUTOCAST[s.precision]}):"
         step = [context, f"    loss = {forward}"]

@@ -7,7 +7,7 @@ from typing import Any
 from stratbench.emit.choice import Choice, commented
 from stratbench.emit.targets.ddp_options import ddp_arguments, hook_of
 from stratbench.emit.targets.deepspeed_config import deepspeed_config
-from stratbench.emit.targets.hyperparameters import note_length_and_data
+from stratbench.emit.targets.hyperparameters import note_cpu, note_length_and_data
 from stratbench.emit.targets.python_text import call
 from stratbench.emit.targets.sharding_lines import note_16_bits, note_groups
 
@@ -25,12 +25,13 @@ def write(choice: Choice, called: str) -> str:
         "max_grad_norm": choice.take("clip_norm") or 0.0,  # its default clips
         "seed": choice.take("seed"),
         "dataloader_drop_last": True,
-        "use_cpu": choice.device == "cpu",
+        "use_cpu": choice.device == "cpu" and called in ("", "ddp"),
     }
     choice.take("global_batch")
     if called == "deepspeed":
         # DeepSpeed itself does mixed precision, as in the cell.
         arguments["deepspeed"] = deepspeed_config(choice)
+        note_cpu(choice, "the Trainer", "DeepSpeed")
         if s.clip_norm is not None or s.accumulate > 1:
             choice.note("DeepSpeed's config repeats batch, accumulation and clipping: change both")
     else:
@@ -51,10 +52,7 @@ def write(choice: Choice, called: str) -> str:
             )
     if called == "fsdp":
         arguments |= {"fsdp": True, "fsdp_config": fsdp_config(choice, checkpointing)}
-        if choice.device == "cpu":
-            choice.note(
-                "the cell ran on CPU processes, where the Trainer has no FSDP: use_cpu=False on GPUs"
-            )
+        note_cpu(choice, "the Trainer", "FSDP")
     elif checkpointing:
         arguments["activation_checkpointing"] = True
     choice.take("gpus")
