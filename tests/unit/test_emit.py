@@ -25,6 +25,7 @@ from stratbench.emit.choice import OF_THE_MEASUREMENT, Choice
 from stratbench.emit.find import find_record
 from stratbench.strategies import REGISTRY
 from stratbench.study.config.config import load_config
+from stratbench.workload.network.sharding import rule_of
 
 #: Values that no file has by chance, so that a number in it is that of the setting.
 UNUSUAL: dict[str, Any] = {
@@ -181,6 +182,23 @@ def test_fsdp_has_the_names_of_its_blocks_and_groups():
     assert "reshard_after_forward=False" in script
 
 
+@pytest.mark.parametrize(
+    ("shard", "rule", "classes"),
+    [
+        (["Layer"], "instances of Layer", ["Layer"]),
+        (None, rule_of(["LlamaDecoderLayer", "Other"]), ["LlamaDecoderLayer", "Other"]),
+        (None, rule_of(None), []),
+    ],
+)
+def test_a_users_network_has_the_classes_that_it_names(shard, rule, classes):
+    own = {"call": "mine.Net", "kwargs": {}, "shard": shard, "sha256": "0", "version": None}
+    record = record_of("fsdp", model="mine", own_model=own)
+    record["model"]["own"] = {"sharding": rule}
+    assert Choice(record).block_classes == classes
+    fsdp = yaml.safe_load(table.emit(Choice(record), "accelerate"))["fsdp_config"]
+    assert fsdp.get("fsdp_transformer_layer_cls_to_wrap", "") == ",".join(classes)
+
+
 def test_deepspeeds_json_is_what_the_strategy_gives_the_engine():
     changes = {"accumulate": 2, "per_worker_batch": 8, "clip_norm": 0.5, "precision": "bf16"}
     config = json.loads(emitted("deepspeed", "deepspeed", options={"stage": 2}, **changes))
@@ -256,6 +274,8 @@ def test_a_cell_is_found_by_path_by_name_or_as_decided(results):
     ("cell", "study", "words"),
     [
         ("first/ddp/vgg-compact/2gpu", None, "is in the studies one, two; add --study"),
+        ("/", None, "is no record, nor a cell in"),
+        ("../../one", None, "is no record, nor a cell in"),
         ("first/gone", None, "is no record, nor a cell in .*EXPERIMENT/STRATEGY/MODEL/Ngpu"),
         (
             "first",

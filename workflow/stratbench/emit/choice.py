@@ -22,6 +22,8 @@ OF_THE_MEASUREMENT = {
     *("strategy", "options", "model", "dataset", "own_model", "own_task", "data_spec"),
     *("ends_at", "warmup_steps", "profile", "checkpoint_every", "elastic"),
 }
+#: How a record says which classes were sharded (`workload.network.sharding.rule_of`).
+INSTANCES_OF = "instances of "
 #: Values by which a setting asks for nothing.
 OFF = (None, False, 0, "none")
 
@@ -116,7 +118,10 @@ class Choice:
         """The classes whose instances are sharded one by one; empty where a rule by size made the groups."""
         network = facts_of(model_of(self.settings))
         if network.own is not None:
-            return list(network.own.shard or ())
+            # A network may name them itself, as those of transformers do: then the record says so.
+            rule = self.record["model"].get("own", {}).get("sharding") or ""
+            named = rule.removeprefix(INSTANCES_OF).split(", ") if INSTANCES_OF in rule else ()
+            return list(network.own.shard or named)
         return [path.partition(":")[2] for path in FAMILIES[network.family].blocks]
 
     @property

@@ -35,9 +35,11 @@ def named_path(results: Path, study: str | None, cell: str) -> Path:
     for path in (given, given / "record.json"):
         if path.is_file():
             return path
+    is_name = not given.is_absolute() and ".." not in given.parts  # else all of a disk is searched
     matches = {
         folder.parent.name: sorted((folder / cell).glob("**/record.json"))
         for folder in sorted(results.glob(f"{study or '*'}/cells"))
+        if is_name
     }
     matches = {name: paths for name, paths in matches.items() if paths}
     if not matches:

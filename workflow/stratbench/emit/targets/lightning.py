@@ -28,10 +28,10 @@ def write(choice: Choice, called: str) -> str:
         imports.append(f"from lightning.pytorch.strategies import {called}")
     model: list[str] = []
     if called == "DDPStrategy":
-        strategy = ddp(choice, imports)
+        strategy = state_ddp(choice, imports)
     elif called == "ModelParallelStrategy":
         strategy = f"{called}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
-        model = configure_model(choice, imports)
+        model = state_configure_model(choice, imports)
     elif called == "DeepSpeedStrategy":
         config = deepspeed_config(choice)
         for key in ("gradient_accumulation_steps", "train_batch_size"):  # Lightning sets them
@@ -104,7 +104,7 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
     return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
 
 
-def ddp(choice: Choice, imports: list[str]) -> str:
+def state_ddp(choice: Choice, imports: list[str]) -> str:
     """Return the strategy of DDP."""
     arguments, hook = ddp_arguments(choice), hook_of(choice)
     if hook is not None:
@@ -116,7 +116,7 @@ def ddp(choice: Choice, imports: list[str]) -> str:
     return call("DDPStrategy", arguments)
 
 
-def configure_model(choice: Choice, imports: list[str]) -> list[str]:
+def state_configure_model(choice: Choice, imports: list[str]) -> list[str]:
     """Return the LightningModule's method that shards its network `self.model` by FSDP2."""
     s = choice.settings
     mixed = choice.take_option("mixed_precision")

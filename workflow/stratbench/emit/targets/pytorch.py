@@ -27,10 +27,10 @@ def write(choice: Choice, called: str) -> str:
     for key in ("gpus", "global_batch", "per_worker_batch", "epochs", "steps", "seed", "placement"):
         choice.take(key)
     choice.take("augment")
-    model = wrapped(choice, called, imports)
-    optimizer = made_optimizer(choice, called, imports)
+    model = state_wrapping(choice, called, imports)
+    optimizer = state_optimizer(choice, called, imports)
     blocks = [
-        place(choice, imports),
+        state_place(choice, imports),
         [YOURS, "work = Work(*sys.argv[1:], rank, device)", "model = work.model"],
     ]
     if not on_cpu and s.precision in ("fp32", "tf32"):
@@ -43,7 +43,7 @@ def write(choice: Choice, called: str) -> str:
         optimizer.append("scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)")
     if choice.take("compile"):
         model.append("model = torch.compile(model)")
-    blocks += [model, schedule, optimizer, loop(choice, called, imports)]
+    blocks += [model, schedule, optimizer, state_loop(choice, called, imports)]
     if choice.record["task"].get("loss_weighs"):
         choice.note(
             "the cell divides the loss by the weight of the global batch; here each worker by its own"
@@ -58,15 +58,15 @@ def write(choice: Choice, called: str) -> str:
     start = f"start: torchrun {per_node} FILE RECORD DATA (the cell's record, its prepared data)"
     head = commented([*choice.title, start, *choice.comments])
     text = "\n\n".join("\n".join(map(folded_call, lines)) for lines in blocks if lines)
-    return f"{head}{sorted_imports(imports)}\n\n{text}\n"
+    return f"{head}{sort_imports(imports)}\n\n{text}\n"
 
 
-def sorted_imports(imports: list[str]) -> str:
+def sort_imports(imports: list[str]) -> str:
     """Return imports, modules first, without repetition."""
     return "\n".join(sorted(set(imports), key=lambda line: (line.startswith("from"), line)))
 
 
-def place(choice: Choice, imports: list[str]) -> list[str]:
+def state_place(choice: Choice, imports: list[str]) -> list[str]:
     """Return where a worker finds itself."""
     on_cpu = choice.device == "cpu"
     lines = [
@@ -87,7 +87,7 @@ def place(choice: Choice, imports: list[str]) -> list[str]:
     return [*lines, f"assert workers == {choice.settings.gpus}"]
 
 
-def wrapped(choice: Choice, called: str, imports: list[str]) -> list[str]:
+def state_wrapping(choice: Choice, called: str, imports: list[str]) -> list[str]:
     """Return the lines that make `model` the network whose backward synchronises the workers."""
     s = choice.settings
     if called == "fully_shard":
@@ -122,7 +122,7 @@ def wrapped(choice: Choice, called: str, imports: list[str]) -> list[str]:
     return lines
 
 
-def made_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str]:
+def state_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str]:
     """Return the lines that make the optimizer."""
     if called != "ZeroRedundancyOptimizer":
         return [f"optimizer = {optimizer_call(choice)}"]
@@ -139,7 +139,7 @@ def made_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str]
     return [f"optimizer = {called}(model.parameters(), optimizer_class=torch.optim.{kind}{stated})"]
 
 
-def loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
+def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
     """Return the lines that train."""
     s, parts = choice.settings, choice.take("accumulate")
     forward, indent = "work.loss(model(x), y)", " " * 8

@@ -19,9 +19,9 @@ def write(choice: Choice, called: str) -> str:
         "output_dir": "out",
         "per_device_train_batch_size": choice.micro_batch,
         "gradient_accumulation_steps": choice.take("accumulate"),
-        **length(choice),
-        **optimizer(choice),
-        **schedule(choice),
+        **state_length(choice),
+        **state_optimizer(choice),
+        **state_schedule(choice),
         "max_grad_norm": choice.take("clip_norm") or 0.0,  # its default clips
         "seed": choice.take("seed"),
         "dataloader_drop_last": True,
@@ -35,7 +35,7 @@ def write(choice: Choice, called: str) -> str:
         if s.clip_norm is not None or s.accumulate > 1:
             choice.note("DeepSpeed's config repeats batch, accumulation and clipping: change both")
     else:
-        precision(choice, arguments)
+        state_precision(choice, arguments)
     if choice.take("compile"):
         arguments["torch_compile"] = True
     checkpointing = choice.take("activation_checkpointing")
@@ -64,13 +64,13 @@ def write(choice: Choice, called: str) -> str:
     )
 
 
-def length(choice: Choice) -> dict[str, Any]:
+def state_length(choice: Choice) -> dict[str, Any]:
     """Return how long is trained."""
     epochs, steps = choice.take("epochs"), choice.take("steps")
     return {"max_steps": steps} if steps else {"num_train_epochs": epochs}
 
 
-def optimizer(choice: Choice) -> dict[str, Any]:
+def state_optimizer(choice: Choice) -> dict[str, Any]:
     """Return the optimizer and what it takes."""
     s = choice.settings
     for key in ("optimizer", "momentum", "nesterov", "betas", "eps"):
@@ -93,7 +93,7 @@ def optimizer(choice: Choice) -> dict[str, Any]:
     return {"optim": "sgd", **stated, "optim_args": texts}
 
 
-def schedule(choice: Choice) -> dict[str, Any]:
+def state_schedule(choice: Choice) -> dict[str, Any]:
     """Return the schedule of the learning rate, whose default would be linear."""
     kind, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
     arguments: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def schedule(choice: Choice) -> dict[str, Any]:
     return {"lr_scheduler_type": name, **arguments}
 
 
-def precision(choice: Choice, arguments: dict[str, Any]) -> None:
+def state_precision(choice: Choice, arguments: dict[str, Any]) -> None:
     """Add the number formats to `arguments`."""
     chosen = choice.take("precision")
     if chosen in ("bf16", "fp16"):
