@@ -328,6 +328,13 @@ FAULTS = [
     Fault("generated data", FSDP, put("data.synthetic", True), "mixed-data", "synthetic"),
     Fault("another learning rate", DDP, put("settings.lr", 0.1), "mixed-settings", "settings.lr"),
     Fault(
+        "more parts on more workers",
+        DDP,
+        put("settings.accumulate", 2),
+        "mixed-variants",
+        "settings.accumulate",
+    ),
+    Fault(
         "another optimizer",
         DDP,
         put("settings.optimizer", "adamw"),

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +347,10 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("studies demo variants v", {"strategy": "ddp", "bucket_cap_mb": 0},
          ["v.bucket_cap_mb = 0: must be at least 1"]),
         ("studies demo variants v", {"strategy": "single", "x": 1}, ["Allowed: none"]),
+        ("studies demo variants v", {"strategy": "ddp", "settings": {"lr": 1}},
+         ["variants.v.settings.lr", "Allowed: accumulate, activation_checkpointing"]),
+        ("studies demo variants v", {"strategy": "ddp", "settings": {"accumulate": 0}},
+         ["variants.v.settings.accumulate = 0"]),
         ("datasets digits", {"source": "synthetic"}, ["datasets.digits", "built in"]),
         ("datasets mine", {}, ["must have one of source, call, images, text; it has none"]),
         ("datasets mine", {"source": "synthetc"}, ["Did you mean 'synthetic'?"]),
@@ -404,6 +408,30 @@ def test_what_a_strategy_checks_for_itself_is_told(monkeypatch):
     found["studies"]["demo"]["experiments"]["first"]["strategies"] = ["small"]
     assert refusal(found) == f"config: {EXPERIMENT}.strategies = 'small': four is too many"
     assert seen == [("ddp", 1, 1, 64), ("ddp", 1, 2, 32), ("ddp", 1, 4, 16)]
+
+
+def test_a_variant_has_settings_of_its_own_and_the_rest_of_its_experiment():
+    own = {"accumulate": "2", "activation_checkpointing": True}
+    given = changed("studies demo variants less", {"strategy": "ddp", "settings": own})
+    given["studies"]["demo"]["experiments"]["first"] |= {
+        "strategies": ["ddp", "less"],
+        "models": ["resnet-compact"],
+        "gpus": [2],
+    }
+    _, study = config.load_config(given)
+    plain, less = (study.settings(cell) for cell in study.cells)
+    assert (plain.accumulate, plain.activation_checkpointing) == (1, False)
+    assert less == replace(plain, accumulate=2, activation_checkpointing=True)
+
+
+def test_a_mistake_that_a_variants_settings_make_names_it():
+    given = changed(
+        "studies demo variants less", {"strategy": "ddp", "settings": {"accumulate": 3}}
+    )
+    given["studies"]["demo"]["experiments"]["first"]["strategies"] = ["ddp", "less"]
+    told = refusal(given)
+    assert f"{EXPERIMENT}.accumulate = 3: a batch of 64" in told
+    assert told.endswith("(by the settings of less)")
 
 
 def test_a_long_value_is_cut_short():

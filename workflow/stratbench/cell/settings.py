@@ -219,6 +219,10 @@ class Settings:
 GIVEN = tuple(f.name for f in fields(Settings) if f.metadata["given"])
 
 
+#: Those that a variant may have otherwise than its experiment: they change speed and memory alone.
+OF_A_VARIANT = ("accumulate", "activation_checkpointing", "compile", "optimizer_impl")
+
+
 def schema_of_settings() -> dict[str, Any]:
     """The JSON Schema of a record's settings: all are stated."""
     rules = rules_of(Settings)

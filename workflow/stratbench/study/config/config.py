@@ -71,7 +71,13 @@ class Study:
         if name in REGISTRY:
             return name, {}
         variant = dict(self._study["variants"][name])
+        variant.pop("settings", None)
         return variant.pop("strategy"), variant
+
+    def values_of(self, cell: Cell) -> Mapping[str, Any]:
+        """The values of a cell's experiment, with those that its variant has otherwise."""
+        variant = self._study["variants"].get(cell.strategy, {})
+        return {**self.experiments[cell.experiment].values, **variant.get("settings", {})}
 
     def strategy_kind(self, name: str) -> str:
         """The kind of a strategy: `collective` or `server`."""
@@ -79,7 +85,7 @@ class Study:
 
     def settings(self, cell: Cell) -> Settings:
         """The resolved settings of a cell of this study."""
-        values = self.experiments[cell.experiment].values
+        values = self.values_of(cell)
         base, given = self.base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]

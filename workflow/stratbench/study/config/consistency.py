@@ -42,7 +42,7 @@ def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
         for key in variant.keys() & set(allowed):
             if isinstance(variant[key], str):
                 variant[key] = read_as(variant[key], {*json_types(kinds[key])} - {"string"})
-        given = {k: v for k, v in variant.items() if k != "strategy"}
+        given = {k: v for k, v in variant.items() if k not in ("strategy", "settings")}
         for key in (unknown := [key for key in given if key not in allowed]):
             yield (
                 f"config: {where}.{key} = {repr_of(given[key])}: {key!r} is not an option of "
@@ -149,20 +149,35 @@ def check_experiment(
         dataset = facts(block["dataset"])
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
-    faults = chain(  # lazy: each may rely on the earlier ones having found nothing
-        _task_faults(block, dataset),
-        _optimizer_faults(block),
-        _batch_faults(block, study, dataset),
-        _all_at_once(
-            where,
-            _strategy_faults(block, study, config["models"], config["cluster"]["gpus_per_node"]),
-        ),
-        _model_faults(block, dataset, config["models"]),
-        _slowdown_faults(block),
-        _elastic_faults(block),
-    )
-    for fault in faults:
-        raise ConfigError(f"config: {where}{fault}")
+    for changed, each in _by_own_settings(block, study):
+        faults = chain(  # lazy: each may rely on the earlier ones having found nothing
+            _task_faults(each, dataset),
+            _optimizer_faults(each),
+            _batch_faults(each, study, dataset),
+            _all_at_once(
+                where,
+                _strategy_faults(each, study, config["models"], config["cluster"]["gpus_per_node"]),
+            ),
+            _model_faults(each, dataset, config["models"]),
+            _slowdown_faults(each),
+            _elastic_faults(each),
+        )
+        for fault in faults:
+            said = f" (by the settings of {', '.join(each['strategies'])})" if changed else ""
+            raise ConfigError(f"config: {where}{fault}{said}")
+
+
+def _by_own_settings(
+    block: Mapping[str, Any], study: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield the settings that some variants have of their own, and the experiment of these alone."""
+    names: dict[str, list[str]] = {}
+    for name in block["strategies"]:
+        changed = study["variants"].get(name, {}).get("settings", {})
+        names.setdefault(json.dumps(changed, sort_keys=True), []).append(name)
+    for text, each in names.items():
+        changed = json.loads(text)
+        yield changed, {**block, **changed, "strategies": each}
 
 
 def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
@@ -255,7 +270,7 @@ def _strategies(
     """The experiment's strategies and variants: each one's name, its strategy's, and all its options."""
     for name in block["strategies"]:
         given = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
-        base = given.pop("strategy")
+        base, _ = given.pop("strategy"), given.pop("settings", None)
         yield name, base, asdict(strategy_class(base).Options(**given))
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from stratbench.cell.installation import SCHEMAS
-from stratbench.cell.settings import schema_of_given
+from stratbench.cell.settings import OF_A_VARIANT, schema_of_given
 from stratbench.cell.text.words import repr_of
 from stratbench.study.config.messages import (
     ConfigError,
@@ -40,6 +40,16 @@ def schema() -> dict[str, Any]:
     experiment, settings = whole["$defs"]["experiment"], schema_of_given()
     experiment["required"] += settings["required"]
     experiment["properties"] |= settings["properties"]
+    variant = whole["$defs"]["study"]["properties"]["variants"]["additionalProperties"][
+        "properties"
+    ]
+    variant["settings"]["properties"] = {
+        # Without its default: what a variant leaves out is its experiment's.
+        key: {
+            name: value for name, value in settings["properties"][key].items() if name != "default"
+        }
+        for key in OF_A_VARIANT
+    }
     whole["properties"]["decide"]["properties"]["queue"] = schema_of_queue()
     return whole
 

@@ -11,6 +11,7 @@ from typing import Any
 from stratbench.analysis.audit.rule import Affects, Case, Evidence, Rule, Severity, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.cell.record import Record
+from stratbench.cell.settings import OF_A_VARIANT
 from stratbench.cell.text.words import shortened
 
 #: Fields of a worker's provenance that depend on the moment or the rank, not on the machine.
@@ -66,6 +67,9 @@ TABLE = (
         "Cells of a comparison were trained by different optimizers, or keep their states in different "
         "types.",
         ("settings.optimizer", "settings.betas", "settings.eps", "strategy.details.optimizer_dtype")),
+    Compared("mixed-variants", "unusable", "all",
+        "Cells of one strategy or variant were trained with different settings.",
+        tuple(f"settings.{key}" for key in OF_A_VARIANT), ("strategy",)),
     Compared("mixed-settings", "unusable", "all",
         "Cells of a comparison were trained with different settings.", ("settings",)),
     Compared("mixed-seeds", "unusable", "score",
