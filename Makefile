@@ -7,6 +7,7 @@
 #              in software (tests/software_gpu); no part of make test
 # make test-deepspeed   tests the strategy deepspeed, with DeepSpeed in an environment of its own; no part of make test
 # make test-transformers   tests models of transformers and timm and files for Accelerate, in an environment of its own; no part of make test
+# make test-versions   tests the oldest and the newest versions that are promised, for releases; no part of make test
 # make clean   removes the environments and keeps results/; make clean-results deletes all records, too
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.requirements
 PIP := -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: demo test test-quick lint docs pages site clean clean-results setup gpu-check test-gpu-path test-deepspeed test-transformers
+.PHONY: demo test test-quick lint docs pages site clean clean-results setup gpu-check test-gpu-path test-deepspeed test-transformers test-versions
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -116,6 +117,10 @@ test-transformers: $(TRANSFORMERS_STAMP)
 	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/unit/test_transformers.py tests/unit/test_emit_trains.py $(ARGS)
 	$(TRANSFORMERS_VENV)/bin/python -m pytest tests/workflow/test_tutorials.py -k transformers $(ARGS)
 
+# ARGS: `oldest` or `newest` alone.
+test-versions: $(DEV_STAMP)
+	$(BIN)/python tests/versions.py $(ARGS)
+
 # A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.
 gpu-check:
 	@if $(PYTHON) -c 'import sys, torch, torchvision; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
@@ -123,7 +128,7 @@ gpu-check:
 	else $(MAKE) --no-print-directory setup && $(BIN)/python benchmarks/gpu/check.py $(ARGS); fi
 
 clean:
-	rm -rf $(VENV) $(GPU_PATH_VENV) $(DEEPSPEED_VENV) $(TRANSFORMERS_VENV) $(DOCS_VENV) docs/_build
+	rm -rf $(VENV) $(GPU_PATH_VENV) $(DEEPSPEED_VENV) $(TRANSFORMERS_VENV) $(DOCS_VENV) .venv-versions docs/_build
 	@[ ! -e results ] || echo "results is kept: make clean-results deletes it"
 
 # With results goes .snakemake, which knows what they were made from.

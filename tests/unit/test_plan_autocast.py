@@ -32,6 +32,10 @@ ASKED = {f"{i} {entry[0]}": entry for i, entry in enumerate(LISTS.torch_fp32 + L
 SHORT = torch.rand(4, 4).bfloat16()
 
 
+#: What named tensors call, up to PyTorch 2.12.
+NAMED = re.compile(r"[Dd]imname|\.names_")
+
+
 def listed(macro: str) -> set[str]:
     """The operations of one of PyTorch's lists, as `name.overload`."""
     text = HEADER.read_text().partition(f"#define {macro}(_)")[2].partition("#define")[0]
@@ -40,9 +44,12 @@ def listed(macro: str) -> set[str]:
 
 def test_the_lists_are_those_of_the_installed_pytorch():
     assert listed("AT_FORALL_FP32") == ours.FLOAT32
-    assert listed("AT_FORALL_FP32_SET_OPT_DTYPE") == ours.BY_DTYPE
+    assert {
+        n for n in listed("AT_FORALL_FP32_SET_OPT_DTYPE") if not NAMED.search(n)
+    } == ours.BY_DTYPE
     text = HEADER.read_text().partition("#define AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE")[2]
-    assert set(re.findall(r'"(norm\.\w+)"', text)) == set(ours.BY_OTHER)
+    others = {n for n in re.findall(r'"(norm\.\w+)"', text) if not NAMED.search(n)}
+    assert others == set(ours.BY_OTHER)
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import versions as ends
 from stratbench.study import versions
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +56,31 @@ def test_floors_are_the_same_in_all_places() -> None:
         "Python 3.11",
     ):
         assert promised in sentence
+
+
+def test_the_oldest_versions_are_those_of_the_metadata() -> None:
+    needed = ends.list_requirements("oldest")
+    assert {"torch==2.12.*", "numpy==2.4.5", "pytest"} <= set(needed)
+    assert {"torch", "numpy", "pytest"} <= set(ends.list_requirements("newest"))
+
+
+def test_plans_of_two_versions_are_compared_by_figures_that_none_may_change() -> None:
+    def row(peak_mib: float, sent: int) -> dict[str, str]:
+        figures = dict.fromkeys(ends.FIGURES, "1")
+        return figures | {"peak_mib": str(peak_mib), "wire_bytes_per_step": str(sent)}
+
+    cells = [("s", "e", strategy, "m", "2") for strategy in ("ddp", "fsdp")]
+    pinned = dict(zip(cells, (row(10, 8), row(10, 8)), strict=True))
+    assert ends.compare_plans(pinned, pinned) == "0 of 2 cells"
+    other = pinned | {cells[1]: row(9, 8)}
+    assert ends.compare_plans(other, pinned) == "1 of 2 cells, at most -10.0% (fsdp, m, 2 workers)"
+    assert ends.compare_plans({}, pinned) == "0 cells, pinned 2"
+
+
+def test_a_row_of_the_table_leaves_the_other_as_it_is(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(ends, "TABLE", tmp_path / "versions.md")
+    ends.write_row("newest", ["new"])
+    ends.write_row("oldest", ["old"])
+    ends.write_row("newest", ["newer"])
+    text = ends.TABLE.read_text()
+    assert text == ends.HEAD + "| oldest | old |\n| newest | newer |\n"
