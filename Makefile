@@ -30,7 +30,7 @@ PIP := -m pip install --quiet --disable-pip-version-check -c envs/constraints.tx
 
 .PHONY: help
 help:
-	@sed -n 's/^# //p' Makefile | head -10
+	@sed -n 's/^# //p' Makefile | head -11
 
 setup: $(RUN_STAMP)
 

@@ -23,7 +23,7 @@ from stratbench.plan.footprint.footprint import make_footprint
 from stratbench.plan.model_answer import Question, answer_for, choose_batch
 from stratbench.plan.needs import subject_of
 from stratbench.plan.pages.model_answer import answer_text
-from stratbench.plan.schedule import DOES_NOT_FIT, FITS, room_on
+from stratbench.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.study.config.messages import ConfigError
 
 TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 8, "vocabulary": 64}
@@ -86,7 +86,8 @@ def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_l
     chosen = choose_batch(s, footprint, device, cluster)
     more = choose_batch(s, footprint, device, cluster, batch=chosen.micro_batch + 1)
     assert chosen.verdict == FITS
-    assert chosen.memory.allocated_bytes <= room_on(device, cluster) < more.memory.allocated_bytes
+    room_bytes = device.room_bytes(cluster["memory_margin"])
+    assert chosen.memory.allocated_bytes <= room_bytes < more.memory.allocated_bytes
     assert chosen.global_batch == 2 * chosen.micro_batch
     full = choose_batch(s, footprint, device, cluster | {"memory_margin": 1e6}, least=3)
     assert full.micro_batch == 3

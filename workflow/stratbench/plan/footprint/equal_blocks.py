@@ -137,4 +137,4 @@ def _facts_of(block: nn.Module) -> Iterator[tuple[Any, Any]]:
             if isinstance(value, PLAIN):
                 yield (name, key), value
     for name, t in [*block.named_parameters(), *block.named_buffers()]:
-        yield (name, "tensor"), (t.shape, t.dtype, t.stride(), t.requires_grad)
+        yield (name, "shape"), (t.shape, t.dtype, t.stride(), t.requires_grad)
