@@ -43,6 +43,11 @@ EXTENSIONS = {
         "time to a result with the cluster's queue in it",
         ("plan.queue", "study.config.queue_request"),
     ),
+    "tune": Extension(
+        "the combinations of strategies and settings that are worth measuring",
+        ("tune",),
+        needs=("plan",),
+    ),
     "verdict": Extension(
         "which strategy is fastest, by paired blocks",
         (

@@ -531,6 +531,12 @@ def test_a_config_of_text_alone_is_the_same_config():
     assert validation.validate(as_text(given)) == validation.validate(given)
 
 
+@pytest.mark.parametrize("rounds", [1, "all"])
+def test_one_of_several_values_given_as_text_is_that_value(rounds):
+    found = validation.validate(raw() | {"verdict": {"rounds": str(rounds)}})
+    assert found["verdict"]["rounds"] == rounds
+
+
 @pytest.mark.parametrize(
     ("text", "number"), [("0.02", 0.02), ("1e-3", 0.001), ("1E+0", 1.0), (".5", 0.5), ("1", 1)]
 )

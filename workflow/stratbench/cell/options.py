@@ -6,7 +6,7 @@ At the end: what one that is made from another does not inherit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from types import NoneType
@@ -20,9 +20,14 @@ def option(
     help: str,
     least: float | None = None,
     below: float | None = None,
+    tried: Sequence[Any] = (),
 ) -> Any:
-    """A field of `Options` that says what it means (`help`) and between which limits numbers lie."""
-    return field(default=default, metadata={"help": help, "least": least, "below": below})
+    """A field of `Options` that says what it means (`help`) and between which limits numbers lie.
+
+    `tried`: values that `tune` tries beside the default. They change speed or memory, and not what is learnt.
+    """
+    metadata = {"help": help, "least": least, "below": below, "tried": tuple(tried)}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

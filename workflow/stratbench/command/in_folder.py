@@ -37,8 +37,22 @@ def module_is_missing(name: str) -> bool:
 def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snakemake") -> int:
     """Replaces this process by Snakemake, in this folder; `config`: pairs KEY=VALUE.
 
-    `program`: the module that is Snakemake, or QUIET. The folder's own Snakefile is used if there is one.
-    CommandError if there is no study here.
+    `program`: the module that is Snakemake, or QUIET. CommandError if there is no study here.
+    """
+    command = command_line(*arguments, config=config, program=program)
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+def command_line(
+    *arguments: str, config: Sequence[str] = (), program: str = "snakemake"
+) -> list[str]:
+    """The command that runs Snakemake in this folder, by the folder's own Snakefile if there is one.
+
+    The parameters are those of `run_rules`.
+
+    Raises:
+        CommandError: No study is here, or Snakemake is missing.
     """
     if not Path("config.yaml").is_file():
         raise CommandError(
@@ -48,9 +62,7 @@ def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snake
     require("snakemake")
     snakefile = "Snakefile" if Path("Snakefile").is_file() else str(SNAKEFILE)
     command = [sys.executable, "-P", "-m", program, "--snakefile", snakefile, *arguments]
-    command += ["--config", *config] if config else []
-    sys.stdout.flush()
-    os.execv(sys.executable, command)
+    return command + (["--config", *config] if config else [])
 
 
 def profile_folder(name: str) -> str:

@@ -89,7 +89,7 @@ class DDP(base.Collective):
 
     @dataclass(frozen=True)
     class Options(base.Options):
-        bucket_cap_mb: int = option(25, "size of an all-reduce bucket in MiB", least=1)
+        bucket_cap_mb: int = option(25, "size of an all-reduce bucket in MiB", least=1, tried=[100])
         gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
         compress: Literal["none", "fp16", "bf16", "powersgd"] = option(
             "none", "how gradients are sent"

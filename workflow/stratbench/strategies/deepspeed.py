@@ -67,6 +67,7 @@ class DeepSpeed(Counted):
             "what is divided: 1 the optimizer's state, 2 gradients, 3 parameters",
             least=1,
             below=4,
+            tried=[1, 3],
         )
         bucket_cap_mb: int = option(25, "size of a bucket in MiB", least=1)
         tuned: bool = option(

@@ -55,7 +55,9 @@ class FSDP(Sharded):
     @dataclass(frozen=True)
     class Options(base.Options):
         reshard_after_forward: Literal["always", "never"] = option(
-            "always", "when the parameters that a forward pass gathers are freed"
+            "always",
+            "when the parameters that a forward pass gathers are freed",
+            tried=["never"],
         )
         mixed_precision: Literal["autocast", "policy"] = option(
             "autocast",
@@ -66,9 +68,10 @@ class FSDP(Sharded):
             "all",
             "workers that hold one model between them; the groups average their gradients",
             least=1,
+            tried=["node"],
         )
         offload: Literal["none", "cpu"] = option(
-            "none", "where parameters, gradients and the optimizer's state are kept"
+            "none", "where parameters, gradients and the optimizer's state are kept", tried=["cpu"]
         )
         gradient_sync: Literal["each-part", "last-part"] = option(
             "each-part",

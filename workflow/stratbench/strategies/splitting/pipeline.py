@@ -63,15 +63,18 @@ class Pipeline(Split):
     @dataclass(frozen=True)
     class Options(base.Options):
         schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = option(
-            "1f1b", "the order in which a worker computes forwards and backwards of micro-batches"
+            "1f1b",
+            "the order in which a worker computes forwards and backwards of micro-batches",
+            tried=["interleaved", "zero-bubble"],
         )
         microbatches: int = option(
-            8, "parts of a replica's batch that go through one by one", least=1
+            8, "parts of a replica's batch that go through one by one", least=1, tried=[4, 16]
         )
         pipeline_workers: int | Literal["all"] = option(
             "all",
             "workers that hold a network between them; several such groups are replicas",
             least=1,
+            tried=[2, 4],
         )
 
     def mesh(self, gpus: int) -> Mesh:

@@ -73,12 +73,15 @@ class TensorParallel(Split, Sharded):
             "all",
             "workers that divide each layer between them; several such groups are replicas",
             least=1,
+            tried=[2, 4, 8],
         )
         data: Literal["fsdp", "ddp"] = option(
             "fsdp", "whether replicas divide their states (fsdp), or each keeps its own (ddp)"
         )
         sequence: bool = option(
-            False, "whether norms and the stream between blocks are divided by positions"
+            False,
+            "whether norms and the stream between blocks are divided by positions",
+            tried=[True],
         )
 
     def mesh(self, gpus: int) -> Mesh:

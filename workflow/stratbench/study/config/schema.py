@@ -72,6 +72,8 @@ def typed(value: Any, rule: Mapping[str, Any]) -> Any:
         return {key: typed(v, inner.get(key, others)) for key, v in value.items()}
     if isinstance(value, list):
         return [typed(v, rule.get("items", {})) for v in value]
+    if isinstance(value, str) and "enum" in rule:
+        return next((allowed for allowed in rule["enum"] if str(allowed) == value), value)
     if isinstance(value, str) and "type" in rule:
         types = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
         return read_as(value, types)
@@ -136,7 +138,7 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     fill(config, top)
     for key in ("datasets", "models"):
         config.setdefault(key, {})
-    for key in ("data", "cluster", "verdict", "decide", "compare", "bundle"):
+    for key in ("data", "cluster", "tune", "verdict", "decide", "compare", "bundle"):
         fill(config.setdefault(key, {}), top[key]["properties"])
     for spec in config["datasets"].values():
         fill(spec, top["datasets"]["additionalProperties"]["properties"])

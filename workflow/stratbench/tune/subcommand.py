@@ -1,0 +1,44 @@
+"""`stratbench tune`: the fastest configuration of a network, sieved by the plan and measured by blocks."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from stratbench.tune import TUNED
+
+
+def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add `tune` and its arguments; `add`: takes a name, a function and a help text."""
+    tune = add("tune", run_tune, "the fastest configuration of a network, for your own trainer")
+    tune.add_argument("--profile", default="local", help="local (default), slurm, or a folder")
+    tune.add_argument(
+        "--sieve-only", action="store_true", help="say what is worth measuring, and measure nothing"
+    )
+
+
+def run_tune(given: argparse.Namespace, others: list[str]) -> int:
+    """Sieve the combinations, then measure what is left by the rounds of a verdict; returns the exit code."""
+    from stratbench.command.__main__ import pairs
+    from stratbench.command.in_folder import QUIET, command_line, profile_folder, require, run_rules
+
+    require("torch")
+    profile = profile_folder(given.profile)
+    sieve = command_line("tune", "-c1", "--quiet", "all", config=pairs(given), program=QUIET)
+    code = subprocess.run(sieve, check=False).returncode
+    if code or given.sieve_only:
+        return code
+    files = ("--configfile", "config.yaml", str(tuned_file(given.study)))
+    own = [pair for pair in pairs(given) if not pair.startswith("study=")]
+    rounds = ["verdict={rounds: all}"]
+    return run_rules("verdict", "--profile", profile, *others, *files, config=rounds + own)
+
+
+def tuned_file(study: str | None) -> Path:
+    """The config that the rule `tune` wrote for a study of config.yaml; None: the config's own."""
+    import yaml
+
+    config = yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))
+    return Path(config.get("results", "results"), study or config["study"], *TUNED)
