@@ -29,6 +29,7 @@ if not IS_GIVEN_CONFIG:
 include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/plan.smk"
+include: "workflow/rules/tune.smk"
 include: "workflow/rules/verdict.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/analysis.smk"

@@ -25,7 +25,7 @@ WINGS = ("plan", "train", "analysis")
 #: The floors from top to bottom, each with its parts. A part imports from the floors below its own. The
 #: wings never import each other; on the ground floor a part imports those before it.
 FLOORS = [
-    ("The command line", ["command"]),
+    ("The command line, and what it asks of several wings", ["command", "tune"]),
     ("What passes between users, and to other trainers", ["sets", "emit"]),
     ("The wings, one for each thing a user does", [*WINGS]),
     ("A config becomes cells", ["study"]),

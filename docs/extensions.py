@@ -46,6 +46,7 @@ EXTENSIONS = {
     "tune": Extension(
         "the combinations of strategies and settings that are worth measuring",
         ("tune",),
+        rules=("tune.smk",),
         needs=("plan",),
     ),
     "verdict": Extension(

@@ -47,24 +47,6 @@ rule check:
         " 2>&1 | tee {log:q}"
 
 
-# The combinations of an experiment that are worth measuring: results/<study>/tune/config.yaml, a study for
-# `verdict`. It has no output, so that it always runs.
-rule tune:
-    input:
-        rules.plan.input,
-    log:
-        f"{RESULTS}/{STUDY.name}/logs/tune.log",
-    localrule: True
-    conda:
-        ENV
-    params:
-        config=rules.plan.params.config,
-    message:
-        f"sieve the combinations of the study {STUDY.name}"
-    shell:
-        f"{PROGRAM}{VALUES}-m stratbench.tune --config @config 2>&1 | tee {{log:q}}"
-
-
 # What the plan predicts of every finished cell, beside what was measured.
 rule compare_with_prediction:
     input:

@@ -1,0 +1,16 @@
+# The combinations of an experiment that are worth measuring: results/<study>/tune/config.yaml, a study for
+# `verdict`. It has no output, so that it always runs.
+rule tune:
+    input:
+        rules.plan.input,
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/tune.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        config=rules.plan.params.config,
+    message:
+        f"sieve the combinations of the study {STUDY.name}"
+    shell:
+        f"{PROGRAM}{VALUES}-m stratbench.tune --config @config 2>&1 | tee {{log:q}}"
