@@ -33,7 +33,7 @@ UNUSUAL: dict[str, Any] = {
     "epochs": 13, "lr": 0.0123, "momentum": 0.87, "weight_decay": 0.0456, "nesterov": True, "accumulate": 3,
     "activation_checkpointing": True, "compile": True, "schedule": "cosine", "lr_warmup_steps": 7,
     "final_lr": 0.00369, "clip_norm": 0.77, "precision": "bf16", "augment": True, "placement": "host",
-    "threads": 5,
+    "threads": 5, "optimizer_impl": "foreach", "loss_chunks": 11,
 }  # fmt: skip
 #: Options beside the defaults that a strategy is written with.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -42,6 +42,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {},
         {"reshard_after_forward": "never", "offload": "cpu"},
         {"mixed_precision": "policy", "shard_workers": 2},
+        {"gradient_sync": "last-part"},
     ],
     "zero1": [{"bucket_cap_mb": 37}],
     "zero1-torch": [{"parameters_as_bucket_view": False}],
@@ -152,6 +153,7 @@ def test_the_variant_gives_the_cells_settings_again(strategy, optimizer):
         "gpus": 1 if strategy == "single" else 2, "dataset": "digits", "data_spec": None, "epochs": 3,
         "per_worker_batch": 16 if strategy == "single" else 8, "lr": 0.03, "weight_decay": 0.01,
         "schedule": "cosine", "lr_warmup_steps": 2, "device": "cpu", "threads": 1, "optimizer": optimizer,
+        "compile": True,
     }  # fmt: skip
     if optimizer == "adamw":
         changes |= {"momentum": 0.0, "betas": [0.9, 0.99], "eps": 1e-7}
@@ -178,7 +180,7 @@ def test_fsdp_has_the_names_of_its_blocks_and_groups():
         "parallelism_config_dp_shard_size": 2,
     }
     script = emitted("fsdp", "pytorch", **changes)
-    assert "init_device_mesh(device.type, (2, 2))" in script
+    assert "init_device_mesh(device.type, (2, 2), mesh_dim_names=('groups', 'shards'))" in script
     assert "reshard_after_forward=False" in script
 
 
@@ -212,6 +214,87 @@ def test_deepspeeds_json_is_what_the_strategy_gives_the_engine():
     assert config["gradient_clipping"] == 0.5
     assert config["torch_autocast"]["dtype"] == "bfloat16"
     assert config["train_batch_size"] == 16
+
+
+@pytest.mark.parametrize(("strategy", "target", "options"), each_file())
+@pytest.mark.parametrize("mode", ["selective", "every-2"])
+def test_which_blocks_are_computed_again_is_said(strategy, target, options, mode):
+    changes = {
+        "activation_checkpointing": mode,
+        "precision": "bf16-true",
+        "gpus": 4,
+        "options": options,
+    }
+    changes |= {"gpus": 1} if strategy == "single" else {}
+    text = unfolded(emitted(strategy, target, model="gpt-compact", **changes))
+    assert body_of(text, target) is not None
+    in_lines = {"selective": "context_fn=selective", "every-2": "in blocks[1::2]:"}
+    if target == "pytorch":
+        assert in_lines[mode] in text
+        assert "model = work.model.to(torch.bfloat16)" in text
+    else:
+        by_lines = (strategy, target) == ("fsdp", "lightning")
+        assert (in_lines[mode] if by_lines else mode) in text
+        assert "bf16-true" in text
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "chosen", "device", "options", "words"),
+    [
+        ("adamw", "fused", "cpu", {}, "fused=True)"),
+        ("adamw", "for-loop", "cuda", {}, "foreach=False)"),
+        ("sgd", "fused", "cuda", {}, "fused=True)"),
+        ("sgd", "fused", "cpu", {}, "foreach=False)"),
+        ("sgd", "fused", "cuda", {"offload": "cpu"}, "foreach=False)"),
+        ("sgd", "foreach", "cpu", {}, "foreach=True)"),
+    ],
+)
+def test_the_optimizers_implementation_is_the_cells(optimizer, chosen, device, options, words):
+    changes: dict[str, Any] = {"optimizer": optimizer, "optimizer_impl": chosen, "device": device}
+    if optimizer == "adamw":
+        changes |= {"betas": [0.9, 0.999], "eps": 1e-8}
+    script = emitted("fsdp", "pytorch", model="gpt-compact", options=options, **changes)
+    assert words in script.replace(",\n)", ")")
+    arguments = emitted("fsdp", "trainer", model="gpt-compact", options=options, **changes)
+    assert ("adamw_torch_fused" in arguments) == (optimizer == "adamw" and chosen == "fused")
+    # FSDP's tensors run as a loop unless they are asked not to.
+    ours = "for-loop" if words == "foreach=False)" else "fused"
+    assert ("torch's own choice" in arguments) == (ours == "for-loop")
+
+
+def test_fsdp_reduces_gradients_with_the_parts_that_the_cell_did():
+    changes = {"model": "gpt-compact", "accumulate": 2, "gpus": 4}
+    for options, line in (
+        ({}, None),
+        ({"shard_workers": 2}, "model.set_requires_all_reduce(part == 2)"),
+        ({"gradient_sync": "last-part"}, "model.set_requires_gradient_sync(part == 2)"),
+    ):
+        script = emitted("fsdp", "pytorch", options=options, **changes)
+        assert (line or "enumerate") in script
+        assert ("set_requires" in script) == bool(line)
+        each = "gradient_sync" not in options
+        for target in ("accelerate", "trainer"):
+            assert (
+                "sync_each_batch" in emitted("fsdp", target, options=options, **changes)
+            ) == each
+
+
+def test_a_loss_in_parts_is_told():
+    for target in table.targets_of("ddp"):
+        assert "loss_chunks" in emitted("ddp", target, model="gpt-compact", loss_chunks=4)
+        assert "loss_chunks" not in emitted("ddp", target, model="gpt-compact")
+
+
+def test_settings_of_a_named_variant_stay_its_own():
+    changes = {"accumulate": 2, "activation_checkpointing": "every-2", "optimizer_impl": "foreach"}
+    record = record_of("ddp", **changes)
+    plain = yaml.safe_load(table.emit(Choice(record), "variant"))
+    assert "variants" not in plain
+    assert plain["experiments"]["chosen"].items() >= changes.items()
+    record["cell"]["strategy"] = "less"
+    named = yaml.safe_load(table.emit(Choice(record), "variant"))
+    assert named["variants"]["less"] == {"strategy": "ddp", "settings": changes}
+    assert not named["experiments"]["chosen"].keys() & changes.keys()
 
 
 def test_lightning_gets_no_key_twice():

@@ -48,6 +48,16 @@ CELLS = {
     "fsdp-harder": ("fsdp", {"reshard_after_forward": "never"}, HARDER),
     "fsdp-adamw-host": ("fsdp", {"offload": "cpu"}, {**ADAMW, "placement": "host", "clip_norm": 0.5}),
     "fsdp-layers": ("fsdp", {}, {"model": "vgg-compact"}),
+    "fsdp-groups": ("fsdp", {"shard_workers": 1}, HARDER),
+    "fsdp-selective": (
+        "fsdp",
+        {"gradient_sync": "last-part"},
+        {**ADAMW, "accumulate": 2, "activation_checkpointing": "selective", "optimizer_impl": "foreach"},
+    ),
+    "ddp-every-2": (
+        "ddp", {}, {**ADAMW, "activation_checkpointing": "every-2", "optimizer_impl": "for-loop"},
+    ),
+    "ddp-bf16-true": ("ddp", {}, {"precision": "bf16-true", "accumulate": 2}),
     "zero1": ("zero1", {}, HARDER),
     "zero1-torch": ("zero1-torch", {}, ADAMW),
     "single": ("single", {}, {"gpus": 1, "per_worker_batch": 16}),
@@ -221,7 +231,11 @@ def test_accelerate_reads_each_key_of_the_fsdp_file(tmp_path, monkeypatch, optio
 
 @with_transformers
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-@pytest.mark.parametrize("changes", [{}, HARDER, ADAMW], ids=["plain", "harder", "adamw"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, HARDER, ADAMW, {"activation_checkpointing": "every-2"}],
+    ids=["plain", "harder", "adamw", "every-2"],
+)
 def test_transformers_takes_the_arguments(tmp_path, strategy, changes):
     models.import_torchvision()
     from transformers.trainer_optimizer import _parse_optim_args
@@ -238,6 +252,12 @@ def test_transformers_takes_the_arguments(tmp_path, strategy, changes):
     assert arguments.lr_scheduler_type == expected
     if changes is not ADAMW:
         assert _parse_optim_args(arguments.optim_args)["momentum"] == "0.9"
+    whole = changes.get("activation_checkpointing")
+    assert arguments.activation_checkpointing == (bool(whole) and strategy != "fsdp")
+    if whole == "every-2" and strategy != "fsdp":
+        assert arguments.activation_checkpointing_kwargs == {"every_n_layers": 2}
     if strategy == "fsdp":
+        each = {"sync_each_batch": True} if changes is HARDER else None
+        assert arguments.accelerator_config.gradient_accumulation_kwargs == each
         assert arguments.fsdp_plugin_args["fsdp_version"] == 2
         assert arguments.fsdp_plugin_args["transformer_cls_names_to_wrap"] == "Block"

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from stratbench.emit.choice import Choice, commented
+from stratbench.emit.targets.checkpointing import note_checkpointing
 from stratbench.emit.targets.ddp_options import note_ddp_options
 from stratbench.emit.targets.deepspeed_config import deepspeed_config
 from stratbench.emit.targets.hyperparameters import (
@@ -17,7 +18,7 @@ from stratbench.emit.targets.hyperparameters import (
     optimizer_call,
     schedule_lines,
 )
-from stratbench.emit.targets.sharding_lines import note_16_bits, note_groups
+from stratbench.emit.targets.sharding_lines import note_16_bits, note_groups, reduced_with
 
 
 def write(choice: Choice, called: str) -> str:
@@ -42,6 +43,7 @@ def write(choice: Choice, called: str) -> str:
             "zero3_init_flag": False,
         }
         deepspeed_config(choice)  # it takes what the other file says
+        note_checkpointing(choice)
         choice.note(
             "deepspeed.json, beside this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
         )
@@ -54,7 +56,7 @@ def write(choice: Choice, called: str) -> str:
         note_what_a_script_does(
             choice,
             clip="in the script, accelerator.clip_grad_norm_(model.parameters(), {norm})",
-            accumulate="in the script, Accelerator(gradient_accumulation_steps={parts})",
+            accumulate=accumulating(choice),
             compiles=True,
         )
         if s.precision in ("bf16", "fp16"):
@@ -64,9 +66,8 @@ def write(choice: Choice, called: str) -> str:
             config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
         if called == "FSDP":
             config |= fsdp_config(choice)
-        elif choice.take("activation_checkpointing"):
-            choice.note("in the script, model.gradient_checkpointing_enable(), or "
-                        "torch.utils.checkpoint around each block", "activation_checkpointing")  # fmt: skip
+        else:
+            note_checkpointing(choice, "model.gradient_checkpointing_enable(), or ")
         if called == "MULTI_GPU":
             note_ddp_options(choice)
             if on_cpu:
@@ -85,6 +86,19 @@ def write(choice: Choice, called: str) -> str:
     return head + yaml.safe_dump(config, sort_keys=False)
 
 
+def accumulating(choice: Choice) -> str:
+    """Return how a script accumulates `{parts}` parts; FSDP's gradients are reduced as in the cell."""
+    sync = choice.take_option("gradient_sync")
+    if choice.settings.accumulate > 1 and sync is not None:
+        choice.note(f"gradients are reduced with {reduced_with(choice)}", "gradient_sync")
+    if sync != "each-part":
+        return "in the script, Accelerator(gradient_accumulation_steps={parts})"
+    return (
+        "in the script, Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+        "num_steps={parts}, sync_each_batch=True))"
+    )
+
+
 def fsdp_config(choice: Choice) -> dict[str, Any]:
     """Return the blocks of the config about FSDP2."""
     s, classes = choice.settings, choice.block_classes
@@ -94,7 +108,7 @@ def fsdp_config(choice: Choice) -> dict[str, Any]:
         "fsdp_reshard_after_forward": choice.take_option("reshard_after_forward") == "always",
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP",
         "fsdp_offload_params": offload == "cpu",
-        "fsdp_activation_checkpointing": choice.take("activation_checkpointing"),
+        "fsdp_activation_checkpointing": choice.take("activation_checkpointing") is True,
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
@@ -103,6 +117,8 @@ def fsdp_config(choice: Choice) -> dict[str, Any]:
     else:
         note_groups(choice)
         fsdp["fsdp_min_num_params"] = choice.record["model"]["parameters"] // 12
+    if s.activation_checkpointing is not True:
+        note_checkpointing(choice)
     config: dict[str, Any] = {"fsdp_config": fsdp}
     workers = choice.shard_workers
     if workers < s.gpus:

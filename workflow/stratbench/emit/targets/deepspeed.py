@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from stratbench.emit.choice import Choice
+from stratbench.emit.targets.checkpointing import note_checkpointing
 from stratbench.emit.targets.deepspeed_config import deepspeed_config
 from stratbench.emit.targets.hyperparameters import (
     note_length_and_data,
@@ -24,6 +25,7 @@ def write(choice: Choice, called: str) -> str:
     if lines := schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
         choice.note(f"in the script, LambdaLR(optimizer, share_of_lr) with {text}", "schedule")
+    note_checkpointing(choice)
     note_length_and_data(choice)
     workers = choice.take("gpus")
     start = (

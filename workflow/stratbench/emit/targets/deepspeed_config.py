@@ -18,7 +18,14 @@ def deepspeed_config(choice: Choice) -> dict[str, Any]:
     stage = choice.take_option("stage", 1)
     config = engine_config(stage, tuned, bucket, s, trained)
     config["train_batch_size"] = s.global_batch
-    if s.precision not in ("fp32", "bf16"):
+    if s.precision == "bf16-true":
+        config["bf16"] = {"enabled": True}
+        choice.note(
+            "DeepSpeed updates a float32 copy of the weights: more memory than the cell's, and less "
+            "rounding",
+            "precision",
+        )
+    elif s.precision not in ("fp32", "bf16"):
         choice.note("DeepSpeed keeps float32 weights here; set this in the script", "precision")
     if choice.device == "cpu":
         choice.note("start with DS_ACCELERATOR=cpu, as the cell ran on CPU processes")

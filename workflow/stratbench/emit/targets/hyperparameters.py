@@ -8,6 +8,12 @@ from stratbench.emit.choice import Choice
 
 #: The dtype of mixed precision, by the setting.
 AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+#: How torch's optimizers are asked for an implementation.
+IMPLEMENTATIONS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+}
 
 
 def optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
@@ -21,9 +27,17 @@ def optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
     arguments |= {key: getattr(s, key) for key in keys}
     if kind == "adamw":
         arguments["betas"] = tuple(arguments["betas"])
-    if kind == "adamw" or choice.device == "cuda":
-        arguments["fused"] = True
+    arguments |= IMPLEMENTATIONS[implementation_of(choice)]
     return ("AdamW" if kind == "adamw" else "SGD"), arguments
+
+
+def implementation_of(choice: Choice) -> str:
+    """Return the implementation of the optimizer that the cell ran."""
+    implementation, on_gpu = choice.take("optimizer_impl"), choice.device == "cuda"
+    on_gpu = on_gpu and choice.options.get("offload") != "cpu"
+    if implementation == "fused" and choice.settings.optimizer == "sgd" and not on_gpu:
+        return "for-loop"
+    return implementation
 
 
 def optimizer_call(choice: Choice, parameters: str = "model.parameters()") -> str:
@@ -87,8 +101,9 @@ def note_what_a_script_does(choice: Choice, clip: str, accumulate: str, compiles
 
 
 def note_length_and_data(choice: Choice, length: bool = True) -> None:
-    """Note how long the cell trained, and what it did with data, seed and threads."""
+    """Note how long the cell trained, and what it did with its loss, data, seed and threads."""
     s = choice.settings
+    note_loss_chunks(choice)
     for key in ("epochs", "steps"):
         if length and choice.take(key) is not None:
             choice.note(f"the cell's length, {choice.total_steps} steps in all", key)
@@ -123,8 +138,29 @@ def note_precision(choice: Choice) -> None:
         )
     elif precision == "fp64":
         choice.note("in the script, model.double() and batches in float64", "precision")
+    elif precision == "bf16-true":
+        note_pure_bf16(choice)
     elif precision == "fp32":
         choice.note("no mixed precision", "precision")
+
+
+def note_pure_bf16(choice: Choice) -> None:
+    """Note that a script has to make the network bfloat16."""
+    choice.note(
+        "in the script, model.to(torch.bfloat16) before the optimizer is made, and the loss of "
+        "outputs.float()",
+        "precision",
+    )
+
+
+def note_loss_chunks(choice: Choice) -> None:
+    """Note that the cell computed the loss in parts, if it did."""
+    if choice.take("loss_chunks") > 1:
+        choice.note(
+            "the cell computed the last layer and the loss in so many parts of the positions, each under "
+            "torch.utils.checkpoint; without it the loss is the same, and takes the memory of all scores",
+            "loss_chunks",
+        )
 
 
 def note_cpu(choice: Choice, engine: str, lacks: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratbench.emit.choice import Choice, commented
+from stratbench.emit.targets.checkpointing import note_checkpointing
 from stratbench.emit.targets.ddp_options import ddp_arguments, hook_of, powersgd_state
 from stratbench.emit.targets.deepspeed_config import deepspeed_config
 from stratbench.emit.targets.hyperparameters import (
@@ -17,7 +18,12 @@ from stratbench.emit.targets.python_text import Code, call, folded_call
 from stratbench.emit.targets.sharding_lines import sharding_lines
 
 #: The Trainer's precision, by the setting; tf32 is a switch of torch beside it.
-PRECISION = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
+PRECISION = {
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "bf16-true": "bf16-true",
+    "fp64": "64-true",
+}
 
 
 def write(choice: Choice, called: str) -> str:
@@ -40,9 +46,8 @@ def write(choice: Choice, called: str) -> str:
         note_cpu(choice, "Lightning", "DeepSpeed")
     else:
         strategy = "'auto'\n"
-    if called != "ModelParallelStrategy" and choice.take("activation_checkpointing"):
-        choice.note("in configure_model, torch.utils.checkpoint around each block",
-                    "activation_checkpointing")  # fmt: skip
+    if called != "ModelParallelStrategy":
+        note_checkpointing(choice, place="in configure_model")
     if choice.take("compile"):
         choice.note("in configure_model, self.model = torch.compile(self.model)", "compile")
     arguments = trainer_arguments(choice, called)
@@ -86,7 +91,9 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
     }
     choice.take("gpus")
     by_itself = choice.options.get("mixed_precision") == "policy"
-    if called == "DeepSpeedStrategy" or by_itself:
+    if s.precision == "bf16-true":
+        choice.note("in training_step, the loss of outputs.float()", "precision")
+    elif called == "DeepSpeedStrategy" or by_itself:
         arguments["precision"] = "32-true"  # the mixed precision is the strategy's
     elif called == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
         arguments["precision"] = "32-true"
@@ -96,10 +103,14 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
         )
     if (norm := choice.take("clip_norm")) is not None and called != "DeepSpeedStrategy":
         arguments["gradient_clip_val"] = norm
-    if called == "ModelParallelStrategy" and s.accumulate > 1:
+    sync = choice.take_option("gradient_sync")
+    if s.accumulate > 1 and sync == "last-part":
         choice.note(
-            "Lightning reduces gradients with each part; the cell did with the last", "accumulate"
+            "Lightning reduces gradients with each part; the cell did with the last",
+            "gradient_sync",
         )
+    elif s.accumulate > 1 and sync is not None:
+        choice.note("Lightning reduces gradients with each part, too", "gradient_sync")
     epochs, steps = choice.take("epochs"), choice.take("steps")
     return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from stratbench.emit.choice import Choice, commented
+from stratbench.emit.targets.checkpointing import checkpointing_lines
 from stratbench.emit.targets.ddp_options import ddp_arguments, hook_of, powersgd_state
 from stratbench.emit.targets.hyperparameters import (
     AUTOCAST,
+    note_loss_chunks,
     optimizer_arguments,
     optimizer_call,
     schedule_lines,
@@ -27,12 +29,15 @@ def write(choice: Choice, called: str) -> str:
     for key in ("gpus", "global_batch", "per_worker_batch", "epochs", "steps", "seed", "placement"):
         choice.take(key)
     choice.take("augment")
+    note_loss_chunks(choice)
     model = state_wrapping(choice, called, imports)
     optimizer = state_optimizer(choice, called, imports)
     blocks = [
         state_place(choice, imports),
         [YOURS, "work = Work(*sys.argv[1:], rank, device)", "model = work.model"],
     ]
+    if s.precision == "bf16-true":
+        blocks[1][-1] += ".to(torch.bfloat16)"
     if not on_cpu and s.precision in ("fp32", "tf32"):
         value = choice.take("precision") == "tf32"
         blocks[0].append(f"torch.backends.cuda.matmul.allow_tf32 = {value}")
@@ -95,19 +100,14 @@ def state_wrapping(choice: Choice, called: str, imports: list[str]) -> list[str]
         lines, needed = sharding_lines(choice, "model", mixed == "policy")
         imports += ["from torch.distributed.device_mesh import init_device_mesh", *needed]
         shards = choice.shard_workers
-        shape = f"({s.gpus},)" if shards == s.gpus else f"({s.gpus // shards}, {shards})"
+        shape = f"({s.gpus},)"
+        if shards < s.gpus:
+            shape = f"({s.gpus // shards}, {shards}), mesh_dim_names=('groups', 'shards')"
         return [f"mesh = init_device_mesh(device.type, {shape})", *lines]
-    lines = []
-    if choice.take("activation_checkpointing"):
-        imports += [
-            "from functools import partial",
-            "from torch.utils.checkpoint import checkpoint",
-        ]
-        lines = [
-            *blocks_lines(choice, "model"),
-            "for block in blocks:  # computed again in backward",
-            "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
-        ]
+    lines, needed = checkpointing_lines(choice)
+    imports += needed
+    if lines:
+        lines = [*blocks_lines(choice, "model"), *lines]
     if not called:
         return lines
     imports.append("from torch.nn.parallel import DistributedDataParallel")
@@ -143,10 +143,14 @@ def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
     """Return the lines that train."""
     s, parts = choice.settings, choice.take("accumulate")
     forward, indent = "work.loss(model(x), y)", " " * 8
+    sync = choice.take_option("gradient_sync")
     by_policy = choice.options.get("mixed_precision") == "policy"
     scaled = choice.take("precision") == "fp16"
     if s.precision == "fp64":
         choice.note("network and batches are float64", "precision")
+    if s.precision == "bf16-true":
+        forward = "work.loss(model(x).float(), y)"
+        choice.note("network and batches are bfloat16, scores and loss float32", "precision")
     if s.precision in AUTOCAST and not by_policy:
         context = f"with torch.autocast(device.type, dtype={AUTOCAST[s.precision]}):"
         step = [context, f"    loss = {forward}"]
@@ -161,7 +165,10 @@ def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
     if parts > 1:
         head = [f"for part, (x, y) in enumerate(zip(x.chunk({parts}), y.chunk({parts})), 1):"]
         if called == "fully_shard":
-            head.append(f"    model.set_requires_gradient_sync(part == {parts})")
+            if sync == "last-part":
+                head.append(f"    model.set_requires_gradient_sync(part == {parts})")
+            elif choice.shard_workers < s.gpus:
+                head.append(f"    model.set_requires_all_reduce(part == {parts})")
         elif called:
             imports.append("from contextlib import nullcontext")
             head.append(f"    with nullcontext() if part == {parts} else model.no_sync():")

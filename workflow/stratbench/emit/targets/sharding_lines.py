@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stratbench.emit.choice import Choice
+from stratbench.emit.targets.checkpointing import checkpointing_lines
 from stratbench.emit.targets.hyperparameters import AUTOCAST
 
 
@@ -35,15 +36,9 @@ def sharding_lines(choice: Choice, model: str, by_policy: bool) -> tuple[list[st
         root.append("reshard_after_forward=False")
     imports = [f"from torch.distributed.fsdp import {', '.join(sorted(names))}"]
     lines = blocks_lines(choice, model)
-    if choice.take("activation_checkpointing"):
-        imports += [
-            "from functools import partial",
-            "from torch.utils.checkpoint import checkpoint",
-        ]
-        lines += [
-            "for block in blocks:  # computed again in backward",
-            "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
-        ]
+    recomputing, needed = checkpointing_lines(choice)
+    imports += needed
+    lines += recomputing
     lines += ["for block in blocks:", f"    fully_shard(block, {', '.join(arguments)})"]
     return [*lines, f"fully_shard({model}, {', '.join(root)})"], imports
 
@@ -87,3 +82,9 @@ def note_16_bits(choice: Choice, engine: str) -> None:
             f"the cell gathered in 16 bits and reduced in float32; {engine} reduces in 16 bits, too",
             "mixed_precision",
         )
+
+
+def reduced_with(choice: Choice) -> str:
+    """Return with which parts of a batch FSDP reduces gradients."""
+    last = choice.take_option("gradient_sync") == "last-part"
+    return "the last part" if last else "each part, which takes less memory"

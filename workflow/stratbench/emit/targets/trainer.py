@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from stratbench.emit.choice import Choice, commented
+from stratbench.emit.targets.checkpointing import every_of, note_checkpointing
 from stratbench.emit.targets.ddp_options import ddp_arguments, hook_of
 from stratbench.emit.targets.deepspeed_config import deepspeed_config
-from stratbench.emit.targets.hyperparameters import note_cpu, note_length_and_data
+from stratbench.emit.targets.hyperparameters import (
+    implementation_of,
+    note_cpu,
+    note_length_and_data,
+    note_pure_bf16,
+    optimizer_call,
+)
 from stratbench.emit.targets.python_text import call
-from stratbench.emit.targets.sharding_lines import note_16_bits, note_groups
+from stratbench.emit.targets.sharding_lines import note_16_bits, note_groups, reduced_with
 
 
 def write(choice: Choice, called: str) -> str:
@@ -38,7 +45,6 @@ def write(choice: Choice, called: str) -> str:
         state_precision(choice, arguments)
     if choice.take("compile"):
         arguments["torch_compile"] = True
-    checkpointing = choice.take("activation_checkpointing")
     if called == "ddp":
         arguments["ddp_bucket_cap_mb"] = ddp_arguments(choice)["bucket_cap_mb"]
         choice.note(
@@ -51,10 +57,23 @@ def write(choice: Choice, called: str) -> str:
                 "compress",
             )
     if called == "fsdp":
-        arguments |= {"fsdp": True, "fsdp_config": fsdp_config(choice, checkpointing)}
+        arguments |= {"fsdp": True, "fsdp_config": fsdp_config(choice)}
         note_cpu(choice, "the Trainer", "FSDP")
-    elif checkpointing:
+        if s.accumulate > 1 and choice.options["gradient_sync"] == "each-part":
+            kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+            arguments["accelerator_config"] = kwargs
+        if s.activation_checkpointing is not True:
+            note_checkpointing(choice)
+    elif s.activation_checkpointing == "selective":
+        note_checkpointing(choice)
+    elif choice.take("activation_checkpointing"):
         arguments["activation_checkpointing"] = True
+        if (every := every_of(s.activation_checkpointing)) > 1:
+            arguments["activation_checkpointing_kwargs"] = {"every_n_layers": every}
+            choice.note(
+                f"the Trainer takes the first layer of {every}, the cell took the last",
+                "activation_checkpointing",
+            )
     choice.take("gpus")
     note_length_and_data(choice, length=False)
     start = f"start: torchrun --nnodes {choice.nodes} --nproc-per-node {choice.workers_per_node} train.py"
@@ -81,9 +100,20 @@ def state_optimizer(choice: Choice) -> dict[str, Any]:
             "weight_decay",
         )
     stated = {"learning_rate": choice.take("lr"), "weight_decay": choice.take("weight_decay")}
+    wanted, sharded = implementation_of(choice), s.strategy == "fsdp"
+    fused = s.optimizer == "adamw" and wanted == "fused"
+    runs = "foreach" if choice.device == "cuda" and not sharded else "for-loop"  # torch's default
+    if runs == wanted:
+        choice.note("torch's own choice here", "optimizer_impl")
+    elif not fused:
+        choice.note(
+            f"no argument has it, and torch runs {runs}: Trainer(optimizers=(optimizer, None)) with "
+            f"optimizer = {optimizer_call(choice)}",
+            "optimizer_impl",
+        )
     if s.optimizer == "adamw":
         return {
-            "optim": "adamw_torch_fused",
+            "optim": "adamw_torch_fused" if fused else "adamw_torch",
             **stated,
             "adam_beta1": s.betas[0],
             "adam_beta2": s.betas[1],
@@ -119,20 +149,22 @@ def state_precision(choice: Choice, arguments: dict[str, Any]) -> None:
         arguments[chosen] = True
     elif choice.device == "cuda":
         arguments["tf32"] = chosen == "tf32"
-    if chosen == "fp64":
+    if chosen == "bf16-true":
+        note_pure_bf16(choice)
+    elif chosen == "fp64":
         choice.note("in the script, model.double() and batches in float64", "precision")
     elif chosen == "tf32" and choice.device == "cpu":
         choice.note("a CPU has none", "precision")
 
 
-def fsdp_config(choice: Choice, checkpointing: bool) -> dict[str, Any]:
+def fsdp_config(choice: Choice) -> dict[str, Any]:
     """Return `fsdp_config`, of FSDP2."""
     classes = choice.block_classes
     config: dict[str, Any] = {
         "version": 2,
         "reshard_after_forward": choice.take_option("reshard_after_forward") == "always",
         "cpu_offload": choice.take_option("offload") == "cpu",
-        "activation_checkpointing": checkpointing,
+        "activation_checkpointing": choice.take("activation_checkpointing") is True,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP",
     }
     if classes:
@@ -141,6 +173,9 @@ def fsdp_config(choice: Choice, checkpointing: bool) -> dict[str, Any]:
         note_groups(choice)
         config["min_num_params"] = choice.record["model"]["parameters"] // 12
     note_16_bits(choice, "the Trainer")
+    if choice.settings.accumulate > 1:
+        choice.note(f"gradients are reduced with {reduced_with(choice)}", "gradient_sync")
+    choice.take_option("gradient_sync")
     workers = choice.shard_workers
     if workers < choice.settings.gpus:
         choice.note(

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 
 import yaml
 
-from stratbench.cell.settings import GIVEN, Settings
+from stratbench.cell.settings import GIVEN, OF_A_VARIANT, Settings
 from stratbench.emit.choice import Choice, commented
 from stratbench.strategies import option_defaults
 
@@ -24,6 +24,10 @@ def write(choice: Choice, called: str) -> str:
     given = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
     if s.optimizer == "adamw":
         given.pop("momentum", None)
+    if cell.strategy != s.strategy and (
+        own := {k: given.pop(k) for k in OF_A_VARIANT if k in given}
+    ):
+        variants[cell.strategy]["settings"] = own
     experiment = {
         "dataset": s.dataset,
         "strategies": [cell.strategy],
