@@ -195,6 +195,17 @@ def test_the_deepspeed_file_reaches_the_cells_losses(
     assert losses_of(output) == pytest.approx(losses_of_cell(launched), rel=2e-5)
 
 
+@with_deepspeed
+def test_deepspeed_trains_in_bfloat16_with_less_rounding(start_cell, tiny_data, tmp_path):
+    launched = trained(start_cell, "zero1", {}, {"precision": "bf16-true"})
+    config = emit(launched, "deepspeed", tmp_path)
+    script = DEEPSPEED.replace("engine(part)", "engine(part).float()")
+    (tmp_path / "script.py").write_text(script)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = run(*torchrun, "script.py", config, launched.record, tiny_data, folder=tmp_path)
+    assert losses_of(output) == pytest.approx(losses_of_cell(launched), rel=5e-3)
+
+
 @with_accelerate
 def test_the_accelerate_file_reaches_the_cells_losses(start_cell, tiny_data, tmp_path):
     launched = trained(start_cell, *CELLS["ddp"])

@@ -21,8 +21,8 @@ def deepspeed_config(choice: Choice) -> dict[str, Any]:
     if s.precision == "bf16-true":
         config["bf16"] = {"enabled": True}
         choice.note(
-            "DeepSpeed updates a float32 copy of the weights: more memory than the cell's, and less "
-            "rounding",
+            "in the script, the loss of outputs.float(); DeepSpeed updates a float32 copy of the weights: "
+            "more memory than the cell's, and less rounding",
             "precision",
         )
     elif s.precision not in ("fp32", "bf16"):

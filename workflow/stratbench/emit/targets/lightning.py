@@ -92,7 +92,8 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
     choice.take("gpus")
     by_itself = choice.options.get("mixed_precision") == "policy"
     if s.precision == "bf16-true":
-        choice.note("in training_step, the loss of outputs.float()", "precision")
+        if called != "DeepSpeedStrategy":
+            choice.note("in training_step, the loss of outputs.float()", "precision")
     elif called == "DeepSpeedStrategy" or by_itself:
         arguments["precision"] = "32-true"  # the mixed precision is the strategy's
     elif called == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
