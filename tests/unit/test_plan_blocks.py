@@ -107,7 +107,6 @@ POLICY = {"options": {"mixed_precision": "policy"}}
         ("fsdp", {"options": {"offload": "cpu"}}),
         ("fsdp", {"accumulate": 2}),
         ("single", {"loss_chunks": 4}),
-        ("ddp", {"optimizer_impl": "foreach"}),
         ("fsdp", {"precision": "bf16-true"}),
         ("ps-sync", {"precision": "fp32"}),
         ("tensor", {"options": {"tensor_workers": 2}}),
@@ -125,15 +124,16 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "why"),
+    ("name", "strategy", "changes", "why"),
     [
-        ("narrow text", "ddp", "buckets of several blocks"),
-        ("crossed", "single", "before|after|back"),
+        ("narrow text", "ddp", {}, "buckets of several blocks"),
+        ("crossed", "single", {}, "before|after|back"),
+        (WIDE, "single", {"optimizer_impl": "foreach"}, "events of"),
     ],
 )
-def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(name, strategy, why):
-    """Small layers share a bucket, and crossed ones hold what lies between them."""
-    request = request_of(name, strategy)
+def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(name, strategy, changes, why):
+    """Small layers share a bucket, crossed ones hold what lies between them, and foreach takes all at once."""
+    request = request_of(name, strategy, **changes)
     blocks = blocks_of(request)
     assert blocks is not None
     with pytest.raises(UnlikeError, match=why):
