@@ -132,7 +132,7 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
     ],
 )
 def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(name, strategy, changes, why):
-    """Small layers share a bucket, crossed ones hold what lies between them, and foreach takes all at once."""
+    """Small layers share a bucket, crossed ones hold what lies between, and foreach takes all at once."""
     request = request_of(name, strategy, **changes)
     blocks = blocks_of(request)
     assert blocks is not None

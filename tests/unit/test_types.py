@@ -16,15 +16,16 @@ MOST = {
     "analysis": 123,
     "cell": 11,
     "command": 3,
-    "plan": 159,
+    "emit": 2,
+    "plan": 193,
     "ps": 104,
     "sets": 21,
     "statistics": 3,
-    "strategies": 229,
+    "strategies": 238,
     "study": 9,
     "telemetry": 8,
     "train": 78,
-    "workload": 89,
+    "workload": 92,
 }
 
 

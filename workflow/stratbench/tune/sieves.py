@@ -68,13 +68,13 @@ def sieve(
 
 def drop_slow(by_name: dict[str, Sieved], baseline: str, keep_within: float) -> None:
     """Change those in place that are planned to take more than `keep_within` times the fastest."""
-    timed = {n: s for n, s in by_name.items() if s.fate == MEASURED and s.time_s is not None}
-    fastest_s = min((s.time_s for s in timed.values()), default=0.0)
-    for name, each in timed.items():
-        if name != baseline and each.time_s > keep_within * fastest_s:
-            ratio = each.time_s / fastest_s
+    left = {name: each for name, each in by_name.items() if each.fate == MEASURED}
+    times_s = {name: each.time_s for name, each in left.items() if each.time_s is not None}
+    for name, time_s in times_s.items():
+        ratio = time_s / min(times_s.values())
+        if name != baseline and ratio > keep_within:
             why = f"planned {ratio:.2f} times as long as the fastest (kept up to {keep_within:g})"
-            by_name[name] = replace(each, fate=TOO_SLOW, why=why)
+            by_name[name] = replace(left[name], fate=TOO_SLOW, why=why)
 
 
 def study_of(
