@@ -328,7 +328,8 @@ function facts(f, device) {
 
 // ---- the training's time over workers ----------------------------------------------------------------------
 
-const FAN = { width: 640, height: 250, left: 62, right: 20, top: 10, bottom: 34 };
+/** In pixels, so that letters stay as large on a phone. */
+const FAN = { least: 320, most: 640, height: 250, left: 62, right: 20, top: 10, bottom: 34 };
 function svg(tag, given, text) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [key, value] of Object.entries(given)) node.setAttribute(key, value);
@@ -352,24 +353,27 @@ function timesOverWorkers() {
 
 /** A round time for an axis, and its text. */
 const TIMES = [0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 360000, 3600000, 36000000];
-const timeText = (v) => (v < 60 ? `${v} s` : v < 3600 ? `${v / 60} min` : `${count(v / 3600)} h`);
+const timeText = (v) => (v < 60 ? `${+v.toPrecision(2)} s` : v < 3600 ? `${+(v / 60).toPrecision(2)} min` : `${digits(v / 3600)} h`);
 
 /** Draws the times, and says what is measured, what projected and what theory. */
 function fan() {
   const times = timesOverWorkers(), all = Object.values(times).flat();
   $("over").hidden = new Set(all.map(([n]) => n)).size < 2;
   if ($("over").hidden) return;
-  const { width, height, left, right, top, bottom } = FAN;
+  const { height, left, right, top, bottom } = FAN;
+  const width = Math.max(FAN.least, Math.min(FAN.most, $("fan").getBoundingClientRect().width || FAN.most));
+  $("fan").setAttribute("viewBox", `0 0 ${width} ${height}`);
   const xs = all.map(([n]) => n), ys = all.flatMap(([, low, high]) => [low, high]);
   const scale = (values, from, to) => { const [low, high] = [Math.log(Math.min(...values)), Math.log(Math.max(...values))]; return (v) => from + ((to - from) * (Math.log(v) - low)) / (high - low || 1); };
   const x = scale(xs, left + 12, width - right - 12), y = scale(ys, height - bottom - 6, top + 6);
   const path = (points) => `M${points.map(([n, v]) => `${x(n).toFixed(1)},${y(v).toFixed(1)}`).join("L")}`;
   const area = (spans) => `${path([...spans.map(([n, , high]) => [n, high]), ...spans.map(([n, low]) => [n, low]).reverse()])}Z`;
-  const drawn = TIMES.filter((t) => t >= Math.min(...ys) && t <= Math.max(...ys)).flatMap((t) => [
+  const ends = [Math.min(...ys), Math.max(...ys)], round = TIMES.filter((t) => t >= ends[0] && t <= ends[1]);
+  const drawn = (round.length > 1 ? round : ends).flatMap((t) => [
     svg("path", { class: "grid", d: `M${left},${y(t)}H${width - right}` }),
     svg("text", { x: left - 8, y: y(t) + 4, "text-anchor": "end" }, timeText(t)),
   ]);
-  const ticks = [...new Set(xs)].sort((a, b) => a - b), every = Math.ceil(ticks.length / 12);
+  const ticks = [...new Set(xs)].sort((a, b) => a - b), every = Math.ceil((ticks.length * 50) / (width - left - right));
   drawn.push(...ticks.filter((_, i) => i % every === 0).map((n) => svg("text", { x: x(n), y: height - bottom + 18, "text-anchor": "middle" }, String(n))));
   if (times.theory.length > 1) drawn.push(svg("path", { class: "theory", d: area(times.theory) }));
   const ahead = times.projected.length && times.measured.length ? [times.measured.at(-1), ...times.projected.filter(([n]) => n > times.measured.at(-1)[0])] : times.projected;
@@ -467,6 +471,7 @@ form.addEventListener("input", (event) => {
   if (name === "workers" || name === "precision") form.querySelector(`input[name=${name}]:checked`)?.focus();
   else typed?.focus?.();
 });
+addEventListener("resize", fan);
 addEventListener("hashchange", () => { readAddress(); show(); });
 readAddress();
 show();
