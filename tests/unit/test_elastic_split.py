@@ -205,6 +205,26 @@ def test_a_meeting_that_fails_leaves_a_members_state_as_it_was(
         split._group.dissolve()
 
 
+def leave_groups_that_ddp_holds(folder: Path) -> None:
+    """Form and leave groups of one, each of which a module of DDP outlives."""
+    group = Group(folder, CPU)
+    for _ in range(300):
+        group.form_alone()
+        module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+        torch.distributed.broadcast(torch.zeros(4), 0)
+        group.dissolve()
+        del module
+    os._exit(0)
+
+
+def test_a_group_is_left_although_ddp_still_holds_it(tmp_path: Path) -> None:
+    """PyTorch's reducer would wait for the group's threads, and one of these for the interpreter's lock."""
+    other = forking().Process(target=leave_groups_that_ddp_holds, args=(tmp_path,), daemon=True)
+    other.start()
+    other.join(LIMIT_S)
+    assert other.exitcode == 0
+
+
 #: How a member is called that trains alone.
 ALONE = {"generation": 0, "epochs_done": 0, "meeting": "a", "rank": 0, "world": 1, "step": 0}
 ALONE |= {"load": False}

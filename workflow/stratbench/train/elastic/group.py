@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 FORM_S, COLLECTIVE_S = 30.0, 600.0
 #: Most bytes that are sent at once.
 _SENT_BYTES = 64 << 20
+#: The group that this process left last. DDP's reducer holds its group, too, and were it the last to do so,
+#: PyTorch would join the group's threads with the interpreter's lock held, for which one of them may wait.
+_left: list[dist.ProcessGroup] = []
 
 
 class Group:
@@ -75,6 +78,7 @@ class Group:
         """Leave the group, whatever state it is in."""
         self._connected = []
         if dist.is_initialized():
+            _left[:] = [dist.group.WORLD]
             dist.destroy_process_group()
 
     def check(self) -> None:
