@@ -395,9 +395,22 @@ class Pipeline(Split):
         schedule.step(*inputs, target=target, return_outputs=False)
         for stage in self._stages:
             stage.clear_runtime_states()  # gradients that were sent would stay until the next step
+        if self.options.schedule == "zero-bubble":
+            self._lay_out_gradients()
         if not self._losses:
             return torch.zeros((), dtype=self._dtype, device=self.worker.device)
         return torch.stack(self._losses).sum()
+
+    def _lay_out_gradients(self) -> None:
+        """Give gradients the strides of their parameters, which fused optimizers ask for.
+
+        Backward does so by itself, but not where the gradients of weights are computed apart.
+        """
+        import torch
+
+        for p in self.parameters:
+            if p.grad is not None and p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p).copy_(p.grad)
 
     def _send(self, parameter: nn.Parameter) -> None:
         """Begin to average a gradient over the replicas, if no later micro-batch adds to it."""
