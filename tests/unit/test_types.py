@@ -21,7 +21,7 @@ MOST = {
     "ps": 104,
     "sets": 21,
     "statistics": 3,
-    "strategies": 238,
+    "strategies": 239,
     "study": 9,
     "telemetry": 8,
     "train": 78,

@@ -30,7 +30,7 @@ FORM_S, COLLECTIVE_S = 30.0, 600.0
 _SENT_BYTES = 64 << 20
 #: The group that this process left last. DDP's reducer holds its group, too, and were it the last to do so,
 #: PyTorch would join the group's threads with the interpreter's lock held, for which one of them may wait.
-_left: list[dist.ProcessGroup] = []
+_left: list[dist.ProcessGroup | None] = []
 
 
 class Group:
