@@ -39,7 +39,6 @@ MAY_NAME = {
     "analysis/paper/metrics.py",
     "plan/footprint/trace.py",  # torch's namespace of FSDP's operators
     "plan/estimate.py",  # what it takes where its caller names none
-    "plan/public_runs.py",  # public runs of FSDP, which say nothing of others
     "train/links/servers.py",  # a server that is timed by itself, of no study
 }
 

@@ -36,9 +36,9 @@ class Band(NamedTuple):
 
 def is_like(s: Settings, reads_text: bool) -> bool:
     """Whether a cell is like the runs: of decoders that read texts, in bf16, sharded by FSDP's policy."""
-    if not reads_text or s.precision != "bf16" or s.strategy != "fsdp" or s.compile:
+    if not reads_text or s.precision != "bf16" or s.compile:
         return False
-    return s.options["mixed_precision"] == "policy" and s.options["offload"] == "none"
+    return s.options.get("mixed_precision") == "policy" and s.options["offload"] == "none"
 
 
 def span_from_runs(

@@ -46,6 +46,7 @@ class Combination:
         return {"strategy": self.strategy, **self.options, **settings}
 
 
+#: Shorter words for keys, in names.
 _SHORT = {"activation_checkpointing": "checkpointing", "reshard_after_forward": "reshard"}
 
 

@@ -46,7 +46,7 @@ FROM_START = 2
 def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks) -> Footprint:
     """Return what `make_footprint` does, by few of the network's equal blocks where that gives the same."""
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
-    # Of every-N, the few blocks may have none that is computed again.
+    # With every-N, none of the few blocks may be one that is computed again.
     alike = not str(request.settings.activation_checkpointing).startswith("every-")
     if mesh.stages == 1 and alike:
         # Whatever few blocks raise, all of them may not, or say it of themselves.
