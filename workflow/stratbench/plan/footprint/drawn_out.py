@@ -7,8 +7,8 @@ those of the last ones from the end. Each pair is a line, and the highest line i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from stratbench.plan.footprint.trace import OperatorTrace
     from stratbench.workload.network.trial import Trial
 
+log = logging.getLogger(__name__)
+
 #: Blocks of the two networks that are followed. The second has one in the middle, which is repeated.
 FEW, MORE = 5, 6
 #: As many blocks are counted from the start, the others from the end.
@@ -49,9 +51,12 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks) -> Foo
     # With every-N, none of the few blocks may be one that is computed again.
     alike = not str(request.settings.activation_checkpointing).startswith("every-")
     if mesh.stages == 1 and alike:
-        # Whatever few blocks raise, all of them may not, or say it of themselves.
-        with suppress(Exception):
+        try:
             return draw_footprint(partial(follow, request, 0, trial), blocks)
+        except UnlikeError:
+            pass
+        except Exception:
+            log.exception("the footprint could not be drawn out; all blocks are followed")
     return make_footprint(request, trial)
 
 
@@ -65,7 +70,10 @@ def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint
     Raises:
         UnlikeError: The blocks do not take their turns alike, so that all must be followed.
     """
-    few, more = (follow(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
+    try:
+        few, more = (follow(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
+    except Exception as error:  # all blocks may not raise it, or say it of themselves
+        raise UnlikeError("fewer blocks") from error
     if few.others or more.others:
         raise UnlikeError("steps of several kinds")
     further, parts = blocks.count - MORE, few.request.parts
