@@ -144,6 +144,8 @@ def test_what_check_refuses_and_what_cannot_fit_is_not_measured(tmp_path):
     [
         ({"experiment": "second"}, "tune.experiment = 'second': is not an experiment of s"),
         ({"model": "vgg16"}, "tune.model = 'vgg16': is not a model of first"),
+        ({"include": ["fdsp"]}, "tune.include = 'fdsp': is not a strategy. Did you mean 'fsdp'?"),
+        ({"baseline": "dpp"}, "tune.baseline = 'dpp': is not a strategy. Did you mean 'ddp'?"),
         ({"exclude": ["ddp", "fsdp"]}, "tune: no strategy is left"),
     ],
 )

@@ -20,6 +20,7 @@ import yaml
 from stratbench.cell.files import write_atomic
 from stratbench.cell.installation import ROOT
 from stratbench.cell.text.words import bytes_text, counted, folded, seconds_text
+from stratbench.strategies import REGISTRY
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError, wrong_value_message
 from stratbench.study.job_environment import set_job_environment
@@ -88,6 +89,12 @@ def question_of(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: The study has no such experiment, or the experiment no such network.
     """
     tune, experiments = config["tune"], config["studies"][config["study"]]["experiments"]
+    for key in ("include", "exclude", "baseline"):
+        for name in [tune[key]] if key == "baseline" else tune[key]:
+            if name not in REGISTRY:
+                raise ConfigError(
+                    wrong_value_message(f"tune.{key}", name, "is not a strategy", REGISTRY)
+                )
     name = tune["experiment"] or next(iter(experiments))
     if name not in experiments:
         what = f"is not an experiment of {config['study']}"
