@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,7 +13,16 @@ from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.config.config import load_config
 from stratbench.tune import space
 from stratbench.tune.__main__ import main
-from stratbench.tune.sieves import MEASURED, REFUSED, TOO_LARGE, TOO_SLOW, Sieved, drop_slow, sieve
+from stratbench.tune.sieves import (
+    MEASURED,
+    REFUSED,
+    TOO_LARGE,
+    TOO_SLOW,
+    Sieved,
+    _planned,
+    drop_slow,
+    sieve,
+)
 from stratbench.tune.space import Combination, combinations_of, strategies_of
 
 TUNE = {"include": [], "exclude": [], "compile": False}
@@ -125,18 +135,24 @@ def test_the_sieves_say_why_and_write_a_study_that_can_be_run(tmp_path, monkeypa
     assert whole["studies"]["s-tune"]["experiments"]["first"]["global_batch"] == 8
 
 
-def test_what_check_refuses_and_what_cannot_fit_is_not_measured(tmp_path):
-    config = config_of() | {"results": str(tmp_path)}
-    config["studies"]["s"]["experiments"]["first"]["models"] = ["gpt2-small"]
+def test_what_the_config_refuses_is_not_measured():
     found = [
-        Combination("ddp"),
         Combination("ddp", {}, {"accumulate": 3}),
         Combination("ps-sync", {}, {"accumulate": 2}),
     ]
-    config["cluster"]["mem_mib_per_gpu"] = 4000
-    fates = [s.fate for s in sieve(config, "first", 2, "gpt2-small", found, "ddp")]
-    assert fates[1:] == [REFUSED, REFUSED]
-    assert fates[0] in (MEASURED, TOO_LARGE)
+    sieved = sieve(config_of(), "first", 2, "gpt-compact", found, "ddp")
+    assert [s.fate for s in sieved] == [REFUSED, REFUSED]
+    assert "cannot be divided" in sieved[0].why
+    assert "ps-sync" in sieved[1].why
+
+
+@pytest.mark.parametrize(("needed_bytes", "fate"), [(150, MEASURED), (151, TOO_LARGE)])
+def test_half_again_a_workers_memory_is_tried(needed_bytes, fate):
+    fit = SimpleNamespace(
+        room_bytes=80.0, needed_bytes=needed_bytes, verdict="tight", device="a GPU", usual_s=1.0
+    )
+    planned = SimpleNamespace(state="to do", fit=fit)
+    assert _planned(Combination("ddp"), planned, memory_margin=0.25).fate == fate
 
 
 @pytest.mark.parametrize(
