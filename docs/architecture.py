@@ -16,7 +16,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from extensions import EXTENSIONS, find_extension
+from extensions import find_extension
+from stratbench.cell.extensions import installed
 
 ROOT = Path(__file__).parents[1]
 MADE_BY = "<!-- made by docs/architecture.py (make docs) -->"
@@ -25,6 +26,7 @@ WINGS = ("plan", "train", "analysis")
 #: The floors from top to bottom, each with its parts. A part imports from the floors below its own. The
 #: wings never import each other; on the ground floor a part imports those before it.
 FLOORS = [
+    ("What the core runs without: the names of what each adds", ["extensions"]),
     ("The command line, and what it asks of several wings", ["command", "tune"]),
     ("What passes between users, and to other trainers", ["sets", "emit"]),
     ("The wings, one for each thing a user does", [*WINGS]),
@@ -40,7 +42,7 @@ RACE = "analysis.race"
 #: The most files side by side in a folder.
 FLAT = 16
 #: What no part may import, at the top of a file or inside a function.
-NO_TORCH = ("sets", "analysis", "study", "cell", "statistics")
+NO_TORCH = ("extensions", "sets", "analysis", "study", "cell", "statistics")
 #: The files that a newcomer reads first, in this order, and what each says.
 FIRST_FILES = {
     "config.yaml": "the study `demo`: experiments, strategies, models, numbers of workers",
@@ -367,14 +369,16 @@ def _first_files() -> list[str]:
 def _extension_rows() -> list[str]:
     counts = Counter(map(find_extension, modules()))
     return [
-        "The core shall run without any of these. `docs/known_dependencies.txt` lists the imports that still",
-        "forbid to delete one; `tests/unit/test_deleting.py` lets the list only shrink.",
+        "The core shall run without any of these. Each says in `workflow/stratbench/extensions/NAME` what it",
+        "adds. To delete one, delete that folder, its line in `extensions/__init__.py` and its modules.",
+        "`docs/known_dependencies.txt` lists the imports that still forbid it; `tests/unit/test_deleting.py`",
+        "lets the list only shrink.",
         "",
         "| extension | what for | modules | needs |",
         "|---|---|--:|---|",
         *(
-            f"| {name} | {e.summary} | {counts[name]} | {', '.join(e.needs)} |"
-            for name, e in EXTENSIONS.items()
+            f"| {name} | {e.says} | {counts[name]} | {', '.join(e.needs)} |"
+            for name, e in installed().items()
         ),
         "",
         f"The core has {counts[None]} modules.",

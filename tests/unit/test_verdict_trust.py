@@ -289,7 +289,7 @@ def test_a_verdict_that_was_changed_is_not_used(raced, capsys):
 
 
 def test_a_verdict_that_says_something_else_than_its_blocks_is_not_used(raced, capsys):
-    from stratbench.cell.seal import with_seal
+    from stratbench.cell.blocks import with_seal
 
     path = raced.root / "verdict" / "verdict.json"
     written = path.read_text()

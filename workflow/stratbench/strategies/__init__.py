@@ -1,4 +1,4 @@
-"""Training strategies: one file a family, one line each in this registry.
+"""Training strategies: one file a family, one line each in this registry or in an extension's declaration.
 
 Each policy of the parameter server (`ps/policies/policies.py`) is a strategy, too. Strategy modules import
 torch inside functions only, so that the workflow can read a strategy's name and options in milliseconds.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stratbench.cell.extensions import installed, resolve
 from stratbench.ps.policies.policies import POLICIES
 
 if TYPE_CHECKING:
@@ -25,21 +25,14 @@ REGISTRY: dict[str, str] = {
     "fsdp": "stratbench.strategies.sharding.fsdp:FSDP",
     "zero1": "stratbench.strategies.sharding.zero:ZeRO1",
     "zero1-torch": "stratbench.strategies.sharding.zero:TorchZeRO1",
-    "deepspeed": "stratbench.strategies.deepspeed:DeepSpeed",
-    "command": "stratbench.strategies.command:Command",
-    "tensor": "stratbench.strategies.splitting.tensor:TensorParallel",
-    "pipeline": "stratbench.strategies.splitting.pipeline:Pipeline",
-    "local-sgd": "stratbench.strategies.local.local_sgd:LocalSGD",
-    "diloco": "stratbench.strategies.local.diloco:DiLoCo",
-    "gossip": "stratbench.strategies.local.gossip:Gossip",
+    **{name: cls for e in installed().values() for name, cls in e.strategies.items()},
     **dict.fromkeys(POLICIES, "stratbench.strategies.ps:class_of_policy"),
 }
 
 
 def strategy_class(name: str) -> type[Strategy]:
     """The class registered as `name`; KeyError when there is none."""
-    module, _, attribute = REGISTRY[name].partition(":")
-    registered = getattr(import_module(module), attribute)
+    registered = resolve(REGISTRY[name])
     return registered if isinstance(registered, type) else registered(name)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.groups import Group
-from stratbench.cell.blocks import VERDICT_VERSION
+from stratbench.cell.blocks import VERDICT_VERSION, why_broken
 from stratbench.cell.files import read_json
-from stratbench.cell.seal import why_broken
 from stratbench.strategies.base import Traits
 
 #: States of an arm that exclude it, with the words of the decision.

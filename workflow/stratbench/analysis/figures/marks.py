@@ -83,6 +83,8 @@ FILLS = {
 }
 #: Member i of a family has in figures filling i % 3 and DASHES[i % 5]: fifteen differ.
 DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
+#: Members that come of several extensions, in their order: deleting one leaves the others' marks.
+PLACES = {"engines": ("deepspeed", "command")}
 
 
 def mark_of(family: str, index: int) -> Mark:
@@ -93,10 +95,12 @@ def mark_of(family: str, index: int) -> Mark:
 
 @cache
 def _members() -> dict[str, list[str]]:
-    """The registered strategies of each family, in the registry's order."""
-    members: dict[str, list[str]] = {}
+    """The registered strategies of each family: those of PLACES, then others in the registry's order."""
+    members = {family: list(names) for family, names in PLACES.items()}
     for name in REGISTRY:
-        members.setdefault(strategy_class(name).family, []).append(name)
+        family = members.setdefault(strategy_class(name).family, [])
+        if name not in family:
+            family.append(name)
     return members
 
 

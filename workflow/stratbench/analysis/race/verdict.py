@@ -13,9 +13,8 @@ from stratbench.analysis.race.noise import Noise, noise_of
 from stratbench.analysis.race.rounds import Course
 from stratbench.analysis.race.state import Drop, Judged, State
 from stratbench.cell.block_rules import MATRIX_REPEATS, MOST_OFF
-from stratbench.cell.blocks import VERDICT_VERSION, Block
+from stratbench.cell.blocks import VERDICT_VERSION, Block, with_seal
 from stratbench.cell.files import finite
-from stratbench.cell.seal import with_seal
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.statistics.moderated import ROUGH
 

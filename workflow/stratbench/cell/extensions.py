@@ -1,0 +1,50 @@
+"""What an extension of the core may add, and the extensions that are installed.
+
+A declaration holds names ("module:attribute"), which are resolved when they are used: every job reads all
+declarations, and most need none of the code. To delete an extension, delete its folder and its name in
+`extensions/__init__.py`, with the extensions that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What one extension adds to the core."""
+
+    #: What it is for, in a line.
+    says: str
+    #: The extensions that it imports.
+    needs: tuple[str, ...] = ()
+    #: Strategies by name: the class, or a function that makes the class of the name.
+    strategies: Mapping[str, str] = field(default_factory=dict)
+
+
+@cache
+def installed() -> dict[str, Extension]:
+    """Return the extensions that are there, in their order.
+
+    Raises:
+        ModuleNotFoundError: For one that needs an extension that was deleted.
+    """
+    # By name, because the list lies above all that asks for it.
+    names = import_module(".extensions", "stratbench").NAMES
+    found = {name: import_module(f".extensions.{name}", "stratbench").EXTENSION for name in names}
+    for name, extension in found.items():
+        if lacking := set(extension.needs) - found.keys():
+            raise ModuleNotFoundError(
+                f"the extension {name} needs {', '.join(sorted(lacking))}, which was deleted; delete both"
+            )
+    return found
+
+
+def resolve(name: str) -> Any:
+    """Return what "module:attribute" stands for."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)

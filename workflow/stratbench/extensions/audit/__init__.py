@@ -1,0 +1,9 @@
+"""The extension `audit`: which figures not to believe."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="which figures not to believe",
+)

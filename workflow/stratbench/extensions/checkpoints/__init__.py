@@ -1,0 +1,9 @@
+"""The extension `checkpoints`: cells that resume after a kill."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="cells that resume after a kill",
+)

@@ -1,0 +1,13 @@
+"""The extension `commands`: a trainer of the user's own as a strategy."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="a trainer of the user's own as a strategy",
+    needs=("audit",),
+    strategies={
+        "command": "stratbench.strategies.command:Command",
+    },
+)

@@ -1,0 +1,10 @@
+"""The extension `elastic`: workers that come and go."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="workers that come and go",
+    needs=("checkpoints",),
+)

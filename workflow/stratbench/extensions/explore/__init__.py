@@ -1,0 +1,9 @@
+"""The extension `explore`: a page to browse cells."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="a page to browse cells",
+)

@@ -1,0 +1,14 @@
+"""The extension `local`: local SGD, DiLoCo and gossip."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="local SGD, DiLoCo and gossip",
+    strategies={
+        "local-sgd": "stratbench.strategies.local.local_sgd:LocalSGD",
+        "diloco": "stratbench.strategies.local.diloco:DiLoCo",
+        "gossip": "stratbench.strategies.local.gossip:Gossip",
+    },
+)

@@ -1,0 +1,9 @@
+"""The extension `plan`: what a cell will hold, send, take and cost."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="what a cell will hold, send, take and cost",
+)

@@ -1,0 +1,9 @@
+"""The extension `queue`: time to a result with the cluster's queue in it."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="time to a result with the cluster's queue in it",
+)

@@ -1,0 +1,10 @@
+"""The extension `sets`: result sets: one file per study, compared and exported."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="result sets: one file per study, compared and exported",
+    needs=("audit", "explore", "paper"),
+)

@@ -1,0 +1,10 @@
+"""The extension `tune`: the combinations of strategies and settings that are worth measuring."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="the combinations of strategies and settings that are worth measuring",
+    needs=("plan",),
+)

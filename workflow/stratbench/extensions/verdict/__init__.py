@@ -1,0 +1,10 @@
+"""The extension `verdict`: which strategy is fastest, by paired blocks."""
+
+from __future__ import annotations
+
+from stratbench.cell.extensions import Extension
+
+EXTENSION = Extension(
+    says="which strategy is fastest, by paired blocks",
+    needs=("audit", "plan"),
+)
