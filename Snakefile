@@ -28,12 +28,14 @@ if not IS_GIVEN_CONFIG:
 
 include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
-include: "workflow/rules/plan.smk"
-include: "workflow/rules/tune.smk"
-include: "workflow/rules/verdict.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/analysis.smk"
-include: "workflow/rules/sets.smk"
+
+
+for extension in installed().values():
+    for name in extension.rules:
+
+        include: f"workflow/rules/{name}"
 
 
 rule all:

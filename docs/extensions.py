@@ -49,13 +49,6 @@ MODULES = {
     "compression": ("strategies.compression",),
     "explore": ("analysis.report.explore",),
 }
-#: Rules of each extension.
-RULES = {
-    "plan": ("plan.smk",),
-    "tune": ("tune.smk",),
-    "verdict": ("verdict.smk",),
-    "sets": ("sets.smk",),
-}
 
 
 def find_extension(module: str) -> str | None:
@@ -66,8 +59,8 @@ def find_extension(module: str) -> str | None:
     """
     matches = [
         (len(prefix), name)
-        for name, prefixes in MODULES.items()
-        for prefix in (f"extensions.{name}", *prefixes, *RULES.get(name, ()))
+        for name, extension in installed().items()
+        for prefix in (f"extensions.{name}", *MODULES[name], *extension.rules)
         if module == prefix or module.startswith(f"{prefix}.")
     ]
     return max(matches)[1] if matches else None

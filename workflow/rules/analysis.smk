@@ -12,7 +12,8 @@ report: "../report/workflow.rst"
 onsuccess:
     if internals.get_jobs(workflow, rules.write_report):
         print(folded(brief.answer_lines(Path(RESULTS, STUDY.name))), flush=True)
-    end_round()
+    for end in AFTER_JOBS:
+        end()
 
 
 onerror:
@@ -105,7 +106,7 @@ rule audit_records:
     input:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         records=JOBS.record_paths(),
-        verdict=verdict_of,  # its blocks are evidence
+        verdict=evidence_files("verdict"),  # its blocks are evidence
     output:
         f"{RESULTS}/{{study}}/audit.csv",
     log:
@@ -183,9 +184,9 @@ rule make_decision:
     input:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
-        verdict=verdict_of,
+        verdict=evidence_files("verdict"),
         history=history_of,
-        links=lambda w: measured_links(w) if ASKS_PROJECTION else [],
+        links=evidence_files("links") if ASKS_PROJECTION else [],
     output:
         f"{RESULTS}/{{study}}/decision.csv",
         f"{RESULTS}/{{study}}/answers.json",
@@ -203,7 +204,7 @@ rule make_decision:
         constraints=constraints,
         queue=asked_of_queue,
         asking=asking,
-        verdict=told_verdict,
+        verdict=evidence("verdict"),
     message:
         "rank the strategies of {wildcards.study}"
     shell:
@@ -240,11 +241,9 @@ rule write_report:
         f"{RESULTS}/{{study}}/answers.json",
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
-        verdict=verdict_of,
+        verdict=evidence_files("verdict"),
         summary=f"{RESULTS}/{{study}}/summary.csv",
-        prediction=f"{RESULTS}/{{study}}/prediction.csv",
-        links=measured_links,
-        projection=made_projection,
+        shown=evidence_files("prediction", "links", "projection"),
         paper=f"{RESULTS}/{{study}}/against_claims.csv",
         plots=FIGURES,
         tables=TABLES,
@@ -272,7 +271,7 @@ rule write_report:
         study=study_dir,
         out=study_dir,
         description=description,
-        verdict=told_verdict,
+        verdict=evidence("verdict"),
     message:
         "write the report of {wildcards.study}"
     shell:
@@ -299,7 +298,7 @@ rule partial:
         constraints=constraints,
         queue=asked_of_queue,
         asking=asking,
-        verdict=told_verdict,
+        verdict=evidence("verdict"),
     message:
         f"merge the records of {STUDY.name} that are there"
     shell:
@@ -332,7 +331,7 @@ rule decide:
         constraints=constraints,
         queue=asked_of_queue,
         asking=asking,
-        verdict=told_verdict,
+        verdict=evidence("verdict"),
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"
     shell:

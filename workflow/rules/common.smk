@@ -4,18 +4,16 @@ import re
 import sys
 import time
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
+from stratbench.cell.extensions import installed
 from stratbench.cell.installation import INSTALLED
 from stratbench.cell.settings import Settings
 from stratbench.study import job_values, reasons
 from stratbench.study.slurm.worker_job import WorkerJob
-from stratbench.plan.device_rates import named_gpus
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import faults
 from stratbench.study import resume
@@ -24,15 +22,11 @@ from stratbench.study.config.config import load_config
 from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.result_sets import existing_sets
 from stratbench.study.slurm import live_jobs
-from stratbench.study.slurm.nodes import cluster_nodes
-from stratbench.study.verdict_round import Round
 from stratbench.workload.data.prepared import meta_name
 
 try:
     CONFIG, STUDY = load_config(config, internals.get_config_files(workflow))
-    named_gpus(CONFIG["cluster"])
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
@@ -69,20 +63,24 @@ if IN_CONDA and INSTALLED:
 ENV = "../../envs/stratbench.yaml"
 CELL = f"{{study}}/cells/{CELL_PATTERN}"
 LOGS = f"{{study}}/logs/{CELL_PATTERN}"
-BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
 # Of this study alone, for a command line.
 STUDY_CONFIG = CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}}
 # Whether `decide` asks for a number of GPUs on which some experiment trains nothing.
 ASKS_PROJECTION = CONFIG["decide"]["gpus"] is not None and any(
     CONFIG["decide"]["gpus"] not in e.matrix["gpus"] for e in STUDY.experiments.values()
 )
-NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
-ROUND = Round(
-    STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not internals.is_main(workflow)
-)
 
+# The rules of extensions add to these.
 # Functions that say of cells that nothing can train them, before the first is submitted.
 START_CHECKS = []
+# Functions without arguments: run once the jobs are planned, and after the last.
+BEFORE_JOBS, AFTER_JOBS = [], []
+# Functions that yield further planned jobs that train: the job, its cells, and what it asks a scheduler for.
+TRAINING_JOBS = []
+# By the name of a rule that trains, a function that names what a job's wildcards stand for.
+TRAINED_BY = {}
+# By its name, a function that gives the path of a file for the analysis; an empty text where there is none.
+EVIDENCE = {}
 
 
 wildcard_constraints:
@@ -178,42 +176,6 @@ def description(wildcards):
     return STUDY.description
 
 
-def compared_sets(wildcards):
-    """The sets of the config, all of them there, for `compare`."""
-    return json.dumps(or_workflow_error(existing_sets, CONFIG))
-
-
-def told_verdict(wildcards):
-    """The study's verdict, where there is one of the config's settings; else an empty text."""
-    path = ROUND.file.with_name("verdict.json")
-    return str(path) if ROUND.has_current_verdict else ""
-
-
-def verdict_of(wildcards):
-    """The same as a list of files."""
-    return list(filter(None, [told_verdict(wildcards)]))
-
-
-@cache
-def links_request():
-    """What the measurement of links asks a scheduler for; of one node where there is no SLURM."""
-    return JOBS.links_request(
-        cluster_nodes() if internals.is_on_slurm(workflow) else []
-    )
-
-
-def measured_links(wildcards):
-    """What `links` has measured for the study, where it has."""
-    path = Path(RESULTS, STUDY.name, "links", "links.csv")
-    return [str(path)] if path.exists() else []
-
-
-def made_projection(wildcards):
-    """What `project` has projected of the study, where it has."""
-    path = Path(RESULTS, STUDY.name, "projection.csv")
-    return [str(path)] if path.exists() else []
-
-
 def study_dir(wildcards):
     """results/<study>."""
     return f"{RESULTS}/{wildcards.study}"
@@ -237,25 +199,12 @@ def data_of_cell(wildcards):
     return prepared_data(cell.dataset)
 
 
-def data_of_block(wildcards):
-    """The same of a block: all its cells have one data set."""
-    plan = block_of(wildcards)
-    settings = JOBS.settings_of(plan.cell(plan.order[0]))
-    resume.forget_other_data(workflow, plan.folder(RESULTS) / BLOCK_FILE, settings)
-    return prepared_data(plan.dataset)
-
-
 def or_workflow_error(question, *of):
     """The answer, or Snakemake's own error with the reason."""
     try:
         return question(*of)
     except ConfigError as error:
         raise WorkflowError(str(error)) from None
-
-
-def block_of(wildcards):
-    """The block of a verdict's round that a job's wildcards name."""
-    return or_workflow_error(ROUND.block_of, wildcards)
 
 
 def missing_needs(cells):
@@ -273,31 +222,19 @@ def missing_needs(cells):
     ]
 
 
-def block_request(wildcards):
-    """What the block asks a scheduler for."""
-    return ROUND.request_of(block_of(wildcards))
+def evidence(name):
+    """A function that gives the path of a file for the analysis; an empty text where there is none."""
+    return lambda wildcards: EVIDENCE[name]() if name in EVIDENCE else ""
+
+
+def evidence_files(*names):
+    """A function that gives those that are there, as inputs."""
+    return lambda wildcards: list(filter(None, (evidence(n)(wildcards) for n in names)))
 
 
 def failed_jobs():
     """Yield what each failed job trained, and its log."""
     for job in internals.iter_failed(workflow):
-        if internals.is_of_rule(job, rules.train_cell):
-            yield cell_of(job.wildcards), Path(job.log[0])
-        elif internals.is_of_rule(job, rules.run_block):
-            yield block_of(job.wildcards), Path(job.log[0])
-
-
-def begin_round():
-    """Once the jobs are planned: keep the round for those of its jobs that run elsewhere."""
-    if internals.get_jobs(workflow, rules.verdict):
-        ROUND.keep()
-
-
-def end_round():
-    """After a round: start the next, where the config says so and something is open."""
-    if (
-        internals.get_jobs(workflow, rules.verdict)
-        and CONFIG["verdict"]["rounds"] == "all"
-    ):
-        if not ROUND.content["done"] and or_workflow_error(ROUND.goes_on):
-            internals.restart(workflow)
+        for rule, trained_by in TRAINED_BY.items():
+            if internals.is_of_rule(job, getattr(rules, rule)):
+                yield trained_by(job.wildcards), Path(job.log[0])

@@ -1,5 +1,11 @@
 # Result sets: the records of a study as one file, and sets beside each other. Nothing here trains, and
 # nothing has an output that Snakemake knows of, so that it always runs.
+from stratbench.study.config.result_sets import existing_sets
+
+
+def compared_sets(wildcards):
+    """The sets of the config, all of them there, for `compare`."""
+    return json.dumps(or_workflow_error(existing_sets, CONFIG))
 
 
 # `snakemake bundle`: records, timelines, resolved config and environment in results/<study>/<study>.stratbench.zip.

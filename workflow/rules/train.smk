@@ -4,11 +4,14 @@ from stratbench.study import job_values, order, resume
 from stratbench.study.slurm.job_requests import Submission, submit_what_fits
 from stratbench.train import forkserver
 
+TRAINED_BY["train_cell"] = cell_of
+
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
 onstart:
     signal.signal(signal.SIGTERM, lambda *_: internals.end_run(workflow))
-    begin_round()
+    for begin in BEFORE_JOBS:
+        begin()
     training = internals.get_jobs(workflow, rules.train_cell)
     planned = [job for job in training if internals.is_planned(workflow, job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
@@ -23,17 +26,12 @@ onstart:
         )
         for cell, job in cells
     ]
-    for job in internals.get_jobs(workflow, rules.run_block):
-        if internals.is_planned(workflow, job):
+    for further in TRAINING_JOBS:
+        for job, of_job, request in further():
             planned.append(job)
-            plan = block_of(job.wildcards)
-            trained += map(plan.cell, plan.order)
-            cell = plan.cell(plan.order[0])
-            submissions.append(
-                Submission(
-                    job, cell, JOBS.settings_of(cell), ROUND.request_of(plan)
-                )
-            )
+            trained += of_job
+            settings = JOBS.settings_of(of_job[0])
+            submissions.append(Submission(job, of_job[0], settings, request))
     if lacking := missing_needs(trained):
         raise WorkflowError("\n".join(lacking))
     if internals.is_on_slurm(workflow) and (

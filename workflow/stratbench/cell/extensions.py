@@ -24,6 +24,8 @@ class Extension:
     needs: tuple[str, ...] = ()
     #: Strategies by name: the class, or a function that makes the class of the name.
     strategies: Mapping[str, str] = field(default_factory=dict)
+    #: Files of `workflow/rules`; they add to the lists at the top of common.smk.
+    rules: tuple[str, ...] = ()
 
 
 @cache

@@ -6,4 +6,5 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="how fast links between workers are, measured",
+    rules=("links.smk",),
 )

@@ -7,4 +7,5 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="step times on counts of workers that nobody has measured",
     needs=("plan", "links"),
+    rules=("projection.smk",),
 )

@@ -7,4 +7,5 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="result sets: one file per study, compared and exported",
     needs=("audit", "explore", "paper"),
+    rules=("sets.smk",),
 )

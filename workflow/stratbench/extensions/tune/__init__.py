@@ -7,4 +7,5 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="the combinations of strategies and settings that are worth measuring",
     needs=("plan",),
+    rules=("tune.smk",),
 )

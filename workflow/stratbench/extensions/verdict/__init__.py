@@ -7,4 +7,5 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="which strategy is fastest, by paired blocks",
     needs=("audit", "plan"),
+    rules=("verdict.smk",),
 )

@@ -1,0 +1,69 @@
+from functools import cache
+
+from stratbench.study.slurm.nodes import cluster_nodes
+
+
+@cache
+def links_request():
+    """What the measurement of links asks a scheduler for; of one node where there is no SLURM."""
+    return JOBS.links_request(
+        cluster_nodes() if internals.is_on_slurm(workflow) else []
+    )
+
+
+def measured_links():
+    """What `links` has measured for the study, where it has; else an empty text."""
+    path = Path(RESULTS, STUDY.name, "links", "links.csv")
+    return str(path) if path.exists() else ""
+
+
+EVIDENCE["links"] = measured_links
+
+
+# What links cost, measured by processes of their own: on this machine, or on SLURM by a job on two nodes
+# where a partition has them. `links` takes its output away, so that it measures whenever that is asked for.
+rule links_measured:
+    output:
+        f"{RESULTS}/{STUDY.name}/links/measured",
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/links_measured.log",
+    conda:
+        ENV
+    resources:
+        # As of a cell's job, in train.smk.
+        nodes=lambda w: links_request().nodes,
+        gres=lambda w: links_request().gres,
+        tasks=lambda w: links_request().nodes,
+        tasks_per_gpu=0,
+        mpi=lambda w: "srun" if links_request().nodes > 1 else "",
+        cpus_per_task=lambda w: links_request().cpus,
+        mem_mb=lambda w: links_request().mem_mib,
+        runtime=lambda w: links_request().runtime_min,
+        gpu_slots=1,
+    params:
+        arguments=lambda w: JOBS.links_arguments(),
+        folder=lambda w: f"{RESULTS}/{STUDY.name}/links",
+    message:
+        f"measure the links for the study {STUDY.name}, on nodes: {{resources.nodes}}; log: {{log}}"
+    shell:
+        f"{PROGRAM}"
+        "-m stratbench.train.links.measure {params.arguments:q} --out {params.folder:q} 2>&1 | tee {log:q} && touch {output:q}"
+
+
+# And what they cost, in words; the report shows it with figures.
+rule links:
+    input:
+        rules.links_measured.output,
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/links.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        folder=rules.links_measured.params.folder,
+    message:
+        f"what the links of the study {STUDY.name} cost"
+    shell:
+        "rm {input:q}; "
+        f"{PROGRAM}"
+        "-m stratbench.analysis.report.links --folder {params.folder:q} 2>&1 | tee {log:q}"

@@ -1,0 +1,29 @@
+def made_projection():
+    """What `project` has projected of the study, where it has; else an empty text."""
+    path = Path(RESULTS, STUDY.name, "projection.csv")
+    return str(path) if path.exists() else ""
+
+
+EVIDENCE["projection"] = made_projection
+
+
+# Step times on counts that nobody has, from the study's records, and from its links.csv where `links` has
+# made one: projection.csv, which the report shows, and an answer in words. It has no output, so that it always
+# runs.
+rule project:
+    input:
+        rules.plan.input,
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/project.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        config=rules.plan.params.config,
+        table=lambda w: f"{RESULTS}/{STUDY.name}/projection.csv",
+    message:
+        f"project the study {STUDY.name} to more workers"
+    shell:
+        f"{PROGRAM}{VALUES}"
+        "-m stratbench.plan.projection --config @config"
+        " -m stratbench.analysis.report.projection --table {params.table:q} 2>&1 | tee {log:q}"
