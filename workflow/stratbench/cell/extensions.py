@@ -7,7 +7,7 @@ declarations, and most need none of the code. To delete an extension, delete its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -26,6 +26,8 @@ class Extension:
     strategies: Mapping[str, str] = field(default_factory=dict)
     #: Files of `workflow/rules`; they add to the lists at the top of common.smk.
     rules: tuple[str, ...] = ()
+    #: A function that adds subcommands: it is given a `command.subcommands.Adder`.
+    commands: str | None = None
 
 
 @cache
@@ -44,6 +46,13 @@ def installed() -> dict[str, Extension]:
                 f"the extension {name} needs {', '.join(sorted(lacking))}, which was deleted; delete both"
             )
     return found
+
+
+def at(point: str) -> Iterator[tuple[str, Any]]:
+    """Yield each extension with a name at a point of its declaration, and what that name stands for."""
+    for name, extension in installed().items():
+        if declared := getattr(extension, point):
+            yield name, resolve(declared)
 
 
 def resolve(name: str) -> Any:

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import decisions, write_decisions
 from stratbench.cell.files import claim_folder
 from stratbench.cell.text.words import folded, printable
 from stratbench.command import CommandError
+from stratbench.command.subcommands import changed
 from stratbench.plan.queue.__main__ import write_answer
 from stratbench.sets.archive import SetError, extract
 from stratbench.sets.check import INVALID, describe_set, exit_code
@@ -133,30 +132,6 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
         extract(Path(text).expanduser(), Path(results, result_set.study))
         config |= {"results": results, "code": [], "data": {}}
         return make_plan(["--config", json.dumps(config), "--out", str(folder)])
-
-
-def changed(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
-    """The config changed by pairs KEY=VALUE, as by Snakemake's `--config`: mappings are merged."""
-    result = json.loads(json.dumps(config))
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key.isidentifier():
-            raise CommandError(f"--config {pair}: is not KEY=VALUE")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise CommandError(f"--config {pair}: {text} is not YAML") from error
-        merge(result, {key: value})
-    return result
-
-
-def merge(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Merges `values` into `config`, mappings key by key."""
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(config.get(key), dict):
-            merge(config[key], value)
-        else:
-            config[key] = value
 
 
 def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:

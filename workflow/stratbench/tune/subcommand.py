@@ -21,8 +21,8 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def run_tune(given: argparse.Namespace, others: list[str]) -> int:
     """Sieve the combinations, then measure what is left by the rounds of a verdict; returns the exit code."""
-    from stratbench.command.__main__ import pairs
     from stratbench.command.in_folder import QUIET, command_line, profile_folder, require, run_rules
+    from stratbench.command.subcommands import pairs
 
     require("torch")
     profile = profile_folder(given.profile)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="how fast links between workers are, measured",
     rules=("links.smk",),
+    commands="stratbench.extensions.links:add_subcommands",
 )
+
+
+def add_subcommands(add: Any) -> None:
+    """Add `links`; `add`: an `Adder`."""
+    from stratbench.command.subcommands import add_training
+
+    text = "measure what the exchange between workers costs here, for `project`"
+    add_training(add, "links", text)

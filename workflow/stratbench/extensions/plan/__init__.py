@@ -7,4 +7,5 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="what a cell will hold, send, take and cost",
     rules=("plan.smk",),
+    commands="stratbench.extensions.plan.subcommands:add_subcommands",
 )

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="step times on counts of workers that nobody has measured",
     needs=("plan", "links"),
     rules=("projection.smk",),
+    commands="stratbench.extensions.projection:add_subcommands",
 )
+
+
+def add_subcommands(add: Any) -> None:
+    """Add `project`; `add`: an `Adder`."""
+    from stratbench.command.subcommands import answer_with_torch
+
+    add("project", answer_with_torch, "step times on more workers than were measured")

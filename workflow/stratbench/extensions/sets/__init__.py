@@ -6,6 +6,7 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="result sets: one file per study, compared and exported",
-    needs=("audit", "explore", "paper"),
+    needs=("audit", "explore", "paper", "plan"),
     rules=("sets.smk",),
+    commands="stratbench.extensions.sets.subcommands:add_subcommands",
 )

@@ -8,4 +8,5 @@ EXTENSION = Extension(
     says="the combinations of strategies and settings that are worth measuring",
     needs=("plan",),
     rules=("tune.smk",),
+    commands="stratbench.tune.subcommand:add_subcommand",
 )

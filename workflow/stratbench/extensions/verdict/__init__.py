@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="which strategy is fastest, by paired blocks",
     needs=("audit", "plan"),
     rules=("verdict.smk",),
+    commands="stratbench.extensions.verdict:add_subcommands",
 )
+
+
+def add_subcommands(add: Any) -> None:
+    """Add `verdict`; `add`: an `Adder`."""
+    from stratbench.command.subcommands import add_training
+
+    text = "which strategy is fastest, from short blocks instead of whole trainings"
+    add_training(add, "verdict", text)
