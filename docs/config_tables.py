@@ -108,17 +108,25 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def main() -> None:
-    """Make the tables of a page again, between its marks."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("page", type=Path, help="docs/configuration.md")
-    path = parser.parse_args().page
+def put_between_marks(path: Path, text: str) -> None:
+    """Put generated text into a page, between the lines `TABLE_BEGIN` and `TABLE_END`.
+
+    Raises:
+        SystemExit: The page lacks one of the lines.
+    """
     page = path.read_text(encoding="utf-8")
     before, begin, rest = page.partition(TABLE_BEGIN)
     _, end, after = rest.partition(TABLE_END)
     if not begin or not end:
-        parser.error(f"{path} has no lines {TABLE_BEGIN} and {TABLE_END}")
-    path.write_text(f"{before}{begin}\n{key_tables()}{end}{after}", encoding="utf-8")
+        raise SystemExit(f"{path} has no lines {TABLE_BEGIN} and {TABLE_END}")
+    path.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    """Make the tables of a page again, between its marks."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("page", type=Path, help="docs/configuration.md")
+    put_between_marks(parser.parse_args().page, key_tables())
 
 
 if __name__ == "__main__":

@@ -127,11 +127,3 @@ def test_every_field_of_the_schema_is_described():
             walk(rule["items"], f"{where}[]")
 
     walk(schema, "")
-
-
-def test_every_figure_is_explained():
-    schema = json.loads(record.SCHEMA_PATH.read_text())["properties"]
-    page = (record.SCHEMA_PATH.parents[2] / "docs" / "methodology.md").read_text()
-    parts = ("batch", "time", "compute", "communication", "energy", "memory", "score", "profile")
-    figures = [(part, name) for part in parts for name in schema[part]["properties"]]
-    assert [f"{part}.{name}" for part, name in figures if name not in page] == []

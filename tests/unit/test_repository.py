@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from importlib.metadata import packages_distributions, requires
@@ -19,6 +20,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import architecture  # noqa: E402
 import config_tables  # noqa: E402
+import record_tables  # noqa: E402
+from stratbench.cell.record import SCHEMA_PATH  # noqa: E402
 from stratbench.strategies import REGISTRY, strategy_class  # noqa: E402
 
 
@@ -122,10 +125,25 @@ def test_architecture_pages_are_current():
     assert (ROOT / "docs/modules.md").read_text() == architecture.module_page(), "run: make docs"
 
 
-def test_tables_of_all_keys_are_current():
-    page = (ROOT / "docs/configuration.md").read_text()
-    generated = page.partition(config_tables.TABLE_BEGIN)[2].partition(config_tables.TABLE_END)[0]
-    assert generated.strip() == config_tables.key_tables().strip(), "run: make docs"
+@pytest.mark.parametrize(
+    ("page", "tables"),
+    [
+        ("docs/configuration.md", config_tables.key_tables),
+        ("docs/reference/record.md", record_tables.field_tables),
+    ],
+)
+def test_generated_tables_of_a_page_are_current(page, tables):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    generated = text.partition(config_tables.TABLE_BEGIN)[2].partition(config_tables.TABLE_END)[0]
+    assert generated.strip() == tables().strip(), "run: make docs"
+
+
+def test_every_field_of_the_record_has_a_row():
+    properties = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))["properties"]
+    page = record_tables.field_tables()
+    for part in ("batch", "time", "compute", "communication", "energy", "memory", "score"):
+        for name in properties[part]["properties"]:
+            assert f"| `{name}` |" in page
 
 
 def test_tables_say_of_every_option_what_it_takes_and_means_in_words():
