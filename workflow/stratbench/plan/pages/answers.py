@@ -34,7 +34,8 @@ PART_NAMES = {
 STATES = ("parameters", "gradients", "optimizer", "buckets", "gathered")
 #: By how much two predicted times may differ, relatively, and still count as alike.
 ALIKE = 0.03
-#: Within so much of the least, the quickest was in each of 36 published sweeps of PyTorch (docs/planning.md).
+#: Within so much of the least, the quickest was in each of 36 published sweeps of PyTorch
+#: (benchmarks/results/public-sweeps.md).
 NEAR = 0.1
 
 
