@@ -5,7 +5,7 @@ from __future__ import annotations
 #: Key -> one sentence. Keys are `NAME` at the top, `cluster.NAME`, `decide.NAME`, and `experiment.NAME` for a
 #: setting.
 REMOVED_KEYS: dict[str, str] = {
-    "cluster.cells_per_job": "each cell is a SLURM job of its own (docs/slurm.md, Small cells)",
+    "cluster.cells_per_job": "each cell is a SLURM job of its own (docs/slurm.md, Many small cells)",
     "cluster.submit_workers": (
         "the cell's own job submits its worker jobs, so compute nodes must be allowed to call sbatch"
     ),
