@@ -74,8 +74,8 @@ docs: pages site
 
 pages: $(DEV_STAMP)
 	PYTHONPATH=workflow $(BIN)/python docs/architecture.py
-	PYTHONPATH=workflow $(BIN)/python docs/config_tables.py docs/configuration.md
-	PYTHONPATH=workflow $(BIN)/python docs/record_tables.py docs/reference/record.md
+	PYTHONPATH=workflow $(BIN)/python docs/config_tables.py
+	PYTHONPATH=workflow $(BIN)/python docs/record_tables.py
 
 $(DOCS_STAMP): envs/requirements-docs.txt envs/constraints.txt | $(DOCS_VENV)/bin/python
 	@echo "installing envs/requirements-docs.txt into $(DOCS_VENV)"

@@ -1,14 +1,14 @@
-"""Generates the tables of docs/configuration.md: every key of config.yaml, every option of a strategy.
+"""Generates the reference of config.yaml, a page per block, and the tables of the strategies' options.
 
-    PYTHONPATH=workflow python docs/config_tables.py docs/configuration.md
+    PYTHONPATH=workflow python docs/config_tables.py
 
-A test keeps the page current.
+A block's page begins with its part of docs/config_examples.yaml. Tests keep pages and example current.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,22 +19,96 @@ from stratbench.ps.policies.policies import POLICIES, policy_class
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.config.schema import TYPE_NAMES, resolved, schema
 
-#: Lines of docs/configuration.md that the generated tables stand between.
+DOCS = Path(__file__).parent
+#: A config that sets every key, from which the pages take their examples.
+EXAMPLES = DOCS / "config_examples.yaml"
+#: Lines of a page that generated tables stand between.
 TABLE_BEGIN, TABLE_END = "<!-- begin: generated -->", "<!-- end: generated -->"
+#: Strategies by the page of docs/reference/strategies that has their options.
+FAMILIES = {
+    "data-parallel": ("single", "ddp", "zero1", "zero1-torch"),
+    "sharded": ("fsdp", "deepspeed"),
+    "split": ("tensor", "pipeline"),
+    "local": ("local-sgd", "diloco", "gossip"),
+    "command": ("command",),
+    "servers": tuple(name for name in REGISTRY if strategy_class(name).kind == "server"),
+}
+HEADER = ("key", "value", "default", "meaning")
 
 
-def key_tables() -> str:
-    """Every key of config.yaml and every option of a strategy, as Markdown tables."""
-    parts = []
-    for title, properties, required in _blocks("", schema()):
-        rows = [
-            (f"`{key}`", _allowed(rule), _default(key, rule, required), rule["description"])
-            for key, rule in properties.items()
-        ]
-        parts.append(f"### {title}\n\n" + _table(("key", "value", "default", "meaning"), rows))
-    header = ("strategy", "option", "value", "default", "meaning")
-    parts.append("### Options of strategies\n\n" + _table(header, _option_rows()))
-    parts.append("\n".join(_refused_optimizers()))
+def generated_pages() -> dict[Path, str]:
+    """Return the text of every page that is generated, by its path."""
+    pages = {DOCS / "configuration.md": fill(DOCS / "configuration.md", top_level_table())}
+    for block, rule in block_rules().items():
+        pages[DOCS / "reference" / "config" / f"{block}.md"] = block_page(block, rule)
+    for family in FAMILIES:
+        path = DOCS / "reference" / "strategies" / f"{family}.md"
+        pages[path] = fill(path, strategy_tables(family))
+    return pages
+
+
+def block_rules() -> dict[str, Mapping[str, Any]]:
+    """Return the rules of the top level's keys that have keys of their own."""
+    rules = {key: resolved(rule) for key, rule in schema()["properties"].items()}
+    return {key: rule for key, rule in rules.items() if _has_keys(rule)}
+
+
+def _has_keys(rule: Mapping[str, Any]) -> bool:
+    return "properties" in rule or "properties" in resolved(rule.get("additionalProperties") or {})
+
+
+def top_level_table() -> str:
+    """Return the table of the top level's keys, each with a link to its page if it has one."""
+    blocks = block_rules()
+    rows = []
+    for key, rule in schema()["properties"].items():
+        name = f"[`{key}`](reference/config/{key}.md)" if key in blocks else f"`{key}`"
+        rule = resolved(rule)
+        required = schema().get("required", [])
+        rows.append((name, _allowed(rule), _default(key, rule, required), rule["description"]))
+    return _table(HEADER, rows)
+
+
+def block_page(block: str, rule: Mapping[str, Any]) -> str:
+    """Return the page of a block of config.yaml: an example with every key, then its tables."""
+    parts = [
+        f"# Configuration: `{block}`\n",
+        f"This reference lists the keys of `{block}` in [config.yaml](../../configuration.md). "
+        f"{rule['description']}\n",
+        f"```yaml\n{example_of(block)}```\n",
+    ]
+    for title, properties, required in iter_blocks("", {"properties": {block: rule}}):
+        if title != "Top level":
+            rows = [
+                (f"`{key}`", _allowed(inner), _default(key, inner, required), inner["description"])
+                for key, inner in properties.items()
+            ]
+            parts.append(f"## {title}\n\n" + _table(HEADER, rows))
+    return "\n".join(parts)
+
+
+def example_of(block: str) -> str:
+    """Return a block's lines of the example."""
+    text = EXAMPLES.read_text(encoding="utf-8")
+    match = re.search(rf"^{block}:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    if match is None:
+        raise SystemExit(f"{EXAMPLES} has no block {block}: give it a line per key")
+    return match[0]
+
+
+def strategy_tables(family: str) -> str:
+    """Return the rules of a family's strategies and the table of their options."""
+    rules = []
+    for name in FAMILIES[family]:
+        strategy = strategy_class(name)
+        summary = (strategy.__doc__ or "").strip().partition("\n")[0]
+        rule = strategy.rule.replace("|", "\\|")
+        rules.append((f"`{name}`", summary, rule))
+    parts = [_table(("strategy", "what it is", "rule"), rules)]
+    if options := list(_option_rows(FAMILIES[family])):
+        parts.append(_table(("strategy", "option", "value", "default", "meaning"), options))
+    if family == "servers":
+        parts.append("\n".join(_refused_optimizers()))
     return "\n".join(parts)
 
 
@@ -45,19 +119,22 @@ def _refused_optimizers() -> Iterator[str]:
         yield f"Servers that refuse `optimizer: {optimizer}`: {', '.join(names)}.\n"
 
 
-def _option_rows() -> Iterator[tuple[str, ...]]:
-    """A row for each option, with all strategies for which the rest of the row is the same."""
+def _option_rows(strategies: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yield a row per option, with all strategies for which the rest of the row is the same."""
     owners: dict[tuple[str, ...], list[str]] = {}
-    for strategy in REGISTRY:
+    for strategy in strategies:
         options_class = strategy_class(strategy).Options
         types = get_type_hints(options_class)
         for spec in fields(options_class):
             value = _type(types[spec.name], list(limits(spec)))
             row = (f"`{spec.name}`", value, json.dumps(spec.default), spec.metadata["help"])
             owners.setdefault(row, []).append(strategy)
-    servers = [name for name in REGISTRY if strategy_class(name).kind == "server"]
-    for (name, value, default, meaning), strategies in owners.items():
-        of = "every `ps-*`" if strategies == servers else ", ".join(f"`{s}`" for s in strategies)
+    for (name, value, default, meaning), names in owners.items():
+        of = (
+            "every `ps-*`"
+            if names == list(FAMILIES["servers"])
+            else ", ".join(f"`{s}`" for s in names)
+        )
         yield of, name, value, f"`{default}`", meaning
 
 
@@ -70,7 +147,7 @@ def _type(hint: Any, bounds: Iterable[str]) -> str:
     return ", ".join([spell(hint), *bounds])
 
 
-def _blocks(
+def iter_blocks(
     path: str, rule: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], list[str]]]:
     """Title, keys and required keys of each mapping of the config, from the top down."""
@@ -80,9 +157,9 @@ def _blocks(
         named = resolved(inner.get("additionalProperties") or {})
         below = f"{path}.{key}".lstrip(".")
         if "properties" in named:
-            yield from _blocks(f"{below}.<name>", named)
+            yield from iter_blocks(f"{below}.<name>", named)
         elif "properties" in inner:
-            yield from _blocks(below, inner)
+            yield from iter_blocks(below, inner)
 
 
 def _allowed(rule: Mapping[str, Any]) -> str:
@@ -108,8 +185,8 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def put_between_marks(path: Path, text: str) -> None:
-    """Put generated text into a page, between the lines `TABLE_BEGIN` and `TABLE_END`.
+def fill(path: Path, text: str) -> str:
+    """Return a page with `text` between the lines `TABLE_BEGIN` and `TABLE_END`.
 
     Raises:
         SystemExit: The page lacks one of the lines.
@@ -119,14 +196,14 @@ def put_between_marks(path: Path, text: str) -> None:
     _, end, after = rest.partition(TABLE_END)
     if not begin or not end:
         raise SystemExit(f"{path} has no lines {TABLE_BEGIN} and {TABLE_END}")
-    path.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
+    return f"{before}{begin}\n{text}{end}{after}"
 
 
 def main() -> None:
-    """Make the tables of a page again, between its marks."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("page", type=Path, help="docs/configuration.md")
-    put_between_marks(parser.parse_args().page, key_tables())
+    """Write the generated pages."""
+    for path, text in generated_pages().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

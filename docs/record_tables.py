@@ -1,20 +1,20 @@
 """Generates docs/reference/record.md: every field of a cell's record, from the record's schema.
 
-    PYTHONPATH=workflow python docs/record_tables.py docs/reference/record.md
+    PYTHONPATH=workflow python docs/record_tables.py
 
 A test keeps the page current.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from config_tables import put_between_marks
+from config_tables import DOCS, fill
 from stratbench.cell.record import SCHEMA_PATH
+
+PAGE = DOCS / "reference" / "record.md"
 
 
 def field_tables() -> str:
@@ -64,10 +64,8 @@ def _section(title: str, description: str, rows: Iterator[tuple[str, str, str]])
 
 
 def main() -> None:
-    """Make the tables of the page again, between its marks."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("page", type=Path, help="docs/reference/record.md")
-    put_between_marks(parser.parse_args().page, field_tables())
+    """Write the page."""
+    PAGE.write_text(fill(PAGE, field_tables()), encoding="utf-8")
 
 
 if __name__ == "__main__":

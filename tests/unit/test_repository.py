@@ -23,6 +23,7 @@ import config_tables  # noqa: E402
 import record_tables  # noqa: E402
 from stratbench.cell.record import SCHEMA_PATH  # noqa: E402
 from stratbench.strategies import REGISTRY, strategy_class  # noqa: E402
+from stratbench.study.config.schema import check_structure, schema, typed  # noqa: E402
 
 
 def pins(path: str) -> set[str]:
@@ -126,16 +127,41 @@ def test_architecture_pages_are_current():
 
 
 @pytest.mark.parametrize(
-    ("page", "tables"),
-    [
-        ("docs/configuration.md", config_tables.key_tables),
-        ("docs/reference/record.md", record_tables.field_tables),
-    ],
+    "path", config_tables.generated_pages(), ids=lambda path: path.relative_to(ROOT).as_posix()
 )
-def test_generated_tables_of_a_page_are_current(page, tables):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    generated = text.partition(config_tables.TABLE_BEGIN)[2].partition(config_tables.TABLE_END)[0]
-    assert generated.strip() == tables().strip(), "run: make docs"
+def test_a_generated_page_is_current(path):
+    text = config_tables.generated_pages()[path]
+    assert path.read_text(encoding="utf-8") == text, "run: make docs"
+
+
+def test_the_page_of_the_record_is_current():
+    text = config_tables.fill(record_tables.PAGE, record_tables.field_tables())
+    assert record_tables.PAGE.read_text(encoding="utf-8") == text, "run: make docs"
+
+
+def test_every_key_of_a_block_is_in_its_example():
+    for block, rule in config_tables.block_rules().items():
+        example = config_tables.example_of(block)
+        for title, keys, _ in config_tables.iter_blocks("", {"properties": {block: rule}}):
+            missing = [key for key in keys if not re.search(rf"\b{key}:", example)]
+            assert missing == [], f"{title}: give {config_tables.EXAMPLES} a line per key"
+
+
+def test_the_example_of_every_key_is_valid():
+    raw = yaml.safe_load(config_tables.EXAMPLES.read_text(encoding="utf-8"))
+    check_structure(typed(raw, schema()))
+
+
+def test_every_strategy_is_on_one_page_and_its_example_is_valid():
+    listed = [name for names in config_tables.FAMILIES.values() for name in names]
+    assert sorted(listed) == sorted(REGISTRY)
+    for family, names in config_tables.FAMILIES.items():
+        page = (ROOT / f"docs/reference/strategies/{family}.md").read_text(encoding="utf-8")
+        example = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+        for name, variant in example["variants"].items():
+            options = {key: value for key, value in variant.items() if key != "strategy"}
+            assert variant["strategy"] in names, name
+            strategy_class(variant["strategy"]).Options(**options)
 
 
 def test_every_field_of_the_record_has_a_row():
@@ -147,25 +173,25 @@ def test_every_field_of_the_record_has_a_row():
 
 
 def test_tables_say_of_every_option_what_it_takes_and_means_in_words():
-    page = config_tables.key_tables()
+    page = config_tables.strategy_tables("sharded")
     row = next(line for line in page.splitlines() if "| `shard_workers` |" in line)
     strategy, _, value, default, meaning = (cell.strip() for cell in row.strip("|").split("|"))
     assert (strategy, default) == ("`fsdp`", '`"all"`')
     assert value == "a whole number, at least 1; or `all`, `node`"
     assert meaning.startswith("workers that hold one model")
-    assert page.count("`transport`") == 1, "what all servers share is told once"
-    assert "| `text` | text or a list (text) |" in page
-    assert "typing." not in page
+    servers = config_tables.strategy_tables("servers")
+    assert servers.count("`transport`") == 1, "what all servers share is told once"
+    pages = "".join(config_tables.generated_pages().values())
+    assert "| `text` | text or a list (text) |" in pages
+    assert "typing." not in pages
 
 
-def test_tables_are_put_between_the_marks_of_their_page(tmp_path, monkeypatch):
+def test_tables_are_put_between_the_marks_of_their_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         f"before\n{config_tables.TABLE_BEGIN}\nSTALE\n{config_tables.TABLE_END}\nafter\n"
     )
-    monkeypatch.setattr(sys, "argv", ["config_tables.py", str(page)])
-    config_tables.main()
-    text = page.read_text()
+    text = config_tables.fill(page, "| `lr` |\n")
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "| `lr` |" in text

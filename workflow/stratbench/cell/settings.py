@@ -95,8 +95,8 @@ class Settings:
     lr: float = setting(MISSING, planned=0.1, exclusiveMinimum=0, help="Learning rate.")
     optimizer: Literal["sgd", "adamw"] = setting("sgd", planned=EACH,
         help="What updates the weights: torch's SGD or AdamW, on the workers or on the servers. Servers "
-        "whose rule is made for one of the two refuse the other: docs/configuration.md lists them below the "
-        "options of strategies.")
+        "whose rule is made for one of the two refuse the other: docs/reference/strategies/servers.md "
+        "lists them.")
     momentum: float = setting(0.9, planned=0.9, minimum=0, exclusiveMaximum=1,
         help="Momentum of SGD; AdamW has betas in its place.")
     weight_decay: float = setting(0.0, planned=1e-4, minimum=0,
