@@ -36,7 +36,8 @@ from stratbench.study.reasons import lines_by_reason
 from stratbench.workload import users_code
 from stratbench.workload.network import sharding
 from stratbench.workload.network.trial import Trial
-from stratbench.workload.tasks import NO_SUM, Classification
+from stratbench.workload.task_trial import NO_SUM
+from stratbench.workload.tasks import Classification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -32,7 +32,7 @@ from stratbench.ps.store import EpochLog
 from stratbench.ps.tickets import TicketPlan
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.workload import tasks, users_code
+from stratbench.workload import task_trial, tasks, users_code
 from stratbench.workload.users_code import ModelError
 
 LEAST = 1.5
@@ -240,7 +240,7 @@ def own_tasks(tmp_path, monkeypatch, request) -> str:
 
 def checked(call: str) -> tasks.Task:
     task = tasks.own_task(call)
-    tasks.check_task(task, tasks.OwnTask(call), 10, [2])
+    task_trial.check_task(task, tasks.OwnTask(call), 10, [2])
     return task
 
 
@@ -295,7 +295,7 @@ def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
 def test_a_loss_that_is_no_mean_over_its_parts_is_known(own_tasks, name, kind):
     task = tasks.own_task(f"{own_tasks}:{name}")
     for classes in (10, 7, 12):
-        assert tasks.check_task(task, tasks.OwnTask(name), classes, [2]) == kind
+        assert task_trial.check_task(task, tasks.OwnTask(name), classes, [2]) == kind
     facts = tasks.facts_of_task(task, name, 10, (1, 8, 8), None, tasks.LossKind(*kind))
     assert (facts["loss_weighs"], facts["loss_adds_up"]) == kind
 
@@ -321,12 +321,12 @@ def test_a_task_of_long_texts_is_tried_on_a_few_positions(own_tasks, name, posit
     s = settings("single", own_task={"call": f"{own_tasks}:{name}"})
     with _Sizes() as sizes:
         if fails is None:
-            _, kind = tasks.tried_task(s, (300,), 4000, values=False)
+            _, kind = task_trial.tried_task(s, (300,), 4000, values=False)
             assert kind == (name == "LongTexts", True)
         else:
             with pytest.raises(ModelError, match=fails):
-                tasks.tried_task(s, (300,), 4000, values=False)
-    assert sizes.most <= max(2 * positions * 4000, tasks.TRIED_NUMBERS)
+                task_trial.tried_task(s, (300,), 4000, values=False)
+    assert sizes.most <= max(2 * positions * 4000, task_trial.TRIED_NUMBERS)
 
 
 def test_the_kind_of_a_loss_of_texts_and_of_values_is_known(own_tasks):
@@ -342,7 +342,7 @@ def test_the_kind_of_a_loss_of_texts_and_of_values_is_known(own_tasks):
         (Padded(), [2, 5], (False, False)),
         (tasks.own_task(f"{own_tasks}:Regression"), [2, 3], (False, True)),
     ):
-        assert tasks.check_task(task, tasks.OwnTask("x"), 12, targets) == kind
+        assert task_trial.check_task(task, tasks.OwnTask("x"), 12, targets) == kind
 
 
 @pytest.mark.parametrize("parts", [[6], [1, 2, 3], [2, 2, 2]])
@@ -386,7 +386,7 @@ def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
         call = f"{own_tasks}:{name}"
         task = tasks.own_task(call)
         assert tasks.outputs_of(task, [2, 3], 3) == shape
-        tasks.check_task(task, tasks.OwnTask(call), 3, [2, 3])
+        task_trial.check_task(task, tasks.OwnTask(call), 3, [2, 3])
         sums = tasks.sums_of_batch(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
         found = tasks.evaluated(sums.tolist())
         assert found.score == 1.0

@@ -25,8 +25,8 @@ from stratbench.plan.footprint.request import RESHARDING, Request
 from stratbench.plan.needs import Subject, subject_of
 from stratbench.strategies import acceptance, strategy_class
 from stratbench.study.config.config import Study
-from stratbench.workload import tasks
 from stratbench.workload.network import libraries, models
+from stratbench.workload.task_trial import NO_SUM
 from stratbench.workload.users_code import ModelError, error_text
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def check_network(request: Request) -> CheckResult:
 def _found_of(request: Request) -> CheckResult:
     _, kind = request.tried_task()
     found = _found_of_network(request)
-    return found if kind.adds_up else replace(found, remarks=[*found.remarks, tasks.NO_SUM])
+    return found if kind.adds_up else replace(found, remarks=[*found.remarks, NO_SUM])
 
 
 def _found_of_network(request: Request) -> CheckResult:

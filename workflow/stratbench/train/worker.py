@@ -44,7 +44,7 @@ from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.train.nodes.rendezvous import tcp_store
 from stratbench.train.out_of_memory import is_out_of_memory
-from stratbench.workload import tasks
+from stratbench.workload import task_trial, tasks
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.generators import OTHER_START, seed_generators
@@ -327,7 +327,7 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
         "batchnorm": models.has_batchnorm(model),
         "dropout": models.has_dropout(model),
     }
-    task, kind = tasks.tried_task(s, shape, classes, data.meta.get("values", False))
+    task, kind = task_trial.tried_task(s, shape, classes, data.meta.get("values", False))
     groups = models.wrap_groups(network, model)
     group_sizes = [
         {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}

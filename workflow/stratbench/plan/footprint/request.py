@@ -15,7 +15,8 @@ from stratbench.workload.data.device_data import eval_batch, example_batch
 from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
-from stratbench.workload.tasks import LossKind, Task, tried_task
+from stratbench.workload.task_trial import tried_task
+from stratbench.workload.tasks import LossKind, Task
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,175 @@
+"""A cell's task, tried before anything is trained: that its loss and score are such, and how parts add up.
+
+torch is imported inside functions: the plan's pages read this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stratbench.workload.tasks import (
+    LossKind,
+    OwnTask,
+    Task,
+    loss_and_weight,
+    natural_task,
+    outputs_of,
+    takes_values,
+    task_of,
+)
+from stratbench.workload.users_code import ModelError, error_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratbench.cell.settings import Settings
+
+#: The approximate size of the outputs whose loss is compared with the mean over their halves.
+TRIED_NUMBERS = 1 << 21
+#: The most positions of a text on which a task is tried: each has an output for all of a vocabulary.
+TRIED_POSITIONS = 16
+
+
+#: Why strategies train different things where a loss does not add up, and the remedy.
+NO_SUM = (
+    "its loss over a batch is not the mean over the batch's parts: workers, parts (accumulate) and "
+    "micro-batches of other sizes train something else; return (sum, weight), or compare equal parts only"
+)
+
+
+def tried_task(
+    s: Settings, shape: Sequence[int], classes: int, values: bool
+) -> tuple[Task, LossKind]:
+    """A cell's task and the kind of its loss, a user's after `check_task` has tried it.
+
+    What a cell does before it trains, and the check before any does. `values`: whether the targets are
+    values, `classes` for each sample, and no class numbers. Of texts the first `TRIED_POSITIONS` are tried,
+    or all where the task takes no fewer. ModelError as of both.
+    """
+    task = task_of(s, shape, values)
+    if not s.own_task:
+        return task, LossKind()
+    what = OwnTask(s.own_task["call"])
+    each = shape if natural_task(shape) == "next-token" else (classes,) if values else ()
+    if natural_task(shape) == "next-token" and shape[0] > TRIED_POSITIONS:
+        try:
+            return task, check_task(task, what, classes, (2, TRIED_POSITIONS))
+        except ModelError:
+            if not _takes_fakes(task, classes, (2, *each)):
+                raise
+    return task, check_task(task, what, classes, (2, *each))
+
+
+def _takes_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
+    """Whether a task takes outputs for such targets, of tensors without memory."""
+    import torch
+
+    from stratbench.workload.known_values import KnownFakes
+
+    with KnownFakes():
+        y = torch.empty(targets, dtype=torch.float32 if takes_values(task) else torch.int64)
+        x = torch.empty(outputs_of(task, targets, classes), requires_grad=True)
+        try:
+            task.loss(x, y), task.score(x, y)
+        except Exception:  # whatever a task raises
+            return False
+    return True
+
+
+def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
+    """Try a task on outputs for such targets; returns the kind of its loss.
+
+    In float32 as training computes, and in float64 as the evaluation does. ModelError where it does not
+    take them or gives no loss or score.
+    """
+    import torch
+
+    shape = outputs_of(task, targets, classes)
+    for dtype in (torch.float32, torch.float64):
+        y = torch.zeros(targets, dtype=dtype if takes_values(task) else torch.int64)
+        x = torch.randn(
+            shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
+        ).requires_grad_()
+        given = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
+        loss, _ = _tried_loss(task, what, x, y, given)
+        if loss.dim() or not loss.requires_grad:
+            raise ModelError(
+                f"{what}: loss of {given} returned a tensor {list(loss.shape)}"
+                f"{'' if loss.requires_grad else ' without a gradient'}; return the mean, a "
+                "scalar that has a gradient, or (sum, weight)"
+            )
+        try:
+            score = task.score(x, y)
+        except Exception as e:
+            raise ModelError(f"{what}: score of {given} raised {error_text(e)}") from e
+        if not isinstance(score, torch.Tensor):
+            raise ModelError(f"{what}: score returned a {type(score).__name__}; return a tensor")
+        if list(score.shape[:1]) != list(targets[:1]):
+            raise ModelError(
+                f"{what}: score of {given} returned a tensor {list(score.shape)}; return the "
+                f"score of each answer, [{targets[0]}] or [{targets[0]}, ...]"
+            )
+    return _kind_of_loss(task, what, classes, targets)
+
+
+def _tried_loss(
+    task: Task, what: OwnTask, x: Tensor, y: Tensor, given: str
+) -> tuple[Tensor, Tensor | None]:
+    """The loss and its weight; ModelError in a sentence where it is no such thing. `given`: x and y."""
+    import torch
+
+    try:
+        found = task.loss(x, y)
+    except Exception as e:
+        raise ModelError(f"{what}: loss of {given} raised {error_text(e)}") from e
+    parts = found if isinstance(found, tuple) else (found,)
+    number = isinstance(parts[-1], torch.Tensor) or (
+        len(parts) == 2 and type(parts[-1]) in (int, float)
+    )
+    if not (len(parts) <= 2 and isinstance(parts[0], torch.Tensor) and number):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        kinds = f"({kinds})" if isinstance(found, tuple) else kinds
+        raise ModelError(f"{what}: loss returned a {kinds}; return a tensor, or (sum, weight)")
+    loss, weight = loss_and_weight(task, x, y)
+    if weight is not None and (weight.dim() or not 0 <= float(weight) < math.inf):
+        raise ModelError(
+            f"{what}: loss of {given} returned the weight {weight.tolist()}; return a number of at least 0"
+        )
+    return loss, weight
+
+
+def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
+    """The loss of a batch with targets of many kinds, beside those of its halves."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    if takes_values(task):
+        half = 3
+        y = torch.randn((2 * half, *targets[1:]), dtype=torch.float64, generator=draw)
+    else:
+        each = math.prod(targets[1:])
+        most = min(classes // each + 1, TRIED_NUMBERS // (2 * classes * each))
+        half = max(3 if each == 1 else 1, most)
+        number = torch.arange(half * each)
+        # Labels that stand for no class are the first or the last; these come first.
+        varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
+        # Whichever class does not count, the halves have other numbers of it.
+        y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *targets[1:])
+    x = torch.randn(outputs_of(task, y.shape, classes), dtype=torch.float64, generator=draw)
+    given = f"outputs {list(x.shape)} in float64 and targets {list(y.shape)}"
+    found = []
+    for a, b in ((x, y), (x[:half], y[:half]), (x[half:], y[half:])):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            loss, weight = _tried_loss(task, what, a.requires_grad_(), b, given)
+        found.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
+    weighs = weight is not None
+    (loss, weight), *halves = found
+    sums = [sum(each) / (1 if weighs else 2) for each in zip(*halves, strict=True)]
+    adds_up = all(
+        math.isclose(whole, of_parts, rel_tol=1e-9, abs_tol=1e-12)
+        for whole, of_parts in zip((loss, weight), sums, strict=True)
+    )
+    return LossKind(weighs, adds_up)
