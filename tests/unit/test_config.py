@@ -234,7 +234,13 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
             {"activation_checkpointing": 2},
             ["activation_checkpointing = 2: must be true or false or text", "`every-2`"],
         ),
-        ({"loss_chunks": 2}, ["loss_chunks = 2: the data set", "is no text; set it to 1"]),
+        (
+            {"loss_chunks": 2},
+            [
+                "loss_chunks = 2: the data set",
+                "is no text whose next tokens are learnt; set it to 1",
+            ],
+        ),
         ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
         ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
         (
@@ -354,7 +360,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("datasets digits", {"source": "synthetic"}, ["datasets.digits", "built in"]),
         ("datasets mine", {}, ["must have one of source, call, images, text; it has none"]),
         ("datasets mine", {"source": "synthetc"}, ["Did you mean 'synthetic'?"]),
-        ("datasets mine", {"source": "synthetic", "channels": 9}, ["must be at most 4"]),
+        ("datasets mine", {"source": "synthetic", "channels": 129}, ["must be at most 128"]),
         ("cluster gpus_per_node", 0, ["cluster.gpus_per_node = 0: must be at least 1"]),
         ("cluster gpus", 0, ["cluster.gpus = 0: unknown key 'gpus'"]),
         ("data download", "never", ["data.download = 'never': must be true or false"]),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.data.datasets import DATASETS
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
@@ -57,8 +58,11 @@ def empty_batch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def data_shapes(name: str) -> dict[str, tuple[int, ...]]:
     """The data sets that a model takes, and the shape it sees."""
+    kind = "texts" if MODELS[name].reads_text else "images"
     taken = {
-        key: facts for key, facts in DATASETS.items() if facts.is_text == MODELS[name].reads_text
+        key: facts
+        for key, facts in DATASETS.items()
+        if kind_of(facts.shape) == kind and facts.vocabulary is None
     }
     return {key: input_shape(name, facts.shape) for key, facts in taken.items()}
 

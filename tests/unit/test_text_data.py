@@ -110,7 +110,7 @@ def test_long_texts_are_evaluated_a_few_at_once() -> None:
         ({"source": "tinyshakespeare", "sequence": 111_540}, "the test text has 111,540 tokens"),
         (
             {"source": "wikipedia"},
-            "those that take a spec: synthetic, markov-text, tinyshakespeare",
+            "those that take a spec: synthetic, markov-text, masked-markov-text",
         ),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from stratbench.strategies import mesh_of, option_defaults
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
-from stratbench.workload.data.device_data import Texts
+from stratbench.workload.data.device_data import DeviceData, Texts, Waveforms
 from stratbench.workload.network import libraries, models
 from stratbench.workload.users_code import ModelError
 
@@ -51,6 +52,32 @@ KINDS: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": TINY,
 }
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+BERT = SIZES | {"intermediate_size": 24}
+BERT |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+OF_WAV2VEC2 = SIZES | {
+    "intermediate_size": 24, "conv_dim": [6, 6], "conv_stride": [2, 2], "conv_kernel": [3, 3],
+"classifier_proj_size": 8, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "layerdrop": 0.0,
+}  # fmt: skip
+OF_WAV2VEC2 |= dict.fromkeys(
+    ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout"), 0.0
+)  # fmt: skip
+OF_WHISPER = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+}
+OF_WHISPER |= {"classifier_proj_size": 8, "decoder_layers": 1, "decoder_attention_heads": 4}
+OF_WHISPER |= {"decoder_ffn_dim": 8}
+#: class -> source of the data that it is trained on, and arguments of its config
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BertForMaskedLM": ("masked-markov-text", BERT),
+    "BertForSequenceClassification": ("labelled-markov-text", BERT),
+    "Wav2Vec2ForSequenceClassification": ("tones", OF_WAV2VEC2),
+    "WhisperForAudioClassification": ("tones", OF_WHISPER),
+}
+LABELS, LENGTH = 3, 40
 #: name in timm -> arguments
 OF_TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2},
@@ -62,6 +89,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     **{name: {"transformers": name, "arguments": given} for name, given in KINDS.items()},
     **{name: {"timm": name, "arguments": given} for name, given in OF_TIMM.items()},
     VIT: {"transformers": VIT, "arguments": OF_VIT},
+    **{name: {"transformers": name, "arguments": given} for name, (_, given) in OTHERS.items()},
     "Adapted": {"transformers": "LlamaForCausalLM", "arguments": TINY, "lora": LORA},
 }
 #: way -> strategy, options given, workers
@@ -84,10 +112,28 @@ REFUSED = {
 }
 
 
+#: source of data -> the rest of its spec
+SPECS: dict[str, dict[str, Any]] = {
+    "markov-text": {"vocabulary": VOCABULARY, "sequence": POSITIONS},
+    "masked-markov-text": {"vocabulary": VOCABULARY, "sequence": POSITIONS},
+    "labelled-markov-text": {"vocabulary": VOCABULARY, "sequence": POSITIONS, "classes": LABELS},
+    "tones": {"length": LENGTH, "classes": LABELS},
+    "synthetic": {"size": 4, "channels": 1},
+}
+
+
+def source_of(entry: dict[str, Any]) -> str:
+    """The source of data that suit a model."""
+    name = entry.get("transformers", "")
+    if name == VIT or "timm" in entry:
+        return "synthetic"
+    return OTHERS.get(name, ("markov-text",))[0]
+
+
 def config_of(entry: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A config with one model, and the texts that it is trained on."""
-    text = {"source": "markov-text", "train_samples": 32, "test_samples": 8}
-    text |= {"vocabulary": VOCABULARY, "sequence": POSITIONS}
+    source = source_of(entry)
+    text = {"source": source, "train_samples": 32, "test_samples": 8} | SPECS[source]
     block = {
         "dataset": "text", "models": ["mine"], "strategies": ["ddp"], "gpus": [2], "epochs": 1,
         "global_batch": 8, "lr": 0.1, "device": "cpu",
@@ -113,13 +159,32 @@ def built_from(entry: dict[str, Any]) -> nn.Module:
 # --- training -------------------------------------------------------------------------------------
 
 
-def data_of() -> Texts:
+def data_of(source: str = "markov-text") -> DeviceData:
     generator = torch.Generator().manual_seed(3)
-    text = torch.randint(VOCABULARY, (test_zoo.SAMPLES + 6, POSITIONS + 1), generator=generator)
-    train, test = text[: test_zoo.SAMPLES], text[test_zoo.SAMPLES :]
-    meta = {"name": "made", "shape": [POSITIONS], "classes": VOCABULARY}
-    arrays = {"train_inputs": train[:, :-1], "train_targets": train[:, 1:]}
-    return Texts(meta, arrays | {"test_inputs": test[:, :-1], "test_targets": test[:, 1:]})
+    count = test_zoo.SAMPLES + 6
+    text = torch.randint(VOCABULARY, (count, POSITIONS + 1), generator=generator)
+    label = torch.randint(LABELS, (count,), generator=generator)
+    meta: dict[str, Any] = {"name": "made", "shape": [POSITIONS], "classes": VOCABULARY}
+    x, y = text[:, :-1], text[:, 1:]
+    if source == "masked-markov-text":
+        # As many in each sample, so that the mean of a plain loop's copies is the mean of all.
+        hidden = torch.rand(x.shape, generator=generator).argsort(1) < 2
+        x, y = torch.where(hidden, VOCABULARY - 1, x), torch.where(hidden, x, tasks.IGNORED)
+    elif source == "labelled-markov-text":
+        y, meta = label, meta | {"classes": LABELS, "vocabulary": VOCABULARY}
+    elif source == "tones":
+        x, y = torch.randn(count, 1, LENGTH, generator=generator), label
+        meta |= {"shape": [1, LENGTH], "classes": LABELS, "mean": [0.0], "std": [1.0]}
+    parts = {"train": slice(test_zoo.SAMPLES), "test": slice(test_zoo.SAMPLES, None)}
+    arrays = {f"{part}_inputs": x[rows] for part, rows in parts.items()}
+    arrays |= {f"{part}_targets": y[rows] for part, rows in parts.items()}
+    return Waveforms(meta, arrays, torch.float64) if source == "tones" else Texts(meta, arrays)
+
+
+def data_for(name: str) -> dict[str, Any]:
+    """What test_zoo makes otherwise for a model: its data, if they are no images."""
+    source = source_of(ENTRIES[name])
+    return {} if source == "synthetic" else {"data_of": partial(data_of, source)}
 
 
 def settings_of(name: str, way: str) -> Settings:
@@ -127,9 +192,11 @@ def settings_of(name: str, way: str) -> Settings:
     options = option_defaults(strategy) | given
     entry = ENTRIES[name]
     replicas = mesh_of(strategy, options, workers).replicas
+    study = study_of(entry)
+    stated = study.settings(study.cells[0])
     return settings(
         strategy, options=options, model="mine", dataset="made",
-        own_model=study_of(entry).own_model("mine"), gpus=workers, seed=test_zoo.SEED,
+        own_model=stated.own_model, task=stated.task, gpus=workers, seed=test_zoo.SEED,
         epochs=test_zoo.EPOCHS, global_batch=test_zoo.BATCH,
         per_worker_batch=test_zoo.BATCH // replicas, precision="fp64", **test_zoo.HYPER,
     )  # fmt: skip
@@ -138,8 +205,8 @@ def settings_of(name: str, way: str) -> Settings:
 def member(cells: list[test_zoo.Cell], rank: int, folder: str) -> None:
     """One of two workers, which train models of transformers in some ways."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    of_text = {} if cells[0][0] in OF_IMAGES else {"data_of": data_of}
-    with mock.patch.multiple(test_zoo, WAYS=WAYS, settings_of=settings_of, **of_text):
+    data = data_for(cells[0][0])
+    with mock.patch.multiple(test_zoo, WAYS=WAYS, settings_of=settings_of, **data):
         test_zoo.member(cells, rank, folder)
 
 
@@ -182,12 +249,32 @@ def plain_vit(_name: str) -> nn.Module:
     return model
 
 
+def plain_of_others(name: str) -> nn.Module:
+    import transformers
+
+    cls, (source, given) = getattr(transformers, name), OTHERS[name]
+    given = given | {"num_labels": LABELS} if source != "masked-markov-text" else given
+    if source != "tones":
+        given = given | {"vocab_size": VOCABULARY}
+    if name.startswith("Whisper"):
+        given = given | {"num_mel_bins": 1, "max_source_positions": LENGTH // 2}
+    model = cls(cls.config_class(**given))
+    forward, key = model.forward, model.main_input_name
+
+    def scores(x: Tensor) -> Tensor:
+        logits = forward(**{key: x[:, 0] if key == "input_values" else x}).logits
+        return logits.transpose(1, 2) if logits.dim() == 3 else logits
+
+    model.forward = scores
+    return model
+
+
 def plain(name: str, way: str) -> list[tuple[float, float]]:
-    make = {**dict.fromkeys(OF_TIMM, plain_of_timm), VIT: plain_vit}.get(name, Plainly)
-    of_text = {} if name in OF_IMAGES else {"data_of": data_of}
+    others = dict.fromkeys(OF_TIMM, plain_of_timm) | dict.fromkeys(OTHERS, plain_of_others)
+    make = {**others, VIT: plain_vit}.get(name, Plainly)
     with (
         mock.patch.dict(zoo.NETWORKS, {name: lambda _classes: make(name)}),
-        mock.patch.multiple(test_zoo, WAYS=WAYS, **of_text),
+        mock.patch.multiple(test_zoo, WAYS=WAYS, **data_for(name)),
     ):
         return test_zoo.plain(name, way)
 
@@ -228,6 +315,14 @@ def test_adapters_train_as_a_plain_loop_does(tmp_path):
 @with_transformers
 def test_a_classifier_of_images_trains_as_a_plain_loop_does(tmp_path):
     check_cells([(VIT, way, "") for way in WAYS if way not in SPLIT], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@with_transformers
+@pytest.mark.parametrize("name", OTHERS)
+def test_masked_texts_labelled_texts_and_waveforms_train_as_a_plain_loop_does(name, tmp_path):
+    check_cells([(name, way, "") for way in WAYS if way not in SPLIT], tmp_path)
 
 
 @pytest.mark.slow
@@ -331,8 +426,15 @@ def test_it_starts_from_a_folders_weights_only_if_asked_for_and_unpickles_nothin
 
 @with_transformers
 def test_texts_and_images_are_told_apart_in_a_sentence():
+    image = models.named_model("mine", study_of(ENTRIES[VIT]).own_model("mine"))
     with pytest.raises(ModelError, match="the data are texts, and ViTConfig has no vocab_size"):
-        built_from(ENTRIES[VIT])
+        models.for_training(image, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+    sound = models.named_model(
+        "mine", study_of(ENTRIES["Wav2Vec2ForSequenceClassification"]).own_model("mine")
+    )
+    why = "the data are texts, and Wav2Vec2ForSequenceClassification takes waveforms"
+    with pytest.raises(ModelError, match=why):
+        models.for_training(sound, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     model = models.named_model("mine", study_of(LLAMA).own_model("mine"))
     with pytest.raises(ModelError, match="the data are images, and LlamaConfig has no image_size"):
         models.for_training(model, 5, (1, 4, 4), 0, CPU, torch.float64)

@@ -81,6 +81,9 @@ class Settings:
     own_task: dict[str, Any] | None = derived(default=None, planned=EACH,
         help="Of a task that is not built in: call, and the sha256 of its code or its version. null: the "
         "data set's own.")
+    task: str | None = derived(default=None, planned=EACH,
+        help="Of a data set whose samples' shape does not tell its task: the task that is built in. null: "
+        "the shape tells it.")
     data_spec: dict[str, Any] | None = derived(default=None,
         help="What decides the samples of the data set: source, sizes and seed, or a user's kind and keys "
         "with the hash of the files or code; null: its name says all.")

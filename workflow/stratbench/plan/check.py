@@ -49,6 +49,7 @@ class Network:
     model: str
     own_model: str
     own_task: str
+    task: str | None
     input_shape: tuple[int, ...]
     classes: int
     values: bool = False
@@ -57,7 +58,7 @@ class Network:
     def of(cls, r: Request) -> Network:
         s = r.settings
         own = (json.dumps(spec, sort_keys=True) for spec in (s.own_model, s.own_task))
-        return cls(s.model, *own, r.input_shape, r.classes, r.values)
+        return cls(s.model, *own, s.task, r.input_shape, r.classes, r.values)
 
 
 @dataclass(frozen=True)

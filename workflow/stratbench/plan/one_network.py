@@ -53,9 +53,10 @@ def study_of(
             f"--model {model}: takes images or texts, and no experiment of config.yaml has it; name its "
             f"data by --dataset, one of {', '.join(known)}"
         )
-    of_usual_texts = whole["datasets"].get(given["text"]["dataset"])
     if vocabulary := libraries.stated_vocabulary((config.get("models") or {}).get(model) or {}):
-        of_usual_texts["vocabulary"] = vocabulary
+        for usual in given["trained_on"].values():
+            if "vocabulary" in (values := whole["datasets"][usual["dataset"]]):
+                values["vocabulary"] = vocabulary
     if sequence is not None:
         _set_sequence(whole["datasets"], block["dataset"], sequence)
 
@@ -76,7 +77,7 @@ def study_of(
         {"network": block | {"strategies": first, "gpus": [1]}}
     )  # tells what is wrong with all
     if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
-        block |= {"optimizer": given["text"]["optimizer"]}
+        block |= {"optimizer": given["trained_on"]["next-token"]["optimizer"]}
     experiments, left_out = {}, []
     for (kind, change), (group, matrix) in product(given["each"].items(), given["numbers"].items()):
         name, values = f"{kind}-{group}", block | matrix | change
@@ -116,12 +117,14 @@ def _trained_on(config: Mapping[str, Any], model: str, given: Mapping[str, Any])
                 if model in block["models"]:
                     return {key: block[key] for key in OF_AN_EXPERIMENT if key in block}
     try:
-        reads_text = libraries.reads_text(own.get(model) or {})
+        task = libraries.task_of_entry(own.get(model) or {})
     except ValueError as error:
         raise ConfigError(f"config: models.{model}{error}") from None
-    if reads_text is not None:
-        return given["text" if reads_text else "images"]
+    if task is not None:
+        return given["trained_on"][task]
     spec = models.spec_of(model, own)
     named = models.named_model(model, spec and {"kwargs": {}, "shard": None} | spec)
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
-    return {} if reads_text is None else given["text" if reads_text else "images"]
+    if reads_text is None:
+        return {}
+    return given["trained_on"]["next-token" if reads_text else "classification"]

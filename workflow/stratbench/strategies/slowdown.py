@@ -93,8 +93,8 @@ def measure_step_s(
     samples = strategy_class(s.strategy).samples_per_step(s) // s.accumulate
     layout = batch_format(s.precision, device.type)
     task = task_of(s, shape)
-    of_values = takes_values(task)
-    x, y = example_batch(samples, shape, classes, device, dtype, layout, of_values)
+    of = takes_values(task), s.task == "text-classification"
+    x, y = example_batch(samples, shape, classes, device, dtype, layout, *of)
     times = []
     for _ in range(4):
         synchronise(device)

@@ -50,7 +50,7 @@ def tried_task(
     """
     task = task_of(s, shape, values)
     if not s.own_task:
-        return task, LossKind()
+        return task, task.loss_kind
     what = OwnTask(s.own_task["call"])
     each = shape if natural_task(shape) == "next-token" else (classes,) if values else ()
     if natural_task(shape) == "next-token" and shape[0] > TRIED_POSITIONS:

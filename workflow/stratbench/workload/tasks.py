@@ -48,6 +48,8 @@ class Task:
     tolerance: float
     #: What targets are: class numbers (int64), or values (float, [batch, values]).
     targets: Literal["classes", "values"] = "classes"
+    #: How the loss of a batch is made of those of its parts; of a task of one's own that is tried.
+    loss_kind = LossKind()
 
     def outputs(self, targets: Sequence[int], classes: int) -> Sequence[int]:
         """The shape of the outputs for targets of a shape; `classes`, or how many values a target has."""
@@ -98,6 +100,18 @@ class Classification(_CrossEntropy):
         return 1 / classes
 
 
+class TextClassification(Classification):
+    """The class of each text."""
+
+    counts = "samples"
+
+
+class AudioClassification(Classification):
+    """The class of each waveform."""
+
+    counts = "samples"
+
+
 class NextToken(_CrossEntropy):
     """The token after each token of a text; the score is the mean cross-entropy."""
 
@@ -114,10 +128,53 @@ class NextToken(_CrossEntropy):
         return math.log(classes)
 
 
+class MaskedToken(NextToken):
+    """The tokens that a text hides; the score is the mean cross-entropy. Labels of the others are IGNORED."""
+
+    loss_kind = LossKind(weighs=True)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross-entropies of the hidden tokens added up, in nats, and their number."""
+        from torch.nn.functional import cross_entropy
+
+        pairs = outputs.flatten(0, -2), targets.flatten()
+        total = cross_entropy(*pairs, ignore_index=IGNORED, reduction="sum")
+        return total, (targets != IGNORED).sum()
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of each hidden token, in nats; NaN of the others."""
+        import torch
+
+        hidden = targets != IGNORED
+        each = super().score(outputs, torch.where(hidden, targets, 0))
+        return torch.where(hidden, each, math.nan)
+
+    def guess(self, classes: int) -> float:
+        return math.log(classes - 1)  # the token that hides others is no answer
+
+
+#: The target of a token that is not asked for, as torch's cross_entropy leaves it out.
+IGNORED = -100
 #: How a name or a unit of a user's is written: axes, tables and pages print it.
 _WORD = re.compile(r"[A-Za-z0-9 %/._^()+-]{1,40}", re.ASCII)
 #: The tasks by the names that config.yaml has for them.
-TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken}
+TASKS: dict[str, type[Task]] = {
+    "classification": Classification,
+    "next-token": NextToken,
+    "masked-token": MaskedToken,
+    "text-classification": TextClassification,
+    "audio-classification": AudioClassification,
+}
+#: Each task's samples, in words.
+_SAMPLES = {
+    "classification": "images",
+    "next-token": "a text",
+    "masked-token": "a masked text",
+    "text-classification": "labelled texts",
+    "audio-classification": "waveforms",
+}
+#: The task of samples with so many dimensions, where the data set names no other.
+_NATURAL = {1: "next-token", 2: "audio-classification", 3: "classification"}
 
 
 @dataclass(frozen=True)
@@ -131,19 +188,21 @@ class OwnTask:
 
 
 def natural_task(shape: Sequence[int]) -> str:
-    """The name of the task that follows from a sample's shape: of a text, or of an image."""
-    return "next-token" if len(shape) == 1 else "classification"
+    """The name of the task that follows from a sample's shape: of a text, a waveform or an image."""
+    return _NATURAL[len(shape)]
 
 
-def fault_of_task(name: str, shape: Sequence[int] | None) -> str | None:
-    """Why a task is not one of samples of this shape, in words; None where it is. Imports nothing.
+def fault_of_task(name: str, natural: str | None) -> str | None:
+    """Why a task is not one of some data, in words; None where it is. Imports nothing.
 
-    The shape is None where the data are not read yet.
+    `natural`: the data set's own task; None where the data are not read yet.
     """
     if name in TASKS:
-        natural = name if shape is None else natural_task(shape)
-        what = "a text" if natural == "next-token" else "images"
-        return None if name == natural else f"the data set is {what}, whose task is {natural}"
+        if natural in (None, name):
+            return None
+        return f"the data set is {_SAMPLES[natural]}, whose task is {natural}"
+    if natural == "text-classification":
+        return "texts that each have one label are learnt by text-classification alone"
     if fault_of_call(name):
         return f"is neither of {', '.join(TASKS)} nor a class of your own; write my_tasks:MyTask"
     return None
@@ -151,7 +210,7 @@ def fault_of_task(name: str, shape: Sequence[int] | None) -> str | None:
 
 def name_of_task(s: Settings, shape: Sequence[int]) -> str:
     """The name of a cell's task: a built-in one's, or the user's call."""
-    return s.own_task["call"] if s.own_task else natural_task(shape)
+    return s.own_task["call"] if s.own_task else s.task or natural_task(shape)
 
 
 def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
@@ -159,9 +218,10 @@ def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Ta
 
     Nor where its targets are no such as the data have: `values`, or class numbers (None: not known).
     """
-    task = own_task(s.own_task["call"]) if s.own_task else TASKS[natural_task(shape)]()
+    name = name_of_task(s, shape)
+    task = own_task(name) if s.own_task else TASKS[name]()
     if values is not None and values != takes_values(task):
-        who = OwnTask(s.own_task["call"]) if s.own_task else f"task {natural_task(shape)!r}"
+        who = OwnTask(name) if s.own_task else f"task {name!r}"
         raise ModelError(f"{who}: {wrong_targets(values)}")
     return task
 
@@ -248,6 +308,7 @@ def facts_of_task(
     `kind`: of its loss; None: nobody has tried it.
     """
     guess = getattr(task, "guess", lambda classes: None)(classes)
+    of_whole_text = isinstance(task, TextClassification)
     return {
         "name": name,
         "score": task.score_name,
@@ -257,9 +318,9 @@ def facts_of_task(
         "guess": None if guess is None else float(guess),
         "counts": task.counts,
         # A piece of text is as many tokens as it is long.
-        "counts_per_sample": shape[0] if len(shape) == 1 else 1,
-        # The entropy rate bounds the mean cross-entropy; of another loss nothing is known.
-        "least_loss": least_loss if isinstance(task, NextToken) else None,
+        "counts_per_sample": shape[0] if len(shape) == 1 and not of_whole_text else 1,
+        # It bounds the mean cross-entropy; of another loss nothing is known.
+        "least_loss": least_loss if isinstance(task, _CrossEntropy) else None,
         "loss_weighs": kind and kind.weighs,
         "loss_adds_up": kind and kind.adds_up,
     }

@@ -214,7 +214,7 @@ def loss_below_least(facts: Facts) -> Iterator[str]:
     """A test loss is less than the least possible, the entropy rate of the source that the text is drawn
     from, by more than chance explains: the model has seen the answers, or the loss is no such mean.
     """
-    least = facts("task.least_loss")
+    least = facts("task.least_loss") if facts("task.unit") == "nats/token" else None
     for entry in facts("score.per_epoch") if least is not None else ():
         loss, error = entry["test_loss"], entry.get("score_error") or 0.0
         if loss is not None and loss < least - DEVIATIONS * error:

@@ -88,8 +88,16 @@ class Request:
         import torch
 
         shape, device = self.input_shape, torch.device("cpu")
+        labelled = self.settings.task == "text-classification"
         return example_batch(
-            samples, shape, self.classes, device, self.dtype, self.batch_format, self.values
+            samples,
+            shape,
+            self.classes,
+            device,
+            self.dtype,
+            self.batch_format,
+            self.values,
+            labelled,
         )
 
     def tried_task(self) -> tuple[Task, LossKind]:
@@ -183,32 +191,28 @@ def planned_settings(s: Settings) -> dict[str, Any]:
 def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
     """Bytes that the whole data set takes on the device, for a model that takes samples of `input_shape`.
 
-    Images as stored, at the model's size, in the stored number of channels, and labels as int64; texts
-    and their targets as they are stored; the epoch's order as int64; three int64 numbers a training
-    sample where it is augmented.
+    Images as stored, at the model's size, in the stored number of channels; texts, waveforms and targets
+    as they are stored; the epoch's order as int64; three int64 numbers a training sample where it is
+    augmented.
     """
     samples = data.train_samples + data.test_samples
     numbers = data.train_samples * (4 if augment else 1)
-    if data.is_text:
-        return 2 * samples * data.shape[0] * data.stored_bytes + 8 * numbers
-    _, height, width = input_shape
-    pixels = samples * data.shape[0] * height * width
-    return pixels * data.stored_bytes + samples * target_bytes(data) + 8 * numbers
+    size = input_shape[1:] if len(input_shape) == 3 else data.shape[1:]
+    values = samples * data.shape[0] * math.prod(size)
+    return values * data.stored_bytes + samples * target_bytes(data) + 8 * numbers
 
 
 def target_bytes(data: Dataset) -> int:
-    """Bytes of an image's target: a label as int64, or values as float32."""
-    return 4 * data.classes if data.values else 8
+    """Bytes of a sample's target as it is stored."""
+    kind, shape = data.target
+    return {"uint8": 1, "int32": 4, "float32": 4, "int64": 8}[kind] * math.prod(shape)
 
 
 def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
     """Bytes of the batches of `samples` that wait on the device, if the data lie in host memory.
 
-    As they are stored, with int64 labels, and three int64 numbers a sample where it is augmented.
+    As they are stored, with their targets, and three int64 numbers a sample where it is augmented.
     """
-    if data.is_text:
-        each = 2 * data.shape[0] * data.stored_bytes
-    else:
-        each = math.prod(data.shape) * data.stored_bytes + target_bytes(data)
-        each += 24 if augment else 0
+    each = math.prod(data.shape) * data.stored_bytes + target_bytes(data)
+    each += 24 if augment and not data.is_text else 0
     return BUFFERED_BATCHES * samples * each

@@ -12,6 +12,7 @@ from stratbench.plan.needs import Subject
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.study.reasons import lines_by_reason, without_subject, workers_text
+from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.tasks import OwnTask
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
@@ -64,7 +65,7 @@ def _network(
         yield f"   not checked: {found.unchecked}"
         return
     shape = ", ".join(map(str, network.input_shape))
-    kind = "tokens" if len(network.input_shape) == 1 else "images"
+    kind = kind_of(network.input_shape).replace("texts", "tokens")
     gives = f"scores for {network.classes:,} {'tokens' if kind == 'tokens' else 'classes'}"
     if network.values:
         gives = counted(network.classes, "value")

@@ -97,7 +97,8 @@ class Study:
             dataset=cell.dataset,
             gpus=cell.gpus,
             seed=cell_seed(self.seed, cell.model, cell.repeat),
-            own_model=self.own_model(cell.model),
+            own_model=self._own_model_on(cell.model, cell.dataset),
+            task=self.dataset(cell.dataset).task,
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
             ends_at=values.get("target_score") if values["elastic"] else None,
@@ -120,6 +121,11 @@ class Study:
     def own_model(self, name: str) -> dict[str, Any] | None:
         """The spec of a model that is not built in: its call, its sharding and its code; else None."""
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
+
+    def _own_model_on(self, name: str, dataset: str) -> dict[str, Any] | None:
+        """The same with the data's vocabulary, where that is another number than that of the classes."""
+        spec, vocabulary = self.own_model(name), self.dataset(dataset).vocabulary
+        return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:
         """The spec of a task that is not built in: its call and its code; else None."""

@@ -182,10 +182,10 @@ def _by_own_settings(
 
 def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     name, target = block["task"], block["target_score"]
-    if name is not None and (fault := tasks.fault_of_task(name, dataset.shape)):
+    natural = dataset.shape and (dataset.task or tasks.natural_task(dataset.shape))
+    if name is not None and (fault := tasks.fault_of_task(name, natural)):
         yield f".task = {repr_of(name)}: {fault}; remove it, or use another data set"
     elif dataset.values and (name is None or name in tasks.TASKS):
-        natural = tasks.natural_task(dataset.shape)
         yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.wrong_targets(True)}"
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
@@ -198,7 +198,7 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
         yield f".target_score = {target}: with steps nothing is evaluated; remove it, or give epochs"
     if name is None and dataset.shape is None:
         return  # a user's own data set, not read yet
-    task = tasks.TASKS.get(name or tasks.natural_task(dataset.shape))
+    task = tasks.TASKS.get(name or natural)
     if task is not None and (target <= 0 or (task.unit == "share" and target > 1)):
         within = "a share of 1, as 0.9" if task.unit == "share" else f"more than 0 {task.unit}"
         yield f".target_score = {target}: the score is {task.score_name}, {within}"
@@ -384,14 +384,20 @@ def _model_faults(
 ) -> Iterator[str]:
     for name in block["models"]:
         spec = models.spec_of(name, given)
+        if dataset.vocabulary and spec is None:
+            yield f".models = {name!r}: gives scores of tokens, and the data set's texts have one label each"
+            continue
+        if spec and (fault := _head_fault(spec["call"], block, dataset)):
+            yield f".models = {name!r}: {fault}"
+            continue
         try:
             model = models.named_model(name, spec)
             if dataset.shape is None:
-                models.check_reads(model, dataset.is_text)
+                models.check_reads(model, "texts" if dataset.is_text else "images")
                 continue
             shape = models.input_shape(model, dataset.shape)
             if spec:
-                facts = own.facts_of_data(dataset.classes, shape)
+                facts = own.facts_of_data(dataset.classes, shape, dataset.vocabulary)
                 try:
                     own.with_facts(spec["kwargs"], facts)
                 except ValueError as e:
@@ -403,14 +409,29 @@ def _model_faults(
             mode = repr_of(block["activation_checkpointing"])
             yield f".activation_checkpointing = {mode}: {name}: {models.NO_BLOCKS}"
     if (chunks := block["loss_chunks"]) > 1:
-        if not dataset.is_text:
-            yield f".loss_chunks = {chunks}: the data set {block['dataset']!r} is no text; set it to 1"
+        if not dataset.is_text or dataset.task:
+            yield (
+                f".loss_chunks = {chunks}: the data set {block['dataset']!r} is no text whose next tokens "
+                "are learnt; set it to 1"
+            )
         if block["task"] is not None and block["task"] not in tasks.TASKS:
             yield f".loss_chunks = {chunks}: a task of your own takes whole outputs; set it to 1"
         if block["compile"]:
             yield f".loss_chunks = {chunks}: the loss in parts is not tried with compile; remove one"
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
+
+
+def _head_fault(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
+    """Why a class of transformers has a head for another task than the experiment's, if it has."""
+    learns = libraries.tasks_of_head(call)
+    task = block["task"] or dataset.task or (dataset.shape and tasks.natural_task(dataset.shape))
+    if not learns or task not in tasks.TASKS or task in learns:
+        return None
+    return (
+        f"{call} is for {' or '.join(learns)}, and the task of the data set {block['dataset']!r} is "
+        f"{task}; name the model's class for that, or another data set"
+    )
 
 
 def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:

@@ -28,6 +28,29 @@ SPECS: dict[str, dict[str, int]] = {
         "sequence": 64,
         "seed": 0,
     },
+    "masked-markov-text": {
+        "train_samples": 4096,
+        "test_samples": 512,
+        "vocabulary": 64,
+        "sequence": 64,
+        "seed": 0,
+    },
+    "labelled-markov-text": {
+        "train_samples": 4096,
+        "test_samples": 512,
+        "classes": 4,
+        "vocabulary": 64,
+        "sequence": 64,
+        "seed": 0,
+    },
+    "tones": {
+        "train_samples": 2048,
+        "test_samples": 512,
+        "classes": 8,
+        "channels": 1,
+        "length": 1600,
+        "seed": 0,
+    },
     "tinyshakespeare": {"sequence": 64},
 }
 
@@ -128,6 +151,50 @@ def _markov_text(values: Mapping[str, int]) -> Dataset:
     )
 
 
+def _masked_markov_text(values: Mapping[str, int]) -> Dataset:
+    _check_least(values, vocabulary=3, sequence=3)
+    return Dataset(
+        shape=(values["sequence"],),
+        classes=values["vocabulary"],
+        train_samples=values["train_samples"],
+        test_samples=values["test_samples"],
+        open_source=lambda root, downloads: generated.masked_markov_text(**values),
+        task="masked-token",
+    )
+
+
+def _labelled_markov_text(values: Mapping[str, int]) -> Dataset:
+    _check_least(values, classes=2)
+    return Dataset(
+        shape=(values["sequence"],),
+        classes=values["classes"],
+        train_samples=values["train_samples"],
+        test_samples=values["test_samples"],
+        open_source=lambda root, downloads: generated.labelled_markov_text(**values),
+        task="text-classification",
+        vocabulary=values["vocabulary"],
+    )
+
+
+def _tones(values: Mapping[str, int]) -> Dataset:
+    _check_least(values, classes=2, length=2 * values["classes"] + 2)
+    return Dataset(
+        shape=(values["channels"], values["length"]),
+        classes=values["classes"],
+        train_samples=values["train_samples"],
+        test_samples=values["test_samples"],
+        open_source=lambda root, downloads: generated.tones(**values),
+        floats=True,
+    )
+
+
+def _check_least(values: Mapping[str, int], **least: int) -> None:
+    """DataError where a value is below the least that a source can be made of."""
+    for key, lowest in least.items():
+        if values[key] < lowest:
+            raise DataError(f"{key} is {values[key]}; it must be a whole number >= {lowest}")
+
+
 def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
     length = values["sequence"]
     shortest = min(sources.SHAKESPEARE_TOKENS)
@@ -147,6 +214,9 @@ def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
 _MAKERS = {
     "synthetic": _synthetic,
     "markov-text": _markov_text,
+    "masked-markov-text": _masked_markov_text,
+    "labelled-markov-text": _labelled_markov_text,
+    "tones": _tones,
     "tinyshakespeare": _tinyshakespeare,
 }
 

@@ -20,8 +20,8 @@ from stratbench.workload.data.sources import DataError
 if TYPE_CHECKING:
     import torch
 
-#: What a worker evaluates at once: images, or tokens.
-EVAL_IMAGES, EVAL_TOKENS = 512, 8192
+#: What a worker evaluates at once: images, waveforms, or tokens.
+EVAL_IMAGES, EVAL_WAVEFORMS, EVAL_TOKENS = 512, 64, 8192
 
 
 class Augmentation(NamedTuple):
@@ -101,7 +101,9 @@ def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 def eval_batch(shape: Sequence[int]) -> int:
     """Test samples of `shape` that a worker evaluates at once."""
-    return EVAL_IMAGES if len(shape) == 3 else max(1, EVAL_TOKENS // shape[0])
+    if len(shape) == 1:
+        return max(1, EVAL_TOKENS // shape[0])
+    return EVAL_IMAGES if len(shape) == 3 else EVAL_WAVEFORMS
 
 
 def example_batch(
@@ -112,10 +114,11 @@ def example_batch(
     dtype: torch.dtype,
     memory_format: torch.memory_format,
     values: bool = False,
+    labelled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets that are shaped as training's batches are, for whoever imitates training.
 
-    With `values` a target is `classes` values in `dtype`.
+    With `values` a target is `classes` values in `dtype`; `labelled`: whether a text has one target.
     """
     import torch
 
@@ -123,13 +126,13 @@ def example_batch(
         # Filled, and not made as zeros: on fake tensors these would have known values, as data have not.
         return torch.empty(shape, device=device, dtype=dtype).zero_()
 
-    if len(shape) == 1:
+    if len(shape) == 1 and not labelled:
         return tuple(data((samples, *shape), torch.int64) for _ in range(2))
-    x = data((samples, *shape), dtype)
+    x = data((samples, *shape), torch.int64 if labelled else dtype)
     y = data((samples,), torch.int64).add_(torch.arange(samples, device=device) % classes)
     if values:
         y = data((samples, classes), dtype)
-    return x.contiguous(memory_format=memory_format), y
+    return x.contiguous(memory_format=memory_format) if x.dim() == 4 else x, y
 
 
 class DeviceData(ABC):
@@ -180,6 +183,8 @@ class DeviceData(ABC):
         if len(meta["shape"]) == 1:
             return Texts(meta, given, at)
         shape = shape or tuple(meta["shape"])
+        if len(shape) == 2:
+            return Waveforms(meta, given, dtype or torch.float32, at)
         memory_format = memory_format or torch.contiguous_format
         return Images(meta, given, shape, dtype or torch.float32, memory_format, at)
 
@@ -242,7 +247,7 @@ class DeviceData(ABC):
 
 
 class Texts(DeviceData):
-    """Text: batches of tokens [b, length] and of the tokens that come next, int64 both."""
+    """Text: batches of tokens [b, length] and of their targets [b, length], or of labels [b], int64 both."""
 
     def _batch_of(
         self,
@@ -251,6 +256,33 @@ class Texts(DeviceData):
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return inputs.long(), targets.long()
+
+
+class Waveforms(DeviceData):
+    """Waveforms: batches [b, C, length], normalised, and labels [b], int64."""
+
+    def __init__(
+        self,
+        meta: Mapping[str, Any],
+        arrays: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        import torch
+
+        super().__init__(meta, arrays, device)
+        mean, std = (torch.tensor(meta[key], dtype=torch.float64) for key in ("mean", "std"))
+        self._scale, self._offset = (
+            values[:, None].to(self.device, dtype) for values in (1 / std, -mean / std)
+        )
+
+    def _batch_of(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        drawn: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (inputs * self._scale).add_(self._offset), targets
 
 
 class Images(DeviceData):

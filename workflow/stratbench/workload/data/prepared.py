@@ -1,9 +1,11 @@
 """A prepared data set on disk: four memory-mappable arrays and their meta data in one folder.
 
 Images: `train_inputs.npy`, `test_inputs.npy` uint8 or float32 [N, C, H, W]; `train_targets.npy`,
-`test_targets.npy` int64 [N], or float32 [N, values]. Text: inputs and targets [N, length], tokens in the
-smallest type that holds them. The folder appears whole or not at all. Its SHA-256 shows damage afterwards;
-it is computed again only if a file no longer has the size and the time of change that the meta data state.
+`test_targets.npy` int64 [N], or float32 [N, values]. Waveforms: float32 [N, C, length] and int64 [N]. Text:
+inputs and targets [N, length], tokens in the smallest type that holds them; hidden tokens' labels as int32,
+labels of whole texts as int64 [N]. The folder appears whole or not at all. Its SHA-256 shows damage
+afterwards; it is computed again only if a file no longer has the size and the time of change that the meta
+data state.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.files import read_json
 from stratbench.cell.text.progress import progress_bar
+from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.data.sources import DataError, Source
 
 if TYPE_CHECKING:
@@ -50,21 +53,18 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
 
     The meta data are `request`, the counts, the source files, the arrays' SHA-256, size in bytes
     and time of change; of images, the mean and standard deviation of each channel over the training
-    set, for bytes as values in 0..1; of a text, the least possible loss where it is known.
+    set, for bytes as values in 0..1; the least possible loss where it is known.
     """
     import numpy as np
 
     shape = facts.shape
-    what = "texts" if facts.is_text else "images"
+    what = kind_of(shape)
     value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
-    of_target = (value, shape) if facts.is_text else (np.int64, ())
-    if facts.values:
-        of_target = (np.float32, (facts.classes,))
     moments = None if facts.is_text else (_Sums if facts.floats else _Counts)(shape[0])
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
         inputs, targets = (
             np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
-            for name, (dtype, one) in {"inputs": (value, shape), "targets": of_target}.items()
+            for name, (dtype, one) in {"inputs": (value, shape), "targets": facts.target}.items()
         )
         start = 0
         with progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
@@ -79,10 +79,10 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
             raise DataError(f"{request['name']}, {split}: {start} {what} instead of {samples}")
         inputs.flush()
         targets.flush()
-    stated = {"least_loss": source.least_loss} if moments is None else moments.as_meta()
+    stated = {} if moments is None else moments.as_meta()
     if 0 in stated.get("std", ()):
         raise DataError(
-            f"{request['name']}: channel {stated['std'].index(0)} has one value in all training images, so "
+            f"{request['name']}: channel {stated['std'].index(0)} has one value in all training {what}, so "
             "that nothing can be learnt from it; leave it out"
         )
     meta = {
@@ -92,7 +92,9 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
         "train_samples": source.train.samples,
         "test_samples": source.test.samples,
         **stated,
+        **({"least_loss": source.least_loss} if facts.is_text or source.least_loss else {}),
         **{key: True for key in ("floats", "values") if getattr(facts, key)},
+        **({"vocabulary": facts.vocabulary} if facts.vocabulary else {}),
         "generated": source.generated,
         "sources": source.files,
         "sha256": _sha256(folder),
@@ -274,7 +276,8 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             shape = (samples, *meta["shape"])
             if arrays[f"{split}_inputs"].shape != shape:
                 raise ValueError(f"{split}_inputs.npy is not of the shape that is stated")
-            of_targets = shape if len(shape) == 2 else shape[:1]
+            is_tokens = len(shape) == 2 and "vocabulary" not in meta
+            of_targets = shape if is_tokens else shape[:1]
             if meta.get("values"):
                 of_targets = (samples, meta["classes"])
             if arrays[f"{split}_targets"].shape != of_targets:

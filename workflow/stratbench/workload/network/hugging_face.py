@@ -19,8 +19,8 @@ from stratbench.workload.users_code import Unsuitable
 class Scores(nn.Module):
     """A model of transformers that returns its scores alone, and says of its layers what transformers does.
 
-    `scores` are its outputs for a token or sample: as many as its vocabulary has, which may be more than
-    the data have.
+    `scores` are its outputs for a token or sample: as many as its vocabulary or its labels, which may be
+    more than the data have.
     """
 
     def __init__(self, network: PreTrainedModel, scores: int) -> None:
@@ -32,8 +32,11 @@ class Scores(nn.Module):
         #: Of keys and values, which are the fewest; 0 where it has none.
         self.heads = next((n for n in counts if type(n) is int), 0)
 
+        #: Whether it takes waveforms of one channel, without a dimension for it.
+        self.takes_values = network.main_input_name == "input_values"
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.network(x).logits
+        return self.network(x.squeeze(1) if self.takes_values else x).logits
 
 
 def network(
@@ -48,6 +51,7 @@ def network(
     num_classes: int | None = None,
     in_channels: int | None = None,
     image_size: int | list[int] | None = None,
+    length: int | None = None,
 ) -> Scores:
     """The network of a class of transformers.
 
@@ -58,11 +62,12 @@ def network(
         weights: A folder with safetensors; without it weights are drawn.
         weights_sha256: Distinguishes cells alone.
         lora: Options of peft's LoraConfig: adapters are trained in place of the weights.
-        vocab_size: Tokens of the data; None for images.
+        vocab_size: Tokens of the data; None for images and waveforms.
         sequence: Tokens of a sample of text.
         num_classes: Classes of the data.
-        in_channels: Channels of the images.
+        in_channels: Channels of the images or waveforms.
         image_size: Pixels of a side.
+        length: Values of a waveform's channel.
 
     Raises:
         Unsuitable: The config does not suit the data, or the weights not the config.
@@ -81,17 +86,17 @@ def network(
             number = stated.get(key, getattr(kind, key, None))
             if type(number) is int and number >= tokens:
                 stated[key] = None
-    else:
-        of_images = {
-            "image_size": image_size,
-            "num_channels": in_channels,
-            "num_labels": num_classes,
-        }
-        stated = of_images | stated
+    if labels := _labels(cls, vocab_size, num_classes):
+        stated = {"num_labels": labels} | stated
+    if image_size is not None:
+        stated = {"image_size": image_size, "num_channels": in_channels} | stated
+    if length is not None and hasattr(kind, "num_mel_bins"):
+        stated = {"num_mel_bins": in_channels, "max_source_positions": length // 2} | stated
     made = kind.from_dict(
         {key: v for key, v in stated.items() if key not in ("dtype", "torch_dtype")}
     )
-    _check_kind(kind, vocab_size is not None)
+    data = "texts" if vocab_size else "images" if image_size else "waveforms"
+    _check_kind(kind, data)
     if vocab_size is not None:
         _suit_text(made, stated, vocab_size, sequence)
     if not issubclass(cls, PreTrainedModel):
@@ -100,19 +105,35 @@ def network(
                 f"{cls.__name__} has no class for {kind.__name__}; name one in the config's `architectures`"
             )
         cls = cls._model_mapping[kind]
+    if (wanted := _INPUTS.get(cls.main_input_name)) != data:
+        raise Unsuitable(f"the data are {data}, and {cls.__name__} takes {wanted or 'others'}")
     made.use_cache = False  # for generation, which no training does
     drawn = cls(made) if weights is None else _with_weights(cls, made, weights)
     if lora is not None:
         from peft import LoraConfig, inject_adapter_in_model
 
         drawn = inject_adapter_in_model(LoraConfig(**lora), drawn)
-    return Scores(drawn, made.num_labels if vocab_size is None else made.vocab_size)
+    return Scores(drawn, made.num_labels if labels else made.vocab_size)
 
 
-def _check_kind(kind: type[PreTrainedConfig], is_text: bool) -> None:
+#: What a class calls its input, and what that is.
+_INPUTS = {
+    "input_ids": "texts",
+    "pixel_values": "images",
+    "input_values": "waveforms",
+    "input_features": "waveforms",
+}
+
+
+def _labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
+    """The classes of whole samples that the head scores; None where it scores tokens."""
+    return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
+
+
+def _check_kind(kind: type[PreTrainedConfig], data: str) -> None:
     """Raise Unsuitable where a config is of images and the data are texts, or the other way round."""
-    for key, wanted, data in (("vocab_size", True, "texts"), ("image_size", False, "images")):
-        if is_text == wanted and not hasattr(kind, key):
+    for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
+        if data == wanted and not hasattr(kind, key):
             raise Unsuitable(f"the data are {data}, and {kind.__name__} has no {key}")
 
 

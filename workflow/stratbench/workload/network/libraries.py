@@ -25,6 +25,17 @@ LIBRARIES = ("transformers", "timm")
 HERE = "stratbench.workload.network.hugging_face"
 #: Keys of a config, transformers' names and older ones, that say how many heads keys and values have.
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
+#: A part of the names of transformers' classes with a head, and the tasks that it is for.
+HEADS = {
+    "ForCausalLM": ("next-token",),
+    "LMHead": ("next-token",),
+    "ForMaskedLM": ("masked-token",),
+    "ForSequenceClassification": ("text-classification", "audio-classification"),
+    "ForAudioClassification": ("audio-classification",),
+    "ForImageClassification": ("classification",),
+}
+#: How a file of transformers says that its models take waveforms or what is made of these.
+_TAKES_SOUND = re.compile(r"main_input_name = .input_(values|features)")
 #: The call of a model that has a name alone: a trainer of the user's builds it.
 NAME_ALONE = f"{__name__}:name_alone"
 #: Why nothing here can build it.
@@ -99,18 +110,33 @@ def _of_transformers(spec: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def reads_text(spec: Mapping[str, Any]) -> bool | None:
-    """Return whether the model of an entry of `models` reads texts; None if its code alone knows.
+def task_of_entry(spec: Mapping[str, Any]) -> str | None:
+    """Return the task that the model of an entry of `models` is for; None if its code alone knows.
 
     Raises:
         ValueError: The entry names a file that is no config, as `.key = value: why`.
     """
     if "timm" in spec:
-        return False
+        return "classification"
     if "transformers" not in spec:
         return None
     named = spec["transformers"]
-    return "ForImage" not in _class_and_config(named, Path(named).expanduser())[0]
+    name, _ = _class_and_config(named, Path(named).expanduser())
+    learns = tasks_of_head(f"transformers:{name}")
+    if len(learns) < 2:
+        return next(iter(learns), None)
+    folder = _folder_of("transformers")
+    file = folder and _file_of_class(folder, name)
+    takes_sound = file is not None and _TAKES_SOUND.search(file.read_text(encoding="utf-8"))
+    return "audio-classification" if takes_sound else "text-classification"
+
+
+def tasks_of_head(call: str) -> tuple[str, ...]:
+    """Return the tasks that a class of transformers has a head for; none of another call."""
+    package, _, name = call.partition(":")
+    if package != "transformers":
+        return ()
+    return next((learns for part, learns in HEADS.items() if part in name), ())
 
 
 def stated_vocabulary(spec: Mapping[str, Any]) -> int | None:

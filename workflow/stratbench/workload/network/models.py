@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from stratbench.workload import users_code
+from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.network import libraries, own
 from stratbench.workload.network.own import OwnModel
 from stratbench.workload.network.registry import FAMILIES, MODELS, Model, facts_of
@@ -79,21 +80,21 @@ def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(given.get(name, call))
 
 
-def check_reads(name: str | Model, text: bool) -> None:
-    """ValueError where the model takes images and the data are `text`, or the other way round."""
+def check_reads(name: str | Model, kind: str) -> None:
+    """ValueError where the model takes other samples than those of the data, which are of `kind`."""
     reads_text = facts_of(name).reads_text
-    if reads_text is not None and reads_text != text:
-        reads, has = ("texts", "images") if reads_text else ("images", "texts")
-        raise ValueError(f"{_name(name)} takes {reads}, and the data set has {has}")
+    reads = "texts" if reads_text else "images"
+    if reads_text is not None and reads != kind:
+        raise ValueError(f"{_name(name)} takes {reads}, and the data set has {kind}")
 
 
 def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     """What the data's samples of `shape` become for this model.
 
-    Images (channels, height, width) are enlarged where the model wants it; a text keeps its length.
+    Images (channels, height, width) are enlarged where the model wants it; others keep their length.
     Raises ValueError where the model does not take such data.
     """
-    check_reads(name, len(shape) == 1)
+    check_reads(name, kind_of(shape))
     model, name = facts_of(name), _name(name)
     if model.reads_text is None:
         return tuple(shape)
@@ -251,11 +252,16 @@ def trial_of(
 
     device = next(model.parameters()).device
     values, layout = tasks.takes_values(task), torch.contiguous_format
-    x, y = example_batch(trial.SAMPLES, shape, classes, device, dtype, layout, values)
+    stated = facts_of(name).own
+    vocabulary = stated and stated.vocabulary
+    x, y = example_batch(
+        trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
+    )
     # A vocabulary may have more tokens than the data.
     outputs = tasks.outputs_of(task, y.shape, getattr(model, "scores", classes))
     try:
-        return trial.take_trial(in_words(name), model, x, y, outputs, groups, classes)
+        tokens = vocabulary or classes
+        return trial.take_trial(in_words(name), model, x, y, outputs, groups, tokens)
     except users_code.ModelError as e:
         if "dtype" not in str(e) or (formats := changed_formats(model)) is None:
             raise

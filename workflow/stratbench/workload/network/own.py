@@ -15,6 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.network import libraries
 from stratbench.workload.users_code import ModelError, Unsuitable, callable_of, error_text, top_of
 
@@ -30,6 +31,7 @@ ROLES = {
     "size": ("image_size", "img_size"),
     "vocabulary": ("vocab_size", "vocabulary"),
     "sequence": ("sequence", "block_size", "max_length", "seq_len"),
+    "length": ("length",),
 }
 #: Of these, one that may mean something else, too: it is given only where there is no default.
 _DOUBTFUL = "channels"
@@ -50,6 +52,8 @@ class OwnModel:
     tensor_plan: dict[str, str] | str | None = None
     heads: int | None = None
     pieces: list[str] | str | None = None
+    #: Of data whose texts have a label each: the tokens of these, where `classes` are the labels.
+    vocabulary: int | None = None
 
     def __str__(self) -> str:
         return f"model {self.name!r} ({self.call})"
@@ -75,10 +79,20 @@ def torchvision_names() -> frozenset[str]:
 # --- the arguments -------------------------------------------------------------------------------
 
 
-def facts_of_data(classes: int, shape: Sequence[int]) -> dict[str, Any]:
-    """What follows from the data, by role. The shape is (channels, height, width) or (length,)."""
+def facts_of_data(
+    classes: int, shape: Sequence[int], vocabulary: int | None = None
+) -> dict[str, Any]:
+    """What follows from the data, by role.
+
+    Args:
+        classes: Classes, or the tokens of texts without labels.
+        shape: (channels, height, width), (channels, length) or (length,).
+        vocabulary: Tokens of texts with labels.
+    """
     if len(shape) == 1:
-        return {"classes": classes, "vocabulary": classes, "sequence": shape[0]}
+        return {"classes": classes, "vocabulary": vocabulary or classes, "sequence": shape[0]}
+    if len(shape) == 2:
+        return {"classes": classes, "channels": shape[0], "length": shape[1]}
     channels, height, width = shape
     size = height if height == width else [height, width]
     return {"classes": classes, "channels": channels, "size": size}
@@ -105,7 +119,7 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
     `in_chans`, too.
     """
     function = _maker(own)
-    facts = facts_of_data(classes, shape)
+    facts = facts_of_data(classes, shape, own.vocabulary)
     given = with_facts(own.kwargs, facts)
     try:
         parameters = inspect.signature(function).parameters
@@ -256,8 +270,7 @@ def _not_of_data(shape: Sequence[int], e: Exception) -> str:
     ]
     if not isinstance(e, TypeError) or not wanted:
         return ""
-    kind = "texts" if len(shape) == 1 else "images"
-    return f"; the data are {kind}, which have no {' and no '.join(sorted(wanted))}"
+    return f"; the data are {kind_of(shape)}, which have no {' and no '.join(sorted(wanted))}"
 
 
 def _raise_out_of_memory(e: Exception) -> None:
