@@ -14,6 +14,7 @@ import torch
 from stage import Stage
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
+from stratbench.train.beside.profile import record_profile
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import epoch_order
 from subject import (
@@ -119,7 +120,7 @@ def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     kernels = None
     if profiled:
         trace = job.folder.profile_trace
-        loop.record_profile(strategy, data, worker, trace)
+        record_profile(strategy, data, worker, trace)
         kernels = sum(bool(TRANSPOSES.search(k["name"])) for k in trace_events(trace, "kernel"))
     strategy.close()
     return Trained([float(x) for x in losses], before, after, counted, kernels)

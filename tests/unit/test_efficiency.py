@@ -18,6 +18,7 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 from stratbench.train import assemble, efficiency
 from stratbench.train.job import Job
+from stratbench.train.running import totals
 
 FLOPS = {"forward_flops_per_sample": 10**9, "training_flops_per_sample": 3 * 10**9}
 RUN = {"samples_seen": 1000, "samples_applied": 1000, "train_time_s": 2.0}
@@ -163,7 +164,9 @@ def test_energy_of_the_cells_own_gpus_while_they_train(tmp_path):
     leave_samples(tmp_path, {0: 1000.0, 4: 100.0, 5: 200.0})
     leave_phases(tmp_path, 0, (1, 3), (4, 5.5))
     leave_phases(tmp_path, 1, (1, 2))
-    found = efficiency.energy_figures(job(tmp_path), [worker(0), worker(1)], RUN)
+    one = job(tmp_path)
+    intervals = efficiency.intervals_of_workers(one, [worker(0), worker(1)])
+    found = efficiency.energy_figures(one, RUN, intervals)
     assert found["train_joules"] == pytest.approx(3.5 * 100 + 200)
     assert found["joules_per_sample"] == pytest.approx(0.55)
 
@@ -181,7 +184,9 @@ def test_no_energy_where_samples_lack(tmp_path, sampled, end_s, gpu):
     leave_samples(tmp_path, sampled)
     leave_phases(tmp_path, 0, (1, end_s))
     leave_phases(tmp_path, 1, (1, 2))
-    assert efficiency.energy_figures(job(tmp_path), [worker(0), worker(1, gpu)], RUN) is None
+    one = job(tmp_path)
+    intervals = efficiency.intervals_of_workers(one, [worker(0), worker(1, gpu)])
+    assert efficiency.energy_figures(one, RUN, intervals) is None
 
 
 # ---------------------------------------------------------------- profile
@@ -208,7 +213,7 @@ def test_what_a_server_dropped_was_no_training():
          "updates": [4, 3], "staleness": [[8], [4, 1]]},
         {"train_time_s": 3.0, "updates": [4], "staleness": [[5, 2]]},
     ]  # fmt: skip
-    run = assemble.served_run([{"per_epoch": []}], servers, samples_per_step=6)
+    run = totals.served_run([{"losses": {}}], servers, 6, per_epoch=[])
     assert (run["samples_seen"], run["samples_applied"]) == (48, 40)
 
 
@@ -223,7 +228,7 @@ def test_an_epoch_whose_workers_were_all_lost_has_no_train_loss():
         for losses in ({}, {"1": {"0": [6.0, 4]}}, {"1": {"0": [3.0, 2]}})
     ]
     epochs = [{"epoch": n, "train_loss": None} for n in (1, 2)]
-    run = assemble.served_run(workers, servers, samples_per_step=6, evaluated=epochs)
+    run = totals.served_run(workers, servers, 6, per_epoch=epochs)
     assert [entry["train_loss"] for entry in run["per_epoch"]] == [None, 1.5]
 
 
@@ -233,7 +238,7 @@ def test_steps_that_overflowed_were_no_training():
          "per_epoch": [], "strategy": {"updates_applied": 7}}
         for r in range(2)
     ]  # fmt: skip
-    run = assemble.collective_run(workers, Mesh(2))
+    run = totals.collective_run(workers, Mesh(2))
     assert (run["samples_seen"], run["samples_applied"]) == (80, 56)
 
 

@@ -63,6 +63,7 @@ from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
+from stratbench.train.running.runner import Runner
 from stratbench.train.standing import Standing
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.prepared import verified_meta
@@ -291,7 +292,7 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     s = settings(strategy, epochs=100, lr=1e-6)  # a server's worker draws them all at first
     RunFolder.of_logs(tmp_path / "logs").create()
     with job_for(s, tiny_data, tmp_path / "logs", 9_000) as job:
-        exits, ended = launch.launch(job, 1)
+        exits, ended = Runner().launch(job, 1)
     assert exits.timed_out
     assert ended.status == "error", ended
     assert "it hangs: no worker got on for" in ended.reason
@@ -465,11 +466,12 @@ def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data
     shutil.copytree(tiny_data, folder)
     prepare("tiny", other, spec=TINY | {"seed": 1})
     code = (
-        "import shutil\nfrom stratbench.train import launch\nlater = launch.launch\n"
+        "import shutil\nfrom stratbench.train import launch\n"
+        "from stratbench.train.running.runner import Runner\nlater = Runner.launch\n"
         "def replaced(*args):\n"
         f"    shutil.rmtree({str(folder)!r})\n    shutil.move({str(other)!r}, {str(folder)!r})\n"
         "    return later(*args)\n"
-        "launch.launch = replaced\nraise SystemExit(launch.main())\n"
+        "Runner.launch = replaced\nraise SystemExit(launch.main())\n"
     )
     launched = start_cell(
         settings("single", gpus=1, per_worker_batch=16), data_dir=folder, program=("-c", code)
@@ -861,7 +863,7 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(srun_module, "SRUN_END_S", 0.2)
     # The limit was reached before the 15 s that the agents have to keep it themselves.
     job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), workers_per_node=1)
-    exits = launch.launch_with_srun(job, cpus_per_node=1)
+    exits = Runner().launch_with_srun(job, cpus_per_node=1)
     assert ending.classify(job, exits).status == "timeout"
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
+from stratbench.train.beside.beside import Beside
 from stratbench.train.restarts import attempts
+from stratbench.train.restarts.keeping import Keeper
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.tasks import Classification, Evaluated, evaluated
 
@@ -56,13 +60,14 @@ def train(
     worker: Worker,
     data: DeviceData,
     path: Path,
-    from_step: int | None = None,
+    *besides: Callable[[Phases], Beside],
 ) -> loop.Result:
     folder = RunFolder(path)
     log = PhaseLog(folder.phases(0), 0, 0.0)
     phases, progress = Phases("cpu", log), loop.Progress(folder)
     memory = MemoryMeter(torch.device("cpu"))
-    return loop.train(strategy, data, worker, phases, log, memory, progress, from_step)
+    made = [beside(phases) for beside in besides]
+    return loop.train(strategy, data, worker, phases, log, memory, progress, made)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +320,10 @@ class Ended(Exception):
 
 
 def kept(data: DeviceData, path: Path, dies_at: int | None, from_step: int) -> tuple:
-    """A training with dropout that keeps checkpoints, until it dies in a step: its result and weights."""
+    """A training with dropout that keeps checkpoints, until it dies in a step.
+
+    Its result, how many checkpoints it counts, and its weights.
+    """
     torch.manual_seed(5)
     strategy, worker = single(
         network(dropout=0.3), epochs=3, checkpoint_every=3, schedule="cosine", warmup_steps=1
@@ -331,20 +339,28 @@ def kept(data: DeviceData, path: Path, dies_at: int | None, from_step: int) -> t
 
     strategy.step = step
     worker.folder.path.mkdir(parents=True, exist_ok=True)
-    result = train(strategy, worker, data, worker.folder.path, from_step)
-    return result, [p.detach().clone() for p in strategy.local]
+    keepers = []
+
+    def make_keeper(phases: Phases) -> Keeper:
+        job = SimpleNamespace(attempts=[{"next_step": from_step}] if from_step else ())
+        keepers.append(Keeper(job, strategy, data, worker, phases))
+        return keepers[0]
+
+    result = train(strategy, worker, data, worker.folder.path, make_keeper)
+    count = keepers[0].end(result.status, chosen=True)["checkpoints"]["count"]
+    return result, count, [p.detach().clone() for p in strategy.local]
 
 
 @pytest.mark.parametrize("dies_at", range(12))
 def test_a_training_that_dies_in_any_step_goes_on_bit_for_bit(data, tmp_path, dies_at):
-    whole, weights = kept(data, tmp_path / "whole", None, 0)
+    whole, count, weights = kept(data, tmp_path / "whole", None, 0)
     with pytest.raises(Ended):
         kept(data, tmp_path / "cut", dies_at, 0)
     folder = RunFolder(tmp_path / "cut" / "run")
     until(
         lambda: (attempts.common_step(folder, 1) or 0) == dies_at // 3 * 3
     )  # it is written beside
-    again, others = kept(data, tmp_path / "cut", None, dies_at // 3 * 3)
+    again, counted, others = kept(data, tmp_path / "cut", None, dies_at // 3 * 3)
     assert all(map(torch.equal, weights, others))
     entries = [
         [{key: e[key] for key in ("epoch", "train_loss", "test_loss", "score")} for e in epochs]
@@ -352,6 +368,6 @@ def test_a_training_that_dies_in_any_step_goes_on_bit_for_bit(data, tmp_path, di
     ]
     assert entries[0] == entries[1]
     assert (again.steps, len(again.clock.step_ms), len(again.clock.epoch_times_s)) == (12, 12, 3)
-    assert again.checkpoints["count"] == whole.checkpoints["count"] == 3
+    assert counted == count == 3
     ends_s = [entry["train_time_s"] for entry in again.progress.per_epoch]
     assert ends_s == pytest.approx(list(accumulate(again.clock.epoch_times_s)))

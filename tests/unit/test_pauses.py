@@ -26,11 +26,12 @@ from stratbench.telemetry import pauses
 from stratbench.telemetry.pauses import Pause, pauses_of_workers
 from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS, PhaseLog
-from stratbench.train import agent, forkserver, launch, standing
+from stratbench.train import agent, forkserver, standing
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_over, pauses_entry
+from stratbench.train.running.runner import Runner
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -261,19 +262,19 @@ def paused(job: Job, **pause: float) -> None:
 def test_what_a_pause_has_spoiled_trains_once_more(tmp_path, monkeypatch, status, pause, launches):
     endings = []
 
-    def end(job: Job, cpus: int) -> tuple[Exits, Ending]:
+    def end(self: Runner, job: Job, cpus: int) -> tuple[Exits, Ending]:
         paused(job, **pause)
         endings.append(Ending(status, None))
         return Exits([], False), endings[-1]
 
-    monkeypatch.setattr(launch, "launch", end)
+    monkeypatch.setattr(Runner, "launch", end)
     first = job_with(tmp_path / "run")
-    job, _, ending = launch.launch_again_if_paused(first, 1)
+    job, _, ending = Runner().run(first, SimpleNamespace(cpus_per_node=1))
     assert len(endings) == launches
     assert ending is endings[-1]
     assert (job.origin_s > first.origin_s) is (launches == 2)
     entry = {"node": 0, "begin_s": 50.0, "length_s": 30.0, "asleep_s": 0.0} | pause
-    assert pauses_entry(job) == [entry | {"in_training": entry["begin_s"] < 100}]
+    assert pauses_entry(job, Runner().trained) == [entry | {"in_training": entry["begin_s"] < 100}]
 
 
 def job_with(folder: Path, **changes: Any) -> Job:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -155,7 +156,7 @@ def keep(job: Job, rank: int, *steps: int) -> None:
 
 def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> None:
     job = attempts.begin(job_in(tmp_path), None)
-    assert (job.from_step, job.attempts) == (0, ())
+    assert job.attempts == ()
     begun = job.attempts or attempts.last_sign(job.folder)
     assert begun is None  # nothing was written to the run folder yet
     keep(job, 0, 3, 6, 9)
@@ -167,7 +168,7 @@ def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: P
     job.folder.log("rank0").write_text("alive")
     ended_s = attempts.last_sign(job.folder)
     again = attempts.begin(job_in(tmp_path), ended_s)
-    assert again.from_step == 6
+    assert again.attempts[-1]["next_step"] == 6
     # Two attempts of a GPU's may differ in the last bits: all go on with one's.
     folders = [attempts.folder_of(job.folder, rank) for rank in (0, 1)]
     assert list(map(checkpoints.steps_in, folders)) == [{6}, {3, 6}]
@@ -184,7 +185,7 @@ def test_nobody_goes_on_with_another_training(change: dict[str, Any], tmp_path: 
     keep(job, 1, 3)
     job.folder.log("rank0").write_text("alive")
     other = attempts.begin(job_in(tmp_path, **change), attempts.last_sign(job.folder))
-    assert (other.from_step, other.attempts) == (0, ())
+    assert other.attempts == ()
     assert attempts.common_step(job.folder, 2) is None
 
 
@@ -231,7 +232,7 @@ def test_a_cell_killed_at_random_trains_what_it_would_have(
     assert record["restarts"]["count"] == 2
     assert record["restarts"]["from_steps"][1] >= record["restarts"]["from_steps"][0] > 0
     assert record["batch"]["updates_applied"] == 30 * 4
-    assert not (launched.logs / attempts.FOLDER).exists()
+    assert not launched.folder.kept.exists()
     assert found_in(record) == {"keeps-checkpoints"}
     undisturbed = start_cell(replace(s, checkpoint_every=None), env=warm)
     assert undisturbed.finish()[0] == 0
@@ -256,15 +257,22 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
     strategy.worker = replace(strategy.worker, settings=settings("single", checkpoint_every=2))
     strategy.worker.folder = RunFolder(tmp_path / "run")
     clock, log = StepClock(CPU), mock.create_autospec(PhaseLog)
-    keeper = Keeper(strategy, strategy.worker, clock, Phases(CPU, log), [], 4)
+    phases = Phases(CPU, log)
+
+    def keeper_after(*before: dict[str, int]) -> Keeper:
+        job = SimpleNamespace(attempts=before)
+        return Keeper(job, strategy, None, strategy.worker, phases)
+
+    keeper = keeper_after()
+    keeper.begin(clock, [])
     folder = attempts.folder_of(strategy.worker.folder, 0)
     for step in (2, 4):
         clock.begin()
         clock.tick()
         clock.tick()
         clock.end()
-        keeper.keep(step, [])
-    assert keeper.close()["count"] == 2
+        keeper.between(step, [])
+    assert keeper.end("ok", chosen=True)["checkpoints"]["count"] == 2
     assert checkpoints.steps_in(folder) == {4}
     path = checkpoints.path_of(folder, 4)
     held = path.read_bytes()
@@ -275,7 +283,7 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
     assert held != path.read_bytes()
     path.write_bytes(held)
     with pytest.raises(checkpoints.Damaged, match="changed since"):
-        keeper.go_on(4)
+        keeper_after({"next_step": 4}).begin(clock, [])
     assert checkpoints.steps_in(folder) == set()
 
 

@@ -27,6 +27,7 @@ from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
+from stratbench.train.beside.profile import record_profile
 from stratbench.workload.data.device_data import DeviceData
 
 pytestmark = pytest.mark.timeout(300)
@@ -88,7 +89,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
     result = run(
         strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)
     )
-    loop.record_profile(strategy, data, worker, None)
+    record_profile(strategy, data, worker, None)
     strategy.close()
     if server is not None:
         server.result()

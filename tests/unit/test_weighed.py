@@ -30,9 +30,9 @@ from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.ps import server_configs
 from stratbench.telemetry.shards import whole_tensor
-from stratbench.train.assemble import mean_loss
 from stratbench.train.elastic.split import Weighted
 from stratbench.train.loop import summed
+from stratbench.train.running.totals import mean_loss
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
 from stratbench.workload.tasks import NextToken

@@ -62,6 +62,11 @@ class RunFolder:
         """The log folder of the cell, which holds the run folder."""
         return self.path.parent
 
+    @property
+    def kept(self) -> Path:
+        """The folder beside it of what the next attempt of the cell goes on from (`train.restarts`)."""
+        return self.logs / "checkpoints"
+
     def create(self) -> None:
         """Make the folder, empty: what an earlier run of the cell left is deleted."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -6,7 +6,6 @@ a fork server. The agent itself never imports torch, so that it can act whatever
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -30,10 +29,8 @@ from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train import gpu_locks, standing
-from stratbench.train.commands.process import Command
 from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
-from stratbench.train.locks import scratch
 from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.paused import keep_pauses
 
@@ -78,10 +75,34 @@ class Exits:
     hung: bool = False
 
 
-def run_node(job: Job, node: int) -> Exits:
-    """Start this node's processes and wait for their end or the deadline; returns how they exited."""
+#: The servers and the workers of a node. What trains in a worker's place has the attributes of `Process`.
+Processes = tuple[list[Process], list[Any]]
+
+
+@contextmanager
+def processes_of(job: Job, node: int) -> Iterator[Processes]:
+    """The servers and workers of this node, not yet started."""
+    with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
+        text = job.to_json()
+        servers = server_processes(path, job.folder, servers_of(job, node))
+        workers = [
+            Process(path, worker_name(rank), "worker", text, rank, local_rank)
+            for local_rank, rank in enumerate(job.ranks_of(node))
+        ]
+        yield servers, workers
+
+
+def run_node(
+    job: Job,
+    node: int,
+    making: Callable[[Job, int], AbstractContextManager[Processes]] = processes_of,
+) -> Exits:
+    """Start the processes that `making` makes of this node, and wait for their end or the deadline.
+
+    Returns how they exited.
+    """
     set_environment(job, job.n_nodes == 1)
-    with processes_of(job, node) as (servers, workers):
+    with making(job, node) as (servers, workers):
         processes = [*servers, *workers]
         gpus = gpus_of(job, node)
         job.folder.write_places(node, places_of([p.name for p in processes], gpus))
@@ -98,10 +119,10 @@ def run_node(job: Job, node: int) -> Exits:
             job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
-                sampler.watch(p.name, p.pid, below=job.is_command)
+                sampler.watch(p.name, p.pid, below=p.starts_others)
             exits = supervise(job, servers, workers, watch)
             failed = exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes)
-            if failed and not job.is_command:  # which has no pulse
+            if failed:
                 watch.look()
                 late, since_s = exits.timed_out, watch.awake_since_s
                 standing.note_standing(job, node, processes, late, since_s)
@@ -111,22 +132,6 @@ def run_node(job: Job, node: int) -> Exits:
             sampler.stop()
             watch.stop()
             keep_pauses(job, node, watch)
-
-
-@contextmanager
-def processes_of(job: Job, node: int) -> Iterator[tuple[list[Process], list[Process | Command]]]:
-    """The servers and workers of this node, not yet started; in their place, the user's command."""
-    if job.is_command:
-        yield [], [Command(job, node)]
-        return
-    with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
-        text = job.to_json()
-        servers = server_processes(path, job.folder, servers_of(job, node))
-        workers: list[Process | Command] = [
-            Process(path, worker_name(rank), "worker", text, rank, local_rank)
-            for local_rank, rank in enumerate(job.ranks_of(node))
-        ]
-        yield servers, workers
 
 
 def server_processes(
@@ -159,7 +164,7 @@ def gpus_of(job: Job, node: int) -> dict[str, str]:
     """The GPU of each worker on this node, by the worker's name, as CUDA_VISIBLE_DEVICES names it."""
     if not job.use_cuda:
         return {}
-    names = map(worker_name, job.ranks_of(node))  # of a command, too: these are its GPUs
+    names = map(worker_name, job.ranks_of(node))
     return dict(zip(names, gpu_locks.visible_gpus(), strict=False))
 
 
@@ -187,7 +192,7 @@ def servers_of(job: Job, node: int) -> list[ServerConfig]:
 def supervise(
     job: Job,
     servers: list[Process],
-    workers: Sequence[Process | Command],
+    workers: Sequence[Process],
     watch: PauseWatch,
 ) -> Exits:
     """Wait for the end of the processes or the deadline; returns how they exited.
@@ -211,7 +216,7 @@ def supervise(
         if now >= next_look:
             watch.look()
             since_s = watch.awake_since_s
-            if not job.is_command and standing.hung_for_good(job, workers, since_s):
+            if standing.hung_for_good(job, workers, since_s):
                 return Exits(_exits(processes, ended), timed_out=False, hung=True)
             next_look = now + LOOK_S
         poll_s = 0.5 if job.has_servers else LOOK_S
@@ -241,7 +246,7 @@ def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
 def stuck(
     job: Job,
     servers: list[Process],
-    workers: Sequence[Process | Command],
+    workers: Sequence[Process],
     ended: dict[str, int],
 ) -> bool:
     """Whether the processes that still run can no longer reach an orderly end.
@@ -270,11 +275,11 @@ def workers_given_up(job: Job) -> set[str]:
     return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
 
-def _exits(processes: Sequence[Process | Command], ended: dict[str, int]) -> list[ProcessExit]:
+def _exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessExit]:
     return [ProcessExit(p.name, ended.get(p.name)) for p in processes]
 
 
-def end_all(processes: Sequence[Process | Command]) -> None:
+def end_all(processes: Sequence[Process]) -> None:
     """Kill what still runs; training processes have nothing to save."""
     for p in processes:
         if p.pid is not None and p.is_alive():
@@ -295,31 +300,3 @@ def raise_stopped(signum: int) -> None:
     """Signal action: raise Stopped, once. Later signals must not interrupt the clean-up."""
     on_signals(lambda _: None)
     raise Stopped(signum)
-
-
-def main() -> None:
-    """Agent of one node of several; started by `srun` with the job's file as argument."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("job", type=Path, help="JSON file written by the launcher")
-    parser.add_argument("spent_s", type=float, help="of the cell's time, when srun was called")
-    args = parser.parse_args()
-    job = Job.from_json(args.job.read_text(encoding="utf-8"))
-    on_signals(raise_stopped)
-    node = int(os.environ["SLURM_NODEID"])
-    try:
-        with scratch() as local:
-            exits = run_node(job.on_another_node(args.spent_s, local), node)
-    except Stopped as stopped:
-        sys.exit(128 + stopped.signum)
-    for p in exits.processes:
-        print(f"node {node}: {p}", flush=True)
-    # A worker lost to a parameter server ends nobody else's node; one that it never had does.
-    failed = [p.name for p in exits.processes if p.exit_code != 0]
-    if job.has_servers:
-        ranks = {name: rank_of(name) for name in failed}
-        failed = [name for name, rank in ranks.items() if rank is None or not has_joined(job, rank)]
-    sys.exit(1 if exits.timed_out or exits.hung or failed else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -20,13 +19,11 @@ from stratbench.strategies import mesh_of, option_defaults, strategy_class, trai
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
 from stratbench.train import efficiency
-from stratbench.train.commands.results import program_entry
-from stratbench.train.elastic import accounts, served_accounts
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.inputs import data_entry, model_entry, task_entry
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import pauses_entry
-from stratbench.train.restarts import attempts
+from stratbench.train.running.runner import runner_of
 from stratbench.workload.data import prepared
 from stratbench.workload.data.sources import DataError
 
@@ -35,14 +32,16 @@ def make_record(job: Job, ending: Ending) -> Record:
     """The record of a cell that ended with a result."""
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)  # what follows may take seconds
     s = job.settings
-    whole = [w for w in accounts.members_of(job).values() if "phases_s" in w]
+    runner = runner_of(s)
+    whole = [w for w in runner.workers(job) if "phases_s" in w]
     servers = job.folder.read_servers(job.n_servers)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
     if meta != job.data:
         raise DataError(f"{job.data_dir} was prepared anew while the cell trained; start it again")
-    run = run_of(job, ending, whole, servers)
-    communication = efficiency.communication_figures(job, whole, servers, run)
+    ended = ending.status in ("ok", "diverged") and whole
+    run = runner.totals(job, whole, servers) if ended else {}
+    communication = efficiency.communication_figures(job, whole, servers, run, runner.is_gang)
     task = task_entry(job, first, meta)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -50,65 +49,41 @@ def make_record(job: Job, ending: Ending) -> Record:
         "status": ending.status,
         "reason": ending.reason,
         "settings": asdict(s),
-        "strategy": strategy_entry(s, first),
-        "model": model_entry(job, first.get("model"), meta["classes"]),
+        "strategy": strategy_entry(s, first, runner.is_gang),
+        "model": model_entry(job, first.get("model")),
         "task": task,
         "data": data_entry(job, meta),
         "batch": batch_entry(s, meta, run),
-        "time": time_figures(job, whole, first, run)
+        "time": time_figures(job, whole, first, run, runner.is_gang)
         | {
             "breakdown_ms": efficiency.mean_phases_ms(whole, communication),
             **efficiency.bubble_figures(whole),
             "total_s": total_s,
             **({} if job.queue_wait_s is None else {"queue_wait_s": job.queue_wait_s}),
         },
-        "compute": efficiency.compute_figures(job, whole, run),
+        "compute": efficiency.compute_figures(job, whole, run, runner.is_gang),
         "communication": communication,
-        "energy": efficiency.energy_figures(job, whole, run),
+        "energy": efficiency.energy_figures(job, run, runner.gpu_intervals(job, whole)),
         "memory": worst_memory(whole)
         | memory_of_stages(whole, mesh_of(s.strategy, s.options, s.gpus)),
-        "score": score_entry(job, ending, first, run, task["better"]),
+        "score": score_entry(
+            ending, first, run.get("per_epoch") or runner.epochs(job), task["better"]
+        ),
         "server": {"servers": servers_entry(job, servers)} if servers else None,
         "workers": [worker_entry(w) for w in whole],
-        **({"program": program_entry(job)} if job.is_command else {}),
         "profile": efficiency.profile_entry(job),
-        **({"pauses": pauses} if (pauses := pauses_entry(job)) else {}),
-        **(
-            {"elastic": (served_accounts if servers else accounts).entry_of(job)}
-            if s.elastic
-            else {}
-        ),
-        **({"restarts": attempts.entry_of(job, whole)} if s.checkpoint_every else {}),
+        **({"pauses": pauses} if (pauses := pauses_entry(job, runner.trained)) else {}),
+        **({runner.section: runner.entry(job, whole)} if runner.section else {}),
         "provenance": launcher_provenance(job, finished_at),
     }
 
 
-def run_of(
-    job: Job, ending: Ending, workers: list[dict[str, Any]], servers: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Time, samples and epochs of the whole cell; empty where it did not train to an end."""
-    s = job.settings
-    if ending.status not in ("ok", "diverged") or not workers:
-        return {}
-    if servers:
-        per_epoch = served_accounts.epochs_of(job) if s.elastic else None
-        return served_run(workers, servers, samples_per_step(s), per_epoch)
-    if s.elastic:
-        return accounts.run_of_members(job, job.folder.read_epochs())
-    return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
-
-
-def samples_per_step(s: Settings) -> int:
-    """Samples that a worker computes on in a step."""
-    return strategy_class(s.strategy).samples_per_step(s)
-
-
-def strategy_entry(s: Settings, worker: dict[str, Any]) -> dict[str, Any]:
+def strategy_entry(s: Settings, worker: dict[str, Any], is_gang: bool) -> dict[str, Any]:
     """The record's `strategy`; `worker`: what one says of it."""
     details = worker.get("strategy", {}).get("details", {})
     by_zeros = bool(details.get("moved_by_zeros"))
     adds_up = worker.get("task", {}).get("loss_adds_up") is not False
-    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros, s.elastic, adds_up)
+    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros, not is_gang, adds_up)
     return {
         "name": s.strategy,
         "kind": strategy_class(s.strategy).kind,
@@ -125,7 +100,7 @@ def batch_entry(s: Settings, meta: dict[str, Any], run: dict[str, Any]) -> dict[
     return {
         "global_batch": s.global_batch,
         "per_worker_batch": s.per_worker_batch,
-        "samples_per_step": samples_per_step(s),
+        "samples_per_step": strategy_class(s.strategy).samples_per_step(s),
         "steps_per_epoch": meta["train_samples"] // s.global_batch,
         "samples_seen": run.get("samples_seen"),
         "samples_applied": run.get("samples_applied"),
@@ -134,7 +109,11 @@ def batch_entry(s: Settings, meta: dict[str, Any], run: dict[str, Any]) -> dict[
 
 
 def time_figures(
-    job: Job, workers: list[dict[str, Any]], first: dict[str, Any], run: dict[str, Any]
+    job: Job,
+    workers: list[dict[str, Any]],
+    first: dict[str, Any],
+    run: dict[str, Any],
+    is_gang: bool,
 ) -> dict[str, Any]:
     """The record's `time`, but for the breakdown of a step and the whole; `first`: whose set-up counts."""
     s = job.settings
@@ -143,11 +122,11 @@ def time_figures(
         "train_time_s": train_time_s,
         "epoch_times_s": run.get("epoch_times_s", []),
         # Clocks of nodes of several attempts do not compare.
-        "start_skew_ms": None if s.elastic or job.attempts else start_skew_ms(workers),
+        "start_skew_ms": start_skew_ms(workers) if is_gang and not job.attempts else None,
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy_class(s.strategy).breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": setup_s(first, s.elastic, job.spent_s),
+        "setup_s": setup_s(first, is_gang, job.spent_s),
         "data_s": longest_phase_s(workers, "data_s"),
         "warmup_s": longest_phase_s(workers, "warmup_s"),
         **compile_figures(workers),
@@ -157,10 +136,9 @@ def time_figures(
 
 
 def score_entry(
-    job: Job, ending: Ending, worker: dict[str, Any], run: dict[str, Any], better: str
+    ending: Ending, worker: dict[str, Any], per_epoch: list[dict[str, Any]], better: str
 ) -> dict[str, Any]:
     """The record's `score`; `worker`: which evaluated. `better`: `higher` or `lower` scores."""
-    per_epoch = run.get("per_epoch") or finished_epochs(job)
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     return {
@@ -169,13 +147,6 @@ def score_entry(
         "per_epoch": per_epoch,
         "evaluated_on": worker.get("strategy", {}).get("evaluated_on"),
     }
-
-
-def finished_epochs(job: Job) -> list[dict[str, Any]]:
-    """The epochs that were evaluated before the cell ended, however it ended."""
-    if job.settings.elastic and job.has_servers:
-        return served_accounts.epochs_of(job)
-    return job.folder.read_epochs()
 
 
 def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
@@ -191,25 +162,6 @@ def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Time, samples and epochs of workers that take every step together. The slowest one's time counts.
-
-    Workers that share a copy of the network compute on the same samples, which count once.
-    """
-    first = min(workers, key=lambda w: w["rank"])
-    each = [w for w in workers if mesh.speaks(w["rank"])]
-    updates = first["strategy"]["updates_applied"]
-    return {
-        "train_time_s": max(w["train_time_s"] for w in workers),
-        "samples_seen": sum(w["samples"] for w in each),
-        # All take a step or all skip it.
-        "samples_applied": sum(w["samples"] // max(1, w["steps"]) * updates for w in each),
-        "updates_applied": updates,
-        "epoch_times_s": first["epoch_times_s"],
-        "per_epoch": first["per_epoch"],
-    }
-
-
 def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
     """How much later the last worker started than the first, in ms, for each start of their clocks.
 
@@ -222,64 +174,6 @@ def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
     by_epoch = [zip(*starts, strict=False) for starts in nodes.values() if len(starts) > 1]
     skews_ms = [[1e3 * (max(s) - min(s)) for s in epochs] for epochs in by_epoch]
     return [max(each) for each in zip(*skews_ms, strict=False)] if skews_ms else None
-
-
-def served_run(
-    workers: list[dict[str, Any]],
-    servers: list[dict[str, Any]],
-    samples_per_step: int,
-    evaluated: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """The same as the parameter servers saw it: from the first ticket to the last applied push.
-
-    An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next
-    epoch. The samples of a lost worker count if its pushes were taken. A late push may have been
-    dropped by some shards and applied by others: `samples_applied` is the mean over the shards.
-    `evaluated`: an elastic cell's epochs; server 0 knows when its training ended.
-    """
-    first = servers[0]
-    pushes = applied_pushes(servers)
-    ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
-    per_epoch = next((w["per_epoch"] for w in workers if w["per_epoch"]), [])
-    timed = servers
-    if evaluated is not None:
-        per_epoch, timed = evaluated, servers[:1]
-        ends = ends[: len(evaluated)] if evaluated else ends
-    tickets = first["tickets_settled"] - after_the_end(first)
-    for entry in per_epoch:
-        told = [w["losses"].get(str(entry["epoch"] - 1), {}) for w in workers]
-        entry["train_loss"] = mean_loss(told)
-    return {
-        "train_time_s": max(server["train_time_s"] for server in timed),
-        "samples_seen": tickets * samples_per_step,
-        "samples_applied": round(samples_per_step * min(tickets, pushes)),
-        "updates_applied": max(version for server in servers for version in server["updates"]),
-        "epoch_times_s": [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)],
-        "per_epoch": per_epoch,
-    }
-
-
-def mean_loss(told: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
-    """The mean training loss of an epoch, of what each worker told of it (`loop.Result.losses`).
-
-    None where a loss was not finite, or those who took all steps were lost before they told.
-    """
-    steps: dict[str, list[tuple[float | None, float]]] = {}
-    for each in told:
-        for number, sums in each.items():
-            steps.setdefault(number, []).append(sums)
-    if not steps or any(total is None for parts in steps.values() for total, _ in parts):
-        return None
-    means = []
-    for parts in steps.values():
-        weight = sum(w for _, w in parts)
-        means.append(sum(t for t, _ in parts) / weight if weight else 0.0)
-    return statistics.fmean(means)
-
-
-def after_the_end(server: dict[str, Any]) -> int:
-    """Tickets settled while the epoch that ended an elastic run was evaluated: part of no figure."""
-    return server.get("elastic", {}).get("after_the_end", 0)
 
 
 def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -299,12 +193,6 @@ def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any
     return entries
 
 
-def applied_pushes(servers: list[dict[str, Any]]) -> float:
-    """How many pushes entered the weights of a shard, as the mean over all shards of all servers."""
-    shards = [sum(counts) for server in servers for counts in server["staleness"]]
-    return sum(shards) / len(shards)
-
-
 def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     """Mean, deviation and percentiles of the step times of all workers, in ms; None without steps."""
     if not step_ms:
@@ -319,16 +207,16 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def setup_s(worker: dict[str, Any], elastic: bool, spent_s: float) -> float | None:
+def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | None:
     """Seconds for process start, imports, rendezvous, and building and wrapping the model.
 
-    Of an elastic cell without the first two: its worker may have started at any time. `spent_s`: of the
-    attempts before the worker's.
+    Without the first two where a worker may have started at any time. `spent_s`: of the attempts before
+    the worker's.
     """
     if not worker:
         return None
     phases = worker["phases_s"]
-    started_s = 0.0 if elastic else worker["started_s"] - spent_s
+    started_s = worker["started_s"] - spent_s if is_gang else 0.0
     return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 

@@ -42,11 +42,11 @@ from stratbench.train.launch import (
     Failure,
     begin_log,
     job_of,
-    launch_again_if_paused,
     launchers_parser,
     run_to_end,
 )
 from stratbench.train.locks import hold_cell
+from stratbench.train.running.runner import runner_of
 
 #: Steps after those that are timed, of a strategy with servers: until the last timed push has come, no
 #: worker may run out of tickets.
@@ -181,7 +181,7 @@ class BlockRun:
         RunFolder.of_logs(self.logs).create()
         begun_s = time.monotonic()
         with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
-            job, exits, ending = launch_again_if_paused(job, args.cpus_per_node)
+            job, exits, ending = runner_of(settings).run(job, args)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":
             raise Failure(f"segment {name}: {ending.reason}", exits.processes)

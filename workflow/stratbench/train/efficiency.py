@@ -6,6 +6,7 @@ that does not tell is absent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratbench.strategies.ps import node_of_server
@@ -20,12 +21,13 @@ _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_st
 
 
 def compute_figures(
-    job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
+    job: Job, workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
     """Operations a second of all workers together, and their share of the devices' peak (MFU).
 
     Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B. These are the
-    model's operations: what activation checkpointing computes again does not count.
+    model's operations: what activation checkpointing computes again does not count. There is no peak where
+    a worker is there for a part of the time (`is_gang`: none is).
     """
     counted = next((w for w in workers if w.get("forward_flops_per_sample")), None)
     if counted is None:
@@ -37,7 +39,7 @@ def compute_figures(
         return figures
     done = figures["training_flops_per_sample"] * samples
     figures["achieved_flops_per_s"] = done / train_time_s
-    peak = peak_flops_per_s(job, workers)
+    peak = peak_flops_per_s(job, workers) if is_gang else None
     if peak is not None:
         figures["peak_flops_per_s"] = peak
         figures["mfu"] = figures["achieved_flops_per_s"] / peak
@@ -46,15 +48,19 @@ def compute_figures(
 
 def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
     """Datasheet peak of all workers' GPUs in the cell's precision; None if any is unknown."""
-    if job.settings.precision == "fp64" or len(workers) < job.world_size or job.settings.elastic:
-        return None  # elastic workers are there for a part of the time
+    if job.settings.precision == "fp64" or len(workers) < job.world_size:
+        return None
     peaks = [datasheet_of(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
     tflops = [peak and peak.tflops(job.settings.precision) for peak in peaks]
     return None if None in tflops else 1e12 * sum(tflops)
 
 
 def communication_figures(
-    job: Job, workers: list[dict[str, Any]], servers: list[dict[str, Any]], run: dict[str, Any]
+    job: Job,
+    workers: list[dict[str, Any]],
+    servers: list[dict[str, Any]],
+    run: dict[str, Any],
+    is_gang: bool = True,
 ) -> dict[str, Any] | None:
     """Bytes that a worker sends and receives in a step, and the bandwidth and times that follow.
 
@@ -70,8 +76,8 @@ def communication_figures(
     for key in _TIMES:
         if all(key in c for c, _ in stated):
             figures[key] = sum(c[key] * n for c, n in stated) / steps
-    if job.settings.elastic:
-        return figures  # how much a second depends on who was there
+    if not is_gang:
+        return figures  # how much per second depends on who was there
     if train_time_s := run.get("train_time_s"):
         steps_per_s = steps / len(stated) / train_time_s
         figures["implied_bytes_per_s"] = max(figures[key] for key in _RATES) * steps_per_s
@@ -147,18 +153,8 @@ def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
     return {"bubble_share": sum(waits) / sum(sum(w["breakdown_ms"].values()) for w in workers)}
 
 
-def energy_figures(
-    job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
-) -> dict[str, float] | None:
-    """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
-
-    CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown, as is that
-    of elastic workers that were killed, and of attempts before the last.
-    """
-    if not run.get("samples_applied") or job.settings.elastic or job.attempts:
-        return None
-    if job.is_command:
-        return energy_entry(job, run, intervals_of_gpus(job))
+def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
+    """Read when each GPU's worker trained; None where a worker was lost, or its GPU has no number."""
     if len(workers) < job.world_size:
         return None
     intervals: Intervals = {}
@@ -170,21 +166,24 @@ def energy_figures(
         intervals[w["provenance"]["host"]["name"], str(index)] = [
             (i.start_s, i.end_s) for i in read_phases([log]) if i.phase == "train"
         ]
-    return energy_entry(job, run, intervals)
+    return intervals
 
 
-def intervals_of_gpus(job: Job) -> Intervals:
-    """When a command trained, as it says, for each GPU of the cell; none where one has no number."""
-    places = [p for p in job.folder.read_places().values() if "gpu" in p]
-    if any(p["gpu"].get("index") is None for p in places):
-        return {}
-    log = read_phases([job.folder.phases(0)])
-    trained = [(i.start_s, i.end_s) for i in log if i.phase == "train"]
-    return {(p["host"], str(p["gpu"]["index"])): trained for p in places}
+def energy_figures(
+    job: Job, run: dict[str, Any], intervals: Intervals | None
+) -> dict[str, float] | None:
+    """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
 
+    CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown, as is that
+    of attempts before the last.
 
-def energy_entry(job: Job, run: dict[str, Any], intervals: Intervals) -> dict[str, float] | None:
-    """The record's `energy` from when each GPU trained; None where one is unknown."""
+    Args:
+        job: The cell's.
+        run: Its totals.
+        intervals: When each GPU trained; None: not known of all.
+    """
+    if not run.get("samples_applied") or intervals is None or job.attempts:
+        return None
     joules = energy_within(job.folder.sample_files(), intervals)
     if joules is None:
         return None

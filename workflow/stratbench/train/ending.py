@@ -15,9 +15,7 @@ from stratbench.cell.text.words import GIB
 from stratbench.ps.wire.link import RunEnded, ServerLost
 from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train.agent import Exits, ProcessExit, has_joined
-from stratbench.train.commands import results
 from stratbench.train.job import Job
-from stratbench.train.out_of_memory import line_out_of_memory
 from stratbench.train.standing import standings_of, unlike_step, why_hung, why_no_timeout
 from stratbench.workload.users_code import calls_differ
 
@@ -40,8 +38,6 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     consequences: when one worker is out of memory or killed, its peers fail too, because their partner
     is gone. A worker's own report wins over the deadline.
     """
-    if job.is_command:
-        return classify_command(job, exits, kills_before)
     workers = job.folder.read_workers(job.world_size)
     if refused := first_reason(workers, "refused"):
         return Ending("refused", refused)
@@ -50,34 +46,6 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     if any(p.exit_code == -signal.SIGKILL for p in exits.processes) and has_killed(kills_before):
         return KILLED_FOR_MEMORY
     return (classify_served if job.has_servers else classify_collective)(job, exits, workers)
-
-
-def classify_command(job: Job, exits: Exits, kills_before: int | None) -> Ending:
-    """How a cell ended that a command of the user's trained (`train.commands.results`).
-
-    That it had no memory left is known where its log says so, or the kernel has killed one of its processes.
-    """
-    worker = job.folder.read_worker(0) or {}
-    if worker.get("status") == "diverged":
-        return Ending("diverged", worker["reason"])
-    failed = [p for p in exits.processes if p.exit_code not in (0, None)]
-    if failed:
-        if has_killed(kills_before):
-            return KILLED_FOR_MEMORY
-        line = line_out_of_memory(results.log_of(job))
-        if line is None:
-            return Ending("error", results.why_failed(job, exits.processes))
-        if job.folder.read_strangers():
-            why = (
-                "had no memory left, and others computed on its GPUs: free them, and train it again"
-            )
-            return Ending("error", f"the command {why}; {line.strip()}")
-        return Ending("oom", line.strip())
-    if exits.timed_out:
-        return failed_or_slow(job, results.why_no_timeout(job))
-    if worker.get("status") != "ok":
-        return Ending("error", worker.get("reason", "the command left no result"))
-    return Ending("ok", None)
 
 
 def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:

@@ -90,6 +90,9 @@ class Process:
     `multiprocessing.Process`.
     """
 
+    #: Whether it starts processes that count as its own.
+    starts_others = False
+
     def __init__(self, server: Path, name: str, entry: str, *args: str | int) -> None:
         self.name = name
         self.pid: int | None = None

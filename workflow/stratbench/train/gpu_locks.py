@@ -17,7 +17,6 @@ from stratbench.train.locks import own_folder
 
 if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
-    from stratbench.study.slurm.worker_job import WorkerJob
 
 
 #: The driver's, one for each GPU.
@@ -174,16 +173,8 @@ def show_only(gpus: list[str]) -> None:
 
 
 @contextmanager
-def hold_devices(
-    settings: Settings, n_nodes: int, elsewhere: WorkerJob | None = None
-) -> Iterator[bool]:
-    """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it uses any.
-
-    `elsewhere`: what its workers ask for where they are jobs of their own; they hold what SLURM gives them.
-    """
-    if elsewhere is not None:
-        yield elsewhere.gpus > 0
-        return
+def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
+    """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it uses any."""
     gpus = [] if settings.device == "cpu" else visible_gpus()
     cuda = wants_cuda(settings.device, gpus)
     if settings.device != "cpu" and (unknown := unknown_gpu()):

@@ -90,26 +90,25 @@ def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
-    """The record's `model` if no worker lived long enough to describe it."""
-    program = (job.folder.read_worker(0) or {}).get("told") or {}
+def unbuilt_model(job: Job) -> dict[str, Any]:
+    """The record's `model` where no worker describes it."""
     return {
-        "parameters": program.get("parameters"),  # of a command
+        "parameters": None,
         "trainable_parameters": None,
         "initial_weights_sha256": None,
         "input_shape": list(models.input_shape(models.model_of(job.settings), job.data_shape)),
-        "classes": classes,
+        "classes": job.data["classes"],
         "batchnorm": None,
         "dropout": None,
     }
 
 
-def model_entry(job: Job, built: dict[str, Any] | None, classes: int) -> dict[str, Any]:
+def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
     """The record's `model`: of a user's own, too, which files it comes from and their git revision.
 
     `built`: what a worker says of it; None if none lived long enough.
     """
-    built, spec = built or unbuilt_model(job, classes), job.settings.own_model
+    built, spec = built or unbuilt_model(job), job.settings.own_model
     if spec is None:
         return built
     stated = {"arguments": None, "sharding": None} | built.get("own", {})

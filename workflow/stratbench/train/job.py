@@ -81,13 +81,6 @@ class Job:
         return replace(self, origin_s=origin_s, folder=folder)
 
     @property
-    def from_step(self) -> int | None:
-        """After how many steps its workers go on from a checkpoint; None where they keep none."""
-        if self.settings.checkpoint_every is None or self.in_block:
-            return None
-        return self.attempts[-1]["next_step"] if self.attempts else 0
-
-    @property
     def spent_s(self) -> float:
         """Seconds of the attempts before this one, which its times count."""
         return sum(attempt["ran_s"] for attempt in self.attempts)
@@ -96,11 +89,6 @@ class Job:
     def has_servers(self) -> bool:
         """Whether the cell has parameter servers."""
         return strategy_class(self.settings.strategy).kind == "server"
-
-    @property
-    def is_command(self) -> bool:
-        """Whether a program of the user's trains the cell."""
-        return strategy_class(self.settings.strategy).kind == "own"
 
     @property
     def n_servers(self) -> int:

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import fcntl
 import json
-import math
 import os
 import shutil
 import sys
@@ -26,7 +25,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from stratbench.cell import record
@@ -34,30 +32,21 @@ from stratbench.cell.blocks import BlockPlan
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import last_lines, write_atomic
 from stratbench.cell.parent import end_with
-from stratbench.cell.run_folder import RunFolder, command_name, worker_name
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import check_installed
 from stratbench.study.job_values import insert_values
-from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
-from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import agent, assemble, gpu_locks
-from stratbench.train.commands.results import keep_results
-from stratbench.train.elastic import launch as elastic
-from stratbench.train.elastic import served
-from stratbench.train.ending import Ending, classify, oom_kills
-from stratbench.train.gpu_locks import hold_devices
 from stratbench.train.inputs import check_inputs, check_spec
 from stratbench.train.job import Job
 from stratbench.train.locks import Held, hold_cell, scratch
-from stratbench.train.nodes.paused import keeping_pauses, spoiled_by_pauses
-from stratbench.train.nodes.srun import queue_wait_s, run_on_nodes
-from stratbench.train.restarts import attempts
-from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
+from stratbench.train.nodes.srun import queue_wait_s
+from stratbench.train.running.runner import runner_of
+from stratbench.train.standing import calls_in
 from stratbench.workload.data import prepared
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.users_code import ModelError
@@ -72,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     settings = Settings.from_json(args.settings)
 
     def train(held: ExitStack) -> None:
-        # A second server of an elastic cell would wait, and hold its place, for as long as the first trains.
-        waited = held.enter_context(hold_cell(args.logs, wait=not settings.elastic))
+        # Beside workers that are jobs of their own, a second launcher would hold its place all the time.
+        waited = held.enter_context(hold_cell(args.logs, wait=runner_of(settings).is_gang))
         # Snakemake deletes a record before it has the cell trained again.
         foreign = waited or args.parent is not None
         if foreign and record.is_of(args.record, args.cell, args.settings):
@@ -156,45 +145,27 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         )
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
-    folder = RunFolder.of_logs(args.logs)
-    if settings.elastic:
-        elastic.prepare(folder, cell, settings, prepared.read_meta(args.data))
-    else:
-        ended_unix_s = attempts.last_sign(folder)
-        folder.create()
+    runner = runner_of(settings)
+    runner.prepare(RunFolder.of_logs(args.logs), cell, settings, args.data)
     check_installed(cell.strategy, strategy_class(settings.strategy), settings.options)
     check_inputs(args.data, settings)
     with (
-        hold_devices(settings, args.nodes, asked_of_workers(args)) as use_cuda,
+        runner.hold_devices(settings, args) as use_cuda,
         job_of(cell, settings, use_cuda, args) as job,
     ):
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
             raise Failure(reason)
-        if settings.elastic:
-            job = elastic.since_the_first(job)
-            by = served if job.has_servers else elastic
-            exits = agent.Exits([], False)
-            with keeping_pauses(job) as watch:
-                ending = by.launch(job, asked_of_workers(args), watch)
-        else:
-            if settings.checkpoint_every:
-                job = attempts.begin(job, ended_unix_s)
-            job, exits, ending = launch_again_if_paused(job, args.cpus_per_node)
+        job, exits, ending = runner.run(job, args)
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
     agent.on_signals(lambda _: None)  # what is as good as finished is not given up
     merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), args.timeline)
     finished = assemble.make_record(job, ending)
     record.write(args.record, finished)
-    attempts.forget_all(job)
+    shutil.rmtree(job.folder.kept, ignore_errors=True)
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
-
-
-def asked_of_workers(args: argparse.Namespace) -> WorkerJob | None:
-    """What each worker job of an elastic cell asks SLURM for; None where workers run on this machine."""
-    return WorkerJob.from_json(args.worker_job) if args.worker_job else None
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -261,7 +232,7 @@ def job_of(
             folder=RunFolder.of_logs(logs or args.logs, local),
             workers_per_node=workers_per_node,
             use_cuda=use_cuda,
-            threads=threads_of(settings, workers_per_node, args),
+            threads=runner_of(settings).count_threads(settings, workers_per_node, args),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
@@ -269,95 +240,6 @@ def job_of(
             queue_wait_s=queue_wait_s(),
             planned_repeats=None if in_block else args.repeats,
         )
-
-
-def threads_of(settings: Settings, workers: int, args: argparse.Namespace) -> int:
-    """CPU threads of each worker: those that it asks for as a job of its own, else its share of the node."""
-    if settings.elastic and (asked := asked_of_workers(args)):
-        return settings.threads or asked.cpus
-    return gpu_locks.threads_of(settings, workers, args.cpus_per_node, args.server_cpus)
-
-
-def launch_again_if_paused(job: Job, cpus_per_node: int) -> tuple[Job, agent.Exits, Ending]:
-    """Do as `launch` does, and once more where pauses have spoiled what was measured; returns the job, too.
-
-    A second time the record says so. A cell that keeps checkpoints has only the record say so.
-    """
-    exits, ending = launch(job, cpus_per_node)
-    paused = spoiled_by_pauses(job, ending.status)
-    if paused is None or job.from_step is not None:
-        return job, exits, ending
-    reason = f"; {ending.reason}" if ending.reason else ""
-    print(f"{title_of(job.cell)}: {paused} while it trained; it trains again{reason}", flush=True)
-    folder = job.folder
-    folder.create()
-    if folder.local is not None:
-        folder = replace(folder, local=folder.local / "again")
-        folder.local.mkdir()
-    job = replace(job, folder=folder, origin_unix_s=time.time(), origin_s=time.monotonic())
-    return job, *launch(job, cpus_per_node)
-
-
-def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
-    """Run the job's processes on all its nodes; returns how they exited, and how the cell ended."""
-    if job.has_servers:
-        write_secret(job.folder.secret, new_secret())
-    kills_before = oom_kills()
-    try:
-        one = job.n_nodes == 1
-        exits = agent.run_node(job, 0) if one else launch_with_srun(job, cpus_per_node)
-    finally:
-        job.folder.secret.unlink(missing_ok=True)
-        # Of a cell that was not evaluated.
-        shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
-    if job.is_command:
-        keep_results(job)
-    ending = classify(job, exits, kills_before)
-    if ending.status == "error" and (paused := spoiled_by_pauses(job, ending.status)):
-        ending = replace(ending, reason=f"{ending.reason}; {paused}")
-    return exits, ending
-
-
-def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
-    """Run one agent on each node of the SLURM job; each agent and this function keep the time limit."""
-    path = job.folder.write_job(job.to_json())
-    agent_of_job = [str(path), str(job.elapsed_s)]
-    watch = PauseWatch()
-
-    def left_s(beyond_s: float = 15.0) -> float:
-        """Until the agents, which keep the limit themselves, are to have ended."""
-        deadline_s = agent.extended_deadline_s(job, watch)
-        return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
-
-    try:
-        code = run_on_nodes(
-            job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, left_s
-        )
-        late = left_s(beyond_s=0) <= 0
-    finally:
-        watch.stop()
-    standings = standings_of(job)
-    processes = [
-        agent.ProcessExit(worker_name(r), _exit_code(job, r, standings.get(r)))
-        for r in range(job.world_size)
-    ]
-    if job.is_command:
-        ends = {e["node"]: e["exit_code"] for e in job.folder.command_ends(job.n_nodes)}
-        lost = None if late or not code else 1  # its agent ended before it
-        processes = [
-            agent.ProcessExit(command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)
-        ]
-    ended = code != 0
-    hung = ended and why_hung(standings) is not None
-    return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
-
-
-def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
-    """What the worker's own file says, or else its agent: srun does not pass on the exit codes of each."""
-    result = job.folder.read_worker(rank)
-    if result is None:
-        return None if standing is None else standing.exit_code
-    return int(result["status"] not in ("ok", "diverged"))
 
 
 def fail(

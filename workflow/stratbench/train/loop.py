@@ -8,14 +8,12 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train.restarts.keeping import Keeper
+from stratbench.train.beside.beside import Beside, Start
 from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
 from stratbench.workload.generators import Generators
 from stratbench.workload.tasks import Evaluated, Task, evaluated, sums_of_batch
@@ -67,8 +65,6 @@ class Result:
     #: Parameter server: of each epoch the sum and number of this worker's batch losses; of a task that
     #: weighs, by the number of the step, sums and weights of its batches.
     losses: dict[int, dict[int, tuple[float | None, float]]] = field(default_factory=dict)
-    #: Of a worker that keeps checkpoints: how many, and what they cost.
-    checkpoints: dict[str, Any] | None = None
 
 
 def train(
@@ -79,13 +75,13 @@ def train(
     log: PhaseLog,
     memory: MemoryMeter,
     progress: Progress,
-    from_step: int | None = None,
+    besides: Sequence[Beside] = (),
 ) -> Result:
     """Warm up, then train and evaluate all epochs; `strategy.setup` has been called.
 
-    `from_step`: of a worker that keeps checkpoints, the steps of the one that it goes on from (0: none);
-    None: it keeps none. A loss that is not finite, in training or on the test set, ends the run after its
-    epoch with status `diverged`. With `steps` there is no evaluation, and the last epoch ends where they do.
+    `besides`: what happens beside it. A loss that is not finite, in training or on the test set, ends the run
+    after its epoch with status `diverged`. With `steps` there is no evaluation, and the last epoch ends where
+    they do.
     """
     s = worker.settings
     with phases("warmup"):
@@ -93,19 +89,19 @@ def train(
     memory.start()
     clock = StepClock(worker.device, worker.pulse, strategy.own_phases)
     worker.mark = clock.mark
-    reason = None
-    in_all, first = s.total_steps(data.train_samples), 0
-    keeper = used = None
+    reason = used = None
+    in_all = s.total_steps(data.train_samples)
     steps_per_epoch = data.train_samples // s.global_batch
-    if from_step is not None:
-        keeper = Keeper(strategy, worker, clock, phases, progress.per_epoch, steps_per_epoch)
-        for entry in keeper.go_on(from_step):
-            progress.add(entry)
-        first = from_step // steps_per_epoch
+    starts = [beside.begin(clock, progress.per_epoch) for beside in besides]
+    start = max(starts, key=lambda each: each.steps, default=Start())
+    for entry in start.epochs:
+        progress.add(entry)
+    first, taken = start.steps // steps_per_epoch, start.losses
     steps = first * steps_per_epoch
     for epoch in range(first, s.passes(data.train_samples)):
         most = in_all - steps
-        losses = train_epoch(strategy, data, worker, clock, log, epoch, most, keeper)
+        losses = train_epoch(strategy, data, worker, clock, log, epoch, most, besides, taken)
+        taken = ()
         strategy.check_alike()
         if used is None:  # before an evaluation, whose batches may need more than training's
             used = memory.read()
@@ -127,11 +123,23 @@ def train(
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
         if reason := why_diverged(mean_losses, where):
             break
-        if keeper is not None and keeper.next_due == steps < in_all:
-            keeper.keep(steps, [])
+        if steps < in_all and next_stop(besides) == steps:
+            tell(besides, steps, [])
     status, samples = "diverged" if reason else "ok", steps * strategy.samples_per_step(s)
-    kept = keeper and keeper.close()
-    return Result(status, reason, clock, progress, steps, samples, used, checkpoints=kept)
+    return Result(status, reason, clock, progress, steps, samples, used)
+
+
+def next_stop(besides: Sequence[Beside]) -> int | None:
+    """After how many steps of the training the clock stands next for any of them; None: for none."""
+    stops = [beside.next_stop() for beside in besides]
+    return min((stop for stop in stops if stop is not None), default=None)
+
+
+def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
+    """Let those act that have the clock stand after `step`; `losses`: of the epoch in progress."""
+    for beside in besides:
+        if beside.next_stop() == step:
+            beside.between(step, losses)
 
 
 def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
@@ -305,7 +313,7 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     """Take a few steps that leave no trace: all that they change is put back."""
     s = worker.settings
     saved, generators = strategy.save(), Generators.now(worker.device)
-    batch = practice_batches(strategy, data, worker)
+    batch = data.practice_batches(strategy.samples_per_step(s), s)
     # The second step of a compiled model may compile again, for what the first has set up.
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
         strategy.step(*batch())
@@ -332,55 +340,6 @@ def let_go_of_collectives(device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device))
 
 
-def practice_batches(
-    strategy: Strategy, data: DeviceData, worker: Worker
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """A function that makes a batch like those of the training, for steps that do not count."""
-    s = worker.settings
-    samples = strategy.samples_per_step(s)
-    indices = torch.arange(samples, device=data.index_device) % data.train_samples
-    _, augmentation = data.tables(s.seed, 0, s.augment).on(data.index_device)
-    return lambda: data.batch(indices, augmentation)
-
-
-#: Steps of the profiler before and while it records.
-PROFILE_WARM_UP, PROFILED_STEPS = 2, 3
-
-
-def record_profile(
-    strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None
-) -> None:
-    """Record a few steps with torch's profiler in the file `trace`, after everything was measured.
-
-    Every worker of a collective must call it; workers without `trace` only take part. The training
-    state is not restored. A worker of a server only computes: the servers have ended.
-    """
-    from torch.profiler import ProfilerActivity, schedule
-    from torch.profiler import profile as profiler
-
-    worker.mark = lambda phase: None
-    batch = practice_batches(strategy, data, worker)
-    activities = [ProfilerActivity.CPU]
-    if worker.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    recording = (
-        profiler(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=PROFILE_WARM_UP, active=PROFILED_STEPS),
-            on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
-        )
-        if trace is not None
-        else nullcontext()
-    )
-    with recording:
-        for _ in range(PROFILE_WARM_UP + PROFILED_STEPS):
-            strategy.step(*batch())
-            if worker.pulse is not None:
-                worker.pulse.alive()
-            if trace is not None:
-                recording.step()
-
-
 def train_epoch(
     strategy: Strategy,
     data: DeviceData,
@@ -389,54 +348,31 @@ def train_epoch(
     log: PhaseLog,
     epoch: int,
     most: int | None = None,
-    keeper: Keeper | None = None,
+    besides: Sequence[Beside] = (),
+    taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """One timed epoch, or its first `most` steps; returns each step's loss, still on the device.
 
-    `keeper`: keeps the state every so many steps, and has the losses of steps that an attempt before this
-    one took.
+    It is timed in stretches, between which the clock stands for what happens beside it. What follows the last
+    step is done once the epoch was evaluated. `taken`: the losses of its first steps, taken before.
     """
     s = worker.settings
     order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
     settle_garbage()
-    log.write("train", "start")
-    line_up(worker)  # nothing between this and the clock: it would be charged to all the others
-    batches = islice(strategy.batches(order, epoch), most)
-    time_steps = partial(timed_steps, strategy, data, clock, augmentation=augmentation)
-    if keeper is None:
-        losses = time_steps(batches)
-    else:
-        losses = keep_between(keeper, time_steps, batches, epoch, most, worker, log)
-    log.write("train", "end")
-    return losses
-
-
-def keep_between(
-    keeper: Keeper,
-    time_steps: Callable[..., list[torch.Tensor]],
-    batches: Iterator[torch.Tensor],
-    epoch: int,
-    most: int,
-    worker: Worker,
-    log: PhaseLog,
-) -> list[torch.Tensor]:
-    """The losses of an epoch's steps, in stretches between which the state is kept while the clock stands.
-
-    After the last step that is done once the epoch was evaluated.
-    """
-    losses, first = keeper.take_losses(), epoch * keeper.steps_per_epoch
-    last = first + min(keeper.steps_per_epoch, most)
-    batches = islice(batches, len(losses), None)
+    batches = islice(strategy.batches(order, epoch), len(taken), most)
+    losses, per_epoch = list(taken), data.train_samples // s.global_batch
+    last = per_epoch if most is None else min(per_epoch, most)
     while True:
-        until = min(keeper.next_due, last)
-        stretch = islice(batches, until - first - len(losses))
-        losses += time_steps(stretch, goes_on=bool(losses))
+        stop = next_stop(besides)
+        until = last if stop is None else min(stop - epoch * per_epoch, last)
+        stretch = islice(batches, until - len(losses))
+        log.write("train", "start")
+        line_up(worker)  # nothing between this and the clock: it would be charged to all the others
+        losses += timed_steps(strategy, data, clock, stretch, augmentation, goes_on=bool(losses))
+        log.write("train", "end")
         if until == last:
             return losses
-        log.write("train", "end")
-        keeper.keep(until, losses)
-        log.write("train", "start")
-        line_up(worker)
+        tell(besides, stop, losses)
 
 
 def timed_steps(

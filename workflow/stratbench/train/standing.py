@@ -64,9 +64,13 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
     """
     if job.has_servers and job.n_nodes > 1:
         return False
-    ranks = [rank_of(worker.name) for worker in workers if worker.exitcode is None]
+    ranks = [rank_of(w.name) for w in workers if w.exitcode is None]
     now_s = time.monotonic()
-    beats = [read_pulse(job.folder.pulse(rank), now_s, awake_since_s) for rank in ranks]
+    beats = [
+        read_pulse(job.folder.pulse(rank), now_s, awake_since_s)
+        for rank in ranks
+        if rank is not None  # a user's program has no pulse
+    ]
     return bool(beats) and all(
         beat is not None and beat.steps and beat.hangs and beat.quiet_s > HUNG_S for beat in beats
     )
@@ -83,7 +87,8 @@ def note_standing(
     by_name = {p.name: p for p in processes}
     standings = {}
     for rank in job.ranks_of(node):
-        name = worker_name(rank)
+        if (name := worker_name(rank)) not in by_name:
+            return  # a user's program trains, of which this is not known
         beat = read_pulse(job.folder.pulse(rank), now_s, awake_since_s)
         standings[name] = {
             "steps": beat.steps if beat else 0,

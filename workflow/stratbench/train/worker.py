@@ -40,6 +40,7 @@ from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 from stratbench.telemetry.pulse import STACK_SIGNAL, Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
+from stratbench.train.beside.beside import make_besides
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.train.nodes.rendezvous import tcp_store
@@ -186,19 +187,18 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         built, worker = ready.built, ready.worker
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
     progress = loop.Progress(job.folder if keeps else None)
+    besides = make_besides(job, strategy, data, worker, phases)
     if strategy.kind == "server":
         result = loop.train_with_server(strategy, data, worker, phases, log, memory, progress)
     else:
-        result = loop.train(strategy, data, worker, phases, log, memory, progress, job.from_step)
+        result = loop.train(strategy, data, worker, phases, log, memory, progress, besides)
     measured = worker_result(result, start, rank)
     if watch is not None:
         measured["compile"] = watch.summary()
     # Of a server's workers, the one that has evaluated; the others are through, or lost.
     chosen = strategy.is_evaluator if strategy.kind == "server" else rank == 0
-    if s.profile and result.status == "ok" and (chosen or strategy.kind == "collective"):
-        with phases("profile"):
-            trace = job.folder.profile_trace if chosen else None
-            loop.record_profile(strategy, data, worker, trace)
+    for beside in besides:
+        measured |= beside.end(result.status, chosen)
     if chosen:
         measured |= flops_of(s, built)
     describe(measured, ready, strategy, data)
@@ -423,7 +423,6 @@ def worker_result(result: loop.Result, start: Start, rank: int) -> dict[str, Any
         "started_s": start.started_s,
         "per_epoch": result.progress.per_epoch,
         "losses": result.losses,
-        **({"checkpoints": result.checkpoints} if result.checkpoints else {}),
         "memory": result.memory,
         "model_states": strategy.model_states(),
         "strategy": strategy.report(),

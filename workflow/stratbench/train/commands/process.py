@@ -31,6 +31,8 @@ MEETING_S = 120.0
 class Command:
     """The command of a job on a node, below a supervisor. Attributes as those of `forkserver.Process`."""
 
+    starts_others = True
+
     def __init__(self, job: Job, node: int) -> None:
         self.name = command_name(node)
         self.pid: int | None = None

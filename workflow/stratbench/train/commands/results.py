@@ -16,7 +16,7 @@ from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.machine.tenants import gpu_at
 from stratbench.telemetry.timeline import PhaseLog, read_samples
 from stratbench.train.commands.reading import CommandReport, ReportError, read_report
-from stratbench.train.inputs import files_entry
+from stratbench.train.inputs import files_entry, unbuilt_model
 from stratbench.train.job import Job
 
 #: A command whose last step is so long before its limit was hung, and not slow: in seconds, and in multiples
@@ -70,6 +70,7 @@ def as_worker(job: Job, report: CommandReport) -> dict[str, Any]:
             "updates_applied": len(report.step_s),
         },
         "communication": None,
+        "model": unbuilt_model(job) | {"parameters": report.facts.get("parameters")},
         "provenance": provenance_of(job, report),
         "told": said_entry(report, origin_s),
     }
@@ -168,10 +169,8 @@ def provenance_of(job: Job, report: CommandReport) -> dict[str, Any]:
     return facts | ({"gpu": gpu.static()} if gpu else {})
 
 
-def program_entry(job: Job) -> dict[str, Any] | None:
-    """The record's `program`: what was measured from outside, and what it says itself; None of others."""
-    if not job.is_command:
-        return None
+def program_entry(job: Job) -> dict[str, Any]:
+    """The record's `program`: what was measured from outside, and what it says itself."""
     files = strategy_class(job.settings.strategy).files(job.settings.options)
     worker = job.folder.read_worker(0) or {}
     return {

@@ -18,15 +18,13 @@ from stratbench.train.job import Job
 
 
 def members_of(job: Job) -> dict[int, dict[str, Any]]:
-    """What each worker of the cell wrote at its end, by number or rank, as far as it wrote anything."""
-    if not job.settings.elastic:
-        return job.folder.read_workers(job.world_size)
+    """What each worker of the cell wrote at its end, by number, as far as it wrote anything."""
     results = {e["number"]: job.folder.read_worker(e["number"]) for e in worker_jobs(job)}
     return {number: result for number, result in results.items() if result is not None}
 
 
 def run_of_members(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
-    """Time, samples and epochs of the whole training, as `assemble.collective_run` gives them.
+    """Time, samples and epochs of the whole training, as `totals.collective_run` gives them.
 
     Pauses are part of the time, and what had to be repeated. Time in which nobody was there is not.
     """

@@ -106,6 +106,18 @@ def most_at_a_time(journal: list[dict[str, Any]]) -> int:
     return most
 
 
+def until_the_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
+    """The servers' statistics of the training alone, of which so many epochs were evaluated.
+
+    Server 0 knows when it ended. Tickets that were settled while the last epoch was evaluated are no part.
+    """
+    first = servers[0]
+    ends = sorted(first["epochs"], key=lambda e: e["epoch"])
+    settled = first["tickets_settled"] - first["elastic"]["after_the_end"]
+    kept = {"epochs": ends[: epochs or None], "tickets_settled": settled}
+    return [s | kept | {"train_time_s": first["train_time_s"]} for s in servers]
+
+
 def epochs_of(job: Job) -> list[dict[str, Any]]:
     """The epochs that were evaluated, as `RunFolder.read_epochs` gives them, up to one that ended the run."""
     scores = scores_in(read_journal(job.folder.servers))

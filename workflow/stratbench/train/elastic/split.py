@@ -142,12 +142,16 @@ class Split:
             print(over, flush=True)
         if not self.generations:
             raise Over("this worker has taken part in nothing")
-        written = self._checkpoints
         return loop.Result(
             *self._status, self._clock, loop.Progress(None), len(self._clock.step_ms), self._samples,
             memory.read(),
-            checkpoints={"held_up_s": written.held_up_s, "written_s": written.written_s},
         )  # fmt: skip
+
+    @property
+    def checkpoint_times_s(self) -> dict[str, list[float]]:
+        """How long each checkpoint held the training up, and took to be written."""
+        written = self._checkpoints
+        return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
     def _await_form(self) -> dict[str, Any] | None:
         """The next generation that this member is called to; None once it has left."""

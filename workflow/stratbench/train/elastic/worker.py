@@ -111,6 +111,7 @@ def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event
     measured = worker.worker_result(split.run(start.memory), start, number)
     # How much it sent depends on how many were there, step by step: no figure stands for that.
     measured |= {"communication": None, "generations": split.generations}
+    measured["checkpoints"] = split.checkpoint_times_s
     worker.describe(measured, ready, strategy, data)
     if split.is_first:
         measured |= worker.flops_of(s, ready.built)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch, pauses_of_workers
@@ -17,15 +15,13 @@ from stratbench.train.job import Job
 _UNTOUCHED = ("oom", "refused")
 
 
-@contextmanager
-def keeping_pauses(job: Job) -> Iterator[PauseWatch]:
-    """A watch over the launcher of an elastic cell; at the end its pauses join those of earlier launchers."""
-    watch = PauseWatch()
-    try:
-        yield watch
-    finally:
-        watch.stop()
-        keep_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
+#: Reads when workers of a node trained (`running.runner.Runner.trained`).
+Trained = Callable[[Job, int], Iterable[Interval]]
+
+
+def trained_of(job: Job, ranks: Iterable[int]) -> list[Interval]:
+    """Read when the workers of these ranks trained."""
+    return [p for p in read_phases(map(job.folder.phases, ranks)) if p.phase == "train"]
 
 
 def is_over(deadline_s: float, watch: PauseWatch) -> bool:
@@ -55,43 +51,33 @@ def keep_pauses(
         job.folder.write_pauses(node, kept)
 
 
-def pauses_entry(job: Job) -> list[dict[str, Any]]:
+def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
     """The record's `pauses`: those of all nodes, by their begin."""
     entries = [
-        {"node": int(node)} | pause | {"in_training": _is_in_training(job, int(node), pause)}
+        {"node": int(node)}
+        | pause
+        | {"in_training": _is_in_training(pause, trained(job, int(node)))}
         for node, its in job.folder.read_pauses().items()
         for pause in its
     ]
     return sorted(entries, key=lambda entry: entry["begin_s"])
 
 
-def _is_in_training(job: Job, node: int, pause: dict[str, float]) -> bool:
-    """Whether a worker of the node was training as the pause began; times are those of the node's clock."""
+def _is_in_training(pause: dict[str, float], trained: Iterable[Interval]) -> bool:
+    """Whether a worker was training as the pause began; times are those of the node's clock."""
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)
-    if job.settings.elastic:  # without the cell's own job nobody trains
-        phases = list(read_phases(job.folder.phase_logs()))
-        if any(p.phase == "join" and p.end_s < until_s for p in phases):
-            return True  # members of a group train from then on
-        trained = [p for p in phases if p.phase == "train"]
-    else:
-        ranks = range(1) if job.is_command else job.ranks_of(node)
-        trained = _trained(map(job.folder.phases, ranks))
     return any(p.start_s < until_s and p.end_s > begin_s for p in trained)
 
 
-def _trained(logs: Iterable[Path]) -> list[Interval]:
-    return [phase for phase in read_phases(logs) if phase.phase == "train"]
-
-
-def spoiled_by_pauses(job: Job, status: str) -> str | None:
+def spoiled_by_pauses(job: Job, status: str, trained: Trained) -> str | None:
     """How long pauses were that spoiled a cell which ended with `status`, in words; None: none did."""
     by_node: dict[int, float] = defaultdict(float)
-    for entry in pauses_entry(job):
+    for entry in pauses_entry(job, trained):
         if entry["in_training"] or status == "error":
             by_node[entry["node"]] += entry["length_s"]
     paused_s = max(by_node.values(), default=0.0)
-    spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in _trained([job.folder.phases(0)]))
+    spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in trained_of(job, range(1)))
     enough_s = 0.0 if status == "error" else NEGLIGIBLE * sum(spans)
     if status in _UNTOUCHED or paused_s <= enough_s:
         return None

@@ -20,13 +20,10 @@ from stratbench.telemetry.timeline import read_phases
 from stratbench.train.job import Job
 from stratbench.train.restarts.checkpoints import forget, forget_beyond, path_of, steps_in
 
-#: The folder in a cell's log folder that holds its checkpoints.
-FOLDER = "checkpoints"
-
 
 def folder_of(run: RunFolder, rank: int) -> Path:
     """Where worker `rank` keeps its checkpoints."""
-    return run.logs / FOLDER / worker_name(rank)
+    return run.kept / worker_name(rank)
 
 
 def common_step(run: RunFolder, workers: int) -> int | None:
@@ -59,7 +56,7 @@ def begin(job: Job, ended_unix_s: float | None) -> Job:
     Time in which no attempt ran is left out of them. `ended_unix_s`: of the attempt before
     (`last_sign`). Attempts of other settings, data or devices are forgotten.
     """
-    folder = job.folder.logs / FOLDER
+    folder = job.folder.kept
     path, identity = folder / "attempts.json", identity_of(job)
     earlier = _read(path, identity) if ended_unix_s is not None else []
     now_unix_s = time.time()
@@ -115,11 +112,6 @@ def _close(attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: f
         "repeated_s": ended - min(max(kept, begun), ended),
         "between_s": now_unix_s - ended,
     }
-
-
-def forget_all(job: Job) -> None:
-    """Delete a cell's checkpoints, once it has a result."""
-    shutil.rmtree(job.folder.logs / FOLDER, ignore_errors=True)
 
 
 def entry_of(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:

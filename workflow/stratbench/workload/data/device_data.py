@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,8 @@ from stratbench.workload.data.sources import DataError
 
 if TYPE_CHECKING:
     import torch
+
+    from stratbench.cell.settings import Settings
 
 #: What a worker evaluates at once: images, waveforms, or tokens.
 EVAL_IMAGES, EVAL_WAVEFORMS, EVAL_TOKENS = 512, 64, 8192
@@ -217,6 +219,16 @@ class DeviceData(ABC):
             return self._batch_of(*self._rows.take(indices, augmentation))
         drawn = augmentation and [table[indices] for table in augmentation]
         return self._batch_of(self.train_inputs[indices], self.train_targets[indices], drawn)
+
+    def practice_batches(
+        self, samples: int, s: Settings
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """A function that makes a batch of `samples` like the training's, for steps that do not count."""
+        import torch
+
+        indices = torch.arange(samples, device=self.index_device) % self.train_samples
+        _, augmentation = self.tables(s.seed, 0, s.augment).on(self.index_device)
+        return lambda: self.batch(indices, augmentation)
 
     def expect(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
         """Say which batch probably comes next; from host memory it is fetched meanwhile.

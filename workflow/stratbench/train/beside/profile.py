@@ -1,0 +1,64 @@
+"""The profiler's trace of a few more steps, after the training and in no figure (`profile: true`)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, schedule
+from torch.profiler import profile as profiler
+
+from stratbench.strategies.base import Strategy, Worker
+from stratbench.train.beside.beside import Beside
+from stratbench.train.job import Job
+from stratbench.workload.data.device_data import DeviceData
+
+#: Steps of the profiler before and while it records.
+WARM_UP, RECORDED_STEPS = 2, 3
+
+
+class Profile(Beside):
+    """The steps of all workers of a collective, of which one is recorded."""
+
+    @classmethod
+    def takes(cls, job: Job) -> bool:
+        return job.settings.profile
+
+    def end(self, status: str, chosen: bool) -> dict[str, Any]:
+        if status == "ok" and (chosen or self.strategy.kind == "collective"):
+            with self.phases("profile"):
+                trace = self.job.folder.profile_trace if chosen else None
+                record_profile(self.strategy, self.data, self.worker, trace)
+        return {}
+
+
+def record_profile(
+    strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None
+) -> None:
+    """Record a few steps with torch's profiler in the file `trace`, after everything was measured.
+
+    Every worker of a collective must call it; workers without `trace` only take part. The training
+    state is not restored. A worker of a server only computes: the servers have ended.
+    """
+    worker.mark = lambda phase: None
+    batch = data.practice_batches(strategy.samples_per_step(worker.settings), worker.settings)
+    activities = [ProfilerActivity.CPU]
+    if worker.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    recording = (
+        profiler(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=WARM_UP, active=RECORDED_STEPS),
+            on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
+        )
+        if trace is not None
+        else nullcontext()
+    )
+    with recording:
+        for _ in range(WARM_UP + RECORDED_STEPS):
+            strategy.step(*batch())
+            if worker.pulse is not None:
+                worker.pulse.alive()
+            if trace is not None:
+                recording.step()

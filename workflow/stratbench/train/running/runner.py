@@ -1,0 +1,197 @@
+"""How a cell's processes come to be, and what its record says of them: a gang's way, and who has another."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.settings import Settings
+from stratbench.ps.wire.handshake import new_secret, write_secret
+from stratbench.strategies import mesh_of, strategy_class
+from stratbench.telemetry.pauses import PauseWatch
+from stratbench.telemetry.timeline import Interval
+from stratbench.train import RUNNERS, agent, efficiency, find_taking, gpu_locks
+from stratbench.train.ending import Ending, classify, oom_kills
+from stratbench.train.job import Job
+from stratbench.train.nodes.paused import spoiled_by_pauses, trained_of
+from stratbench.train.nodes.srun import run_on_nodes
+from stratbench.train.running.totals import collective_run, served_run
+from stratbench.train.standing import Standing, standings_of, why_hung
+
+
+class Runner:
+    """A gang's runner: its workers are all there from its start to its end. Others override what differs."""
+
+    #: The key of the record that `entry` fills; None: it has none.
+    section: ClassVar[str | None] = None
+    #: Whether all workers are there from the start to the end: then figures of all of them together stand.
+    is_gang: ClassVar[bool] = True
+
+    @classmethod
+    def takes(cls, s: Settings) -> bool:
+        """Whether it runs cells with these settings."""
+        return True
+
+    # ------------------------------------------------------------ while the cell runs
+
+    def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
+        """Make the run folder."""
+        folder.create()
+
+    def hold_devices(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
+        """Hold the GPUs of this node that it trains on, if any; yields whether it uses GPUs."""
+        return gpu_locks.hold_devices(s, args.nodes)
+
+    def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
+        """Count the CPU threads of each of `workers` on a node."""
+        return gpu_locks.threads_of(s, workers, args.cpus_per_node, args.server_cpus)
+
+    def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, agent.Exits, Ending]:
+        """Run the cell, and once more where pauses spoiled what was measured.
+
+        A second time the record says so.
+
+        Args:
+            job: The cell's.
+            args: The launcher's command line.
+
+        Returns:
+            The job that its results are of, how its processes exited, and how it ended.
+        """
+        exits, ending = self.launch(job, args.cpus_per_node)
+        paused = spoiled_by_pauses(job, ending.status, self.trained)
+        if paused is None:
+            return job, exits, ending
+        reason = f"; {ending.reason}" if ending.reason else ""
+        print(f"cell {job.cell}: {paused} while it trained; it trains again{reason}", flush=True)
+        folder = job.folder
+        folder.create()
+        if folder.local is not None:
+            folder = replace(folder, local=folder.local / "again")
+            folder.local.mkdir()
+        job = replace(job, folder=folder, origin_unix_s=time.time(), origin_s=time.monotonic())
+        return job, *self.launch(job, args.cpus_per_node)
+
+    def launch(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
+        """Run the job's processes on all its nodes; returns how they exited, and how the cell ended."""
+        if job.has_servers:
+            write_secret(job.folder.secret, new_secret())
+        kills_before = oom_kills()
+        try:
+            exits = (
+                agent.run_node(job, 0, self.processes)
+                if job.n_nodes == 1
+                else self.launch_with_srun(job, cpus_per_node)
+            )
+        finally:
+            job.folder.secret.unlink(missing_ok=True)
+            # Of a cell that was not evaluated.
+            shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
+        ending = self.classify(job, exits, kills_before)
+        if ending.status == "error" and (
+            paused := spoiled_by_pauses(job, ending.status, self.trained)
+        ):
+            ending = replace(ending, reason=f"{ending.reason}; {paused}")
+        return exits, ending
+
+    def launch_with_srun(self, job: Job, cpus_per_node: int) -> agent.Exits:
+        """Run one agent on each node of the SLURM job; each agent and this function keep the time limit."""
+        path = job.folder.write_job(job.to_json())
+        agent_of_job = [str(path), str(job.elapsed_s)]
+        watch = PauseWatch()
+
+        def left_s(beyond_s: float = 15.0) -> float:
+            """Until the agents, which keep the limit themselves, are to have ended."""
+            deadline_s = agent.extended_deadline_s(job, watch)
+            return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
+
+        try:
+            code = run_on_nodes(
+                job.n_nodes, cpus_per_node, f"{__package__}.node", agent_of_job, left_s
+            )
+            late = left_s(beyond_s=0) <= 0
+        finally:
+            watch.stop()
+        ended = code != 0
+        hung = ended and why_hung(standings_of(job)) is not None
+        exits = self.exits(job, lost=1 if ended and not late else None)
+        return agent.Exits(exits, timed_out=late and ended, hung=hung and not late)
+
+    def processes(self, job: Job, node: int) -> AbstractContextManager[agent.Processes]:
+        """Make the servers and workers of a node, not yet started."""
+        return agent.processes_of(job, node)
+
+    def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
+        """Read how the processes of all nodes exited; srun does not pass on the exit codes of each.
+
+        Args:
+            job: The cell's.
+            lost: The exit code of a process of which nothing is known.
+        """
+        standings = standings_of(job)
+        return [
+            agent.ProcessExit(worker_name(r), _exit_code(job, r, standings.get(r)))
+            for r in range(job.world_size)
+        ]
+
+    def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
+        """Say how the cell ended (`ending.classify`), once what its processes left is kept."""
+        return classify(job, exits, kills_before)
+
+    # ------------------------------------------------------------ what the record says
+
+    def workers(self, job: Job) -> list[dict[str, Any]]:
+        """Read what each worker wrote at its end, as far as it wrote anything."""
+        return list(job.folder.read_workers(job.world_size).values())
+
+    def totals(
+        self, job: Job, workers: list[dict[str, Any]], servers: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Sum up time, samples and epochs of a cell that trained to its end."""
+        s = job.settings
+        if not servers:
+            return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
+        per_epoch = next((w["per_epoch"] for w in workers if w["per_epoch"]), [])
+        return served_run(
+            workers, servers, strategy_class(s.strategy).samples_per_step(s), per_epoch
+        )
+
+    def epochs(self, job: Job) -> list[dict[str, Any]]:
+        """Read the epochs that were evaluated before the cell ended, however it ended."""
+        return job.folder.read_epochs()
+
+    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make the record's `section`."""
+        return {}
+
+    def trained(self, job: Job, node: int) -> list[Interval]:
+        """Read when workers of a node trained."""
+        return trained_of(job, job.ranks_of(node))
+
+    def gpu_intervals(
+        self, job: Job, workers: Sequence[Mapping[str, Any]]
+    ) -> efficiency.Intervals | None:
+        """Read when each GPU of the cell trained; None where that is not known of all."""
+        return efficiency.intervals_of_workers(job, workers)
+
+
+def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
+    """What the worker's own file says, or else its agent."""
+    result = job.folder.read_worker(rank)
+    if result is None:
+        return None if standing is None else standing.exit_code
+    return int(result["status"] not in ("ok", "diverged"))
+
+
+def runner_of(s: Settings) -> Runner:
+    """Find who runs a cell with these settings."""
+    return next(find_taking(RUNNERS, s), Runner)()
