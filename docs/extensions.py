@@ -15,15 +15,16 @@ from stratbench.cell.extensions import installed
 KNOWN_PATH = Path(__file__).with_name("known_dependencies.txt")
 #: Modules of each extension that are not yet below `extensions/NAME`; a package stands for all in it.
 MODULES = {
-    "plan": ("plan",),
+    "plan": ("plan", "analysis.report.prediction_section"),
     "projection": ("plan.projection", "analysis.projection", "analysis.report.projection"),
     "links": ("train.links", "telemetry.collective_cost", "analysis.report.links"),
-    "queue": ("plan.queue", "study.config.queue_request"),
+    "queue": ("plan.queue", "analysis.report.queue_section", "study.config.queue_request"),
     "tune": ("tune",),
     "verdict": (
         "analysis.race",
         "analysis.audit.across_cells.full_runs",
         "analysis.decision.raced",
+        "analysis.report.verdict",
         "analysis.report.verdict_section",
         "cell.block_rules",
         "cell.blocks",
@@ -42,7 +43,7 @@ MODULES = {
     ),
     "sets": ("sets", "command.from_set", "study.config.result_sets"),
     "emit": ("emit",),
-    "paper": ("analysis.paper", "analysis.tables.numbered"),
+    "paper": ("analysis.paper", "analysis.report.paper_section", "analysis.tables.numbered"),
     "splitting": ("strategies.splitting",),
     "local": ("strategies.local",),
     "deepspeed": ("strategies.deepspeed",),

@@ -12,7 +12,7 @@ from stratbench.analysis.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
 from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.analysis.records.groups import GROUP, Repeats
-from stratbench.analysis.report import sections
+from stratbench.analysis.report import paper_section
 from stratbench.statistics.intervals import paired_ratios
 
 pytestmark = pytest.mark.slow
@@ -209,7 +209,7 @@ def test_without_a_counterpart_the_section_says_so(tmp_path):
     cells = cells.drop_duplicates(GROUP)
     against.published_cells(cells, NOTHING).to_csv(tmp_path / "against_cells.csv", index=False)
     judge_claims(cells, NOTHING).to_csv(tmp_path / "against_claims.csv", index=False)
-    section = sections.paper_section(tmp_path)
+    section = paper_section.paper_section(tmp_path)
     assert section["with_counterpart"] == 0
     assert all(not table["rows"] for table in section["tables"])
     assert sum(table["total"] for table in section["tables"]) == section["total"] == 102

@@ -349,7 +349,7 @@ def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none
     )
     summary = summarise(rows, found)
     marked = summary[summary["flags"] != ""]
-    assert set(marked["flags"]) == {"a"}
+    assert set(marked["flags"]) == {"unusable: a"}
     assert set(marked["model"]) == {"vgg16"}
     assert {MEASURES[name].concerns for name in marked["measure"]} == {"time"}
 

@@ -14,6 +14,7 @@ from stratbench.analysis import audit
 from stratbench.analysis.decision import decide
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.paper import published
+from stratbench.analysis.projection.evidence import ProjectionEvidence
 from stratbench.analysis.projection.projected import read_projection
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
@@ -456,7 +457,9 @@ def decided_on(tmp_path, rows, *projected, **constraints):
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
     made = projection(tmp_path, *projected, gpus=constraints["gpus"])
-    (decision,) = decide.decisions(frame, none, Constraints(**constraints), projected=made)
+    (decision,) = decide.decisions(
+        frame, none, Constraints(**constraints), [ProjectionEvidence(made)]
+    )
     return decision
 
 
@@ -500,15 +503,15 @@ def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path)
     frame = pd.DataFrame(LINES, columns=list(COLUMNS))
     none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
     told = {("e", "vgg16"): ["From about 23 GPUs on fsdp takes the lead from ddp."]}
-    (found,) = decide.decisions(frame, none, Constraints(gpus=8), projected=made)
-    found = decide.with_crossings(found, told)
+    evidence = [ProjectionEvidence(made, told)]
+    (found,) = decide.decisions(frame, none, Constraints(gpus=8), evidence)
     assert (
         "The target score takes 60 s of it (80 %: 40 s to 80 s), 0.13 GPU-hours, at a cost of 0.4."
         in found.reason
     )
     assert found.changes[-1].startswith("Another number of workers: From about 23 GPUs on fsdp")
-    (measured,) = decide.decisions(frame, none, Constraints(gpus=4))
-    assert decide.with_crossings(measured, told) == measured
+    (measured,) = decide.decisions(frame, none, Constraints(gpus=4), evidence)
+    assert not any("Another number" in change for change in measured.changes)
 
 
 def test_fewer_workers_than_there_are_may_be_the_faster_ones(tmp_path):
@@ -550,8 +553,8 @@ def test_where_nothing_is_projected_the_answer_begins_with_that_and_why(tmp_path
         f"Nothing is known of 256 GPUs: {why}. Of what was measured: "
     )
     assert "Not projected" not in found.reason
-    # Without a projection, as of a bundle, the same; and below what was measured, its memory would be more.
-    assert "Nothing is known of 8 GPUs: nothing was projected" in decided(LINES, gpus=8).headline
+    # Without any evidence, as of a bundle; and below what was measured, its memory would be more.
+    assert "Nothing is known of 8 GPUs: nobody measured it" in decided(LINES, gpus=8).headline
     few = decided([c | {"gpus": 2 * c["gpus"]} for c in LINES], gpus=1)
     assert few.choice is None
     measured = decided(LINES, gpus=2)

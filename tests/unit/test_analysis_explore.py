@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+from pathlib import Path
 
 import fixture_records as fixture
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from stratbench.analysis.figures.marks import FAMILIES
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.reading import ReportInput
 from stratbench.analysis.report import explore, report
 
 #: Statuses by strategy, model and workers of `study`.
@@ -67,6 +69,11 @@ def values_of(data, name):
     return [column["levels"][at] for at in column.get("at", [0] * data["cells"])]
 
 
+def given_of(folder: Path, cells: pd.DataFrame) -> ReportInput:
+    """What the page of these cells is made from, with one finding."""
+    return ReportInput(folder, folder, cells, pd.DataFrame([FINDING]), {})
+
+
 def many_cells(cells: pd.DataFrame, count: int) -> pd.DataFrame:
     """`count` constructed rows of cells.csv whose measured values differ."""
     rng = np.random.default_rng(0)
@@ -82,8 +89,7 @@ def many_cells(cells: pd.DataFrame, count: int) -> pd.DataFrame:
 
 def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     folder, cells = study
-    explore.write_page(folder / "explore.html", cells, [FINDING], folder, ["CPU <b>"])
-    page = (folder / "explore.html").read_text()
+    page = explore.make_page(given_of(folder, cells), ["CPU <b>"])
     assert "CPU &lt;b&gt;" in page
     assert HOSTILE not in page
     assert page.count("</script>") == 2
@@ -169,8 +175,8 @@ def page(browser, study):
     """The study's page, opened anew."""
     folder, cells = study
     path = folder / "explore.html"
-    notices = [report.measured_on(cells), *report.notices_above(cells, partial=False)]
-    explore.write_page(path, cells, [FINDING], folder, notices)
+    notices = [report.measured_on(cells), *report.iter_notices(cells, partial=False)]
+    path.write_text(explore.make_page(given_of(folder, cells), notices))
     browser.complaints.clear()
     open_page(browser, path)
     yield path

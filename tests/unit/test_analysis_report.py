@@ -23,7 +23,7 @@ from stratbench.analysis.paper import against
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.report import audit_section, report, sections
+from stratbench.analysis.report import audit_section, prediction_section, report, sections
 from stratbench.analysis.tables import tables
 from stratbench.cell.installation import PACKAGE
 from stratbench.plan.projection.table import Row, write_csv
@@ -304,7 +304,7 @@ def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path)
     assert "doubtful score below floor main, ddp, resnet50, 2 workers, repeat 0" in said
     assert "Rule score-below-floor; affects score." in said
     assert "main, ddp, resnet50, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
-    assert text.count('<sup><a href="#audit" title="score-below-floor">') == 1
+    assert text.count('<sup><a href="#audit" title="doubtful: score-below-floor">') == 1
     assert "No rule was tripped" in write_page(tmp_path / "sound", cells, figures=False).read_text()
 
 
@@ -386,7 +386,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path, page):
         "e,ddp,101,100,1.0,8,8,0.0,5,,,True\ne,ddp,92.5,100,-7.5,8,8,0.0,5,,,False\n"
         "e,ddp,102,100,2.0,8,8,0.0,5,,,\ne,fsdp,3,,,100001,100000,0.0,103,100,3.0,\n"
     )
-    first, second = sections.prediction_lines(path)
+    first, second = prediction_section.prediction_lines(path)
     assert (first["cells"], first["peak_mib"]) == (3, "median +1.0 %, worst -7.5 %")
     assert (first["states_bytes"], first["sent_bytes"], first["time"]) == ("exact", "", "1 of 2")
     assert (second["peak_mib"], second["sent_bytes"]) == ("", "+3.0 %")
@@ -404,7 +404,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path, page):
     assert "median +1.0 %, worst -7.5 %" in " ".join(page.text)
     assert "keeps part of the memory" in " ".join(page.text)
     path.write_text("study,experiment,strategy\n")  # no cell was predicted
-    assert sections.prediction_lines(path) == []
+    assert prediction_section.prediction_lines(path) == []
 
 
 def test_experiments_stand_in_the_order_of_the_config(tmp_path):

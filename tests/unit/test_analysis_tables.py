@@ -116,9 +116,9 @@ def test_a_time_to_the_target_says_how_many_repeats_never_reached_it(tmp_path):
     assert report.clear_best(listed, measure, 0.03) is None
     whole = [row | {"ok": row["cells"]} for row in listed]
     assert report.clear_best(whole, measure, 0.03)["gpus"] == 4
-    copied = [row | {"flags": "same-value-twice"} for row in whole]
+    copied = [row | {"flags": "unusable: same-value-twice"} for row in whole]
     assert report.clear_best(copied, measure, 0.03) is None
-    doubted = [row | {"flags": "repeats-uneven"} for row in whole]
+    doubted = [row | {"flags": "doubtful: repeats-uneven"} for row in whole]
     assert report.clear_best(doubted, measure, 0.03)["gpus"] == 4
 
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 
 from stratbench.cell.settings import schema_of_given
@@ -84,12 +85,16 @@ def test_a_block_that_is_called_again_casts_its_weights_again(mode):
         assert (one - other).abs().max() < 2e-2 * one.abs().max()
 
 
-def test_a_kept_result_that_is_changed_in_place_is_refused_by_its_remedy():
+def test_a_kept_result_that_is_changed_in_place_is_refused_by_its_remedy_or_computed_again():
     plain, whole = both(True, inplace=True)
-    assert all(map(torch.equal, gradients(plain), gradients(whole)))
+    expected = gradients(plain)
+    assert all(map(torch.equal, expected, gradients(whole)))
     _, selective = both("selective", inplace=True)
-    with pytest.raises(RuntimeError, match="set inplace to False, or activation_checkpointing to"):
-        gradients(selective)
+    if Version(torch.__version__) >= Version("2.15"):  # it computes such a result again
+        assert all(map(torch.equal, expected, gradients(selective)))
+    else:
+        with pytest.raises(RuntimeError, match="set inplace to False, or activation_checkpointing"):
+            gradients(selective)
     assert not is_recomputing()
 
 

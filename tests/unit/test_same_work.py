@@ -13,8 +13,7 @@ from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.measures import status_label
-from stratbench.analysis.records.same_work import INCOMPARABLE, judge_same_work
-from stratbench.analysis.report.report import notices_above
+from stratbench.analysis.records.same_work import INCOMPARABLE, judge_same_work, notice_commands
 
 DDP = ("main", "ddp", 2, 0)
 
@@ -129,11 +128,11 @@ def test_no_rule_of_our_own_loop_judges_a_command():
 
 def test_the_report_says_whose_word_a_commands_figures_are():
     frame = pd.DataFrame(rows(), columns=list(COLUMNS))
-    told = [n for n in notices_above(frame, partial=False) if "mine" in n]
+    told = list(notice_commands(frame, []))
     assert len(told) == 1
     assert "Same work as beside them: 1 of 1 cell" in told[0]
     frame = pd.DataFrame(rows(smaller_batch), columns=list(COLUMNS))
-    told = [n for n in notices_above(frame, partial=False) if "mine" in n]
+    told = list(notice_commands(frame, []))
     assert told[1] == "Other work: mine on 2: 64 samples a step, and 128 beside it."
     ours = pd.DataFrame(rows()[:-1], columns=list(COLUMNS))
-    assert not [n for n in notices_above(ours, partial=False) if "own word" in n]
+    assert not list(notice_commands(ours, []))

@@ -33,7 +33,7 @@ class OnGpu(Fine):
     def forward(self, x):
         raise RuntimeError("No CUDA GPUs are available")
 """
-NARROW = "model 'narrow' (nets.Narrow): its forward of a batch [2, 1, 8, 8] raised RuntimeError: mat1 and "
+NARROW = "model 'narrow' (nets.Narrow): its forward of a batch [2, 1, 8, 8] raised RuntimeError: "
 
 
 def faults_of(folder: Path, models: list[str], elsewhere: bool = False, **changes) -> list[str]:

@@ -13,14 +13,15 @@ from synthetic_files import Files
 
 from stratbench.analysis import audit
 from stratbench.analysis.decision import decide
-from stratbench.analysis.decision.raced import raced_groups, read_verdict
+from stratbench.analysis.decision.raced import BlocksEvidence, raced_groups, read_verdict
 from stratbench.analysis.paper import against
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.reading import list_readings
 from stratbench.analysis.report import report
-from stratbench.analysis.report.verdict_section import verdict_section
 from stratbench.analysis.tables import tables
+from stratbench.cell.blocks import with_seal
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ def told(tmp_path_factory) -> Files:
                   "--out", at["cells.csv"], "--epochs-out", at["epochs.csv"], "--partial"])  # fmt: skip
     audit.main(["--cells", at["cells.csv"], "--out", at["audit.csv"], "--study-dir", root])
     tables.main([*both, "--summary-out", f"{root}/summary.csv", "--out-dir", f"{root}/tables"])
-    decide.main([*both, "--verdict", f"{root}/verdict/verdict.json", "--out", f"{root}/decision.csv",
+    decide.main([*both, "--evidence", f"verdict={root}/verdict/verdict.json", "--out", f"{root}/decision.csv",
                  "--answers-out", f"{root}/answers.json"])  # fmt: skip
     against.main([*both, "--cells-out", f"{root}/against_cells.csv",
                   "--claims-out", f"{root}/against_claims.csv"])  # fmt: skip
@@ -89,7 +90,7 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
     for group, found in raced.items():
         claim = found.claim and confidence and (found.claim[0], confidence)
         raced[group] = replace(found, claim=claim)
-    (found,) = decide.decisions(cells, findings, decide.Constraints(), raced)
+    (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(raced)])
     assert found.confidence == "medium"
     assert ("does not claim it" in " ".join(found.sure)) == (confidence is None)
 
@@ -104,7 +105,7 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
         "figures": "f", "explanation": "e",
     }  # fmt: skip
     broken = pd.DataFrame([finding], columns=findings.columns)
-    (found,) = decide.decisions(cells, broken, decide.Constraints(), raced)
+    (found,) = decide.decisions(cells, broken, decide.Constraints(), [BlocksEvidence(raced)])
     kinds = {row["strategy"]: row["standing"] for row in found.matrix}
     assert kinds["ps-dana"] == "unusable record"
     assert "slower" not in (kinds["ddp"], kinds["fsdp"])
@@ -122,19 +123,25 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
         raced = {
             k: r for k, r in raced_groups(read_verdict(verdict_of(told))).items() if k.gpus != gpus
         }
-        (found,) = decide.decisions(cells, findings, decide.Constraints(), raced)
+        (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(raced)])
         bases = {row["gpus"]: row["basis"] for row in found.matrix if row["time_s"] is not None}
         assert bases[gpus] == "measured"
         assert set(bases.values()) == {"measured", "measured in paired blocks"}
 
 
-@pytest.fixture(scope="module")
-def values(told) -> dict:
-    return report.page_values(told.root, told.root, True, verdict_of(told)) | {"description": ""}
+def written_report(told, verdict: str, folder: Path) -> str:
+    """The report's HTML, as of this verdict.json."""
+    given = replace(report.read_input(told.root, told.root, verdict), folder=folder)
+    for name in ("summary.csv", "against_cells.csv", "against_claims.csv", "tables", "plots"):
+        (folder / name).symlink_to(told.root / name)
+    [page, *_] = report.write_pages(
+        given, list(list_readings().values()), partial=True, description=""
+    )
+    return page.read_text().replace("\u00a0", " ")
 
 
-def test_the_answers_are_followed_by_the_verdict(values):
-    html = report.render(values).replace("\u00a0", " ")
+def test_the_answers_are_followed_by_the_verdict(told, tmp_path):
+    html = written_report(told, verdict_of(told), tmp_path)
     assert html.index('id="answer"') < html.index('id="verdict"')
     section = html[html.index('id="verdict"') : html.index('aria-labelledby="e-')]
     assert section.count("ps-dana is within 3 % of the fastest (95 %, on 3 nodes).") == 2
@@ -147,16 +154,16 @@ def test_the_answers_are_followed_by_the_verdict(values):
     assert section.count("<h4>vgg-compact, 2 GPUs</h4>") == 1
 
 
-def test_a_study_without_a_verdict_has_no_such_section(values):
-    html = report.render(values | {"verdict": None})
-    assert 'id="verdict"' not in html
+def test_a_study_without_a_verdict_has_no_such_section(told, tmp_path):
+    assert 'id="verdict"' not in written_report(told, "", tmp_path)
 
 
-def test_names_in_a_verdict_reach_the_page_escaped(told, values):
-    verdict = read_verdict(verdict_of(told))
-    text = json.dumps(verdict).replace("fsdp", "<img src=x>")
-    section = verdict_section(json.loads(text), read_cells(told.root / "cells.csv"))
-    html = report.render(values | {"verdict": section})
+def test_names_in_a_verdict_reach_the_page_escaped(told, tmp_path):
+    verdict = json.loads(Path(verdict_of(told)).read_text())
+    verdict = json.loads(json.dumps(verdict).replace("fsdp", "<img src=x>"))
+    path = tmp_path / "verdict.json"
+    path.write_text(json.dumps(with_seal(verdict)))
+    html = written_report(told, str(path), tmp_path)
     assert "<img src=x>" not in html
     assert "&lt;img src=x&gt;" in html
 

@@ -34,7 +34,7 @@ ASK_PROJECTION, USE_PROJECTION = (
     (
         "-m stratbench.plan.projection --config @asking"
         f" --most {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
-        " --projection {params.out:q}/asked_projection.csv",
+        " --evidence projection={params.out:q}/asked_projection.csv",
     )
     if ASKS_PROJECTION
     else ("", "")
@@ -57,7 +57,7 @@ STAGES = {
     "decide": ASK_PROJECTION
     + "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints @constraints"
-    " --verdict={params.verdict:q}"
+    " --evidence verdict={params.verdict:q}"
     + USE_PROJECTION
     + " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json"
     + (" --queue {params.out:q}/queue.json" if QUEUE_STAGE else ""),

@@ -28,6 +28,8 @@ class Extension:
     rules: tuple[str, ...] = ()
     #: A function that adds subcommands: it is given a `command.subcommands.Adder`.
     commands: str | None = None
+    #: What it adds to decisions and the report: an `analysis.records.reading.Reading`.
+    reading: str | None = None
 
 
 @cache

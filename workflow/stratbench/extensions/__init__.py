@@ -4,18 +4,18 @@ from __future__ import annotations
 
 #: In the order in which pages list what they add.
 NAMES = (
+    "audit",
+    "paper",
     "plan",
     "projection",
     "links",
     "queue",
     "tune",
     "verdict",
-    "audit",
     "elastic",
     "checkpoints",
     "sets",
     "emit",
-    "paper",
     "deepspeed",
     "commands",
     "splitting",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from stratbench.analysis.audit import SEVERITIES
+from stratbench.analysis.records.findings import SEVERITIES
 from stratbench.analysis.report.report import STATUS_WORDS, distinct_values
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.sets.reading import ResultSet

@@ -31,9 +31,9 @@ from stratbench.analysis.audit.across_cells import (
     machines,
     mixed,
 )
-from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Key, Rule, key_of
+from stratbench.analysis.audit.rule import Evidence, Found, Key, Rule, key_of
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import AUDIT_COLUMNS
+from stratbench.analysis.records.findings import AUDIT_COLUMNS, SEVERITIES
 from stratbench.analysis.records.same_work import INCOMPARABLE
 from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import blocks, record

@@ -23,9 +23,6 @@ from stratbench.analysis.records.samples import Timeline
 from stratbench.cell.blocks import Block
 from stratbench.cell.record import Record
 
-#: `unusable`: draw no conclusion from it; `doubtful`: explain it first; `note`: be aware of it.
-SEVERITIES = ("unusable", "doubtful", "note")
-
 Severity = Literal["unusable", "doubtful", "note"]
 #: The figures of the cells that a rule casts doubt on.
 Affects = Literal["time", "memory", "score", "all"]

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from stratbench.analysis.projection.projected import Projected
 from stratbench.analysis.records.score import Score
 from stratbench.strategies.base import Traits
 
 if TYPE_CHECKING:
     from stratbench.analysis.decision.constraints import Constraints
 
-#: The basis of a time that was measured in a verdict's paired blocks.
-PAIRED_BLOCKS = "measured in paired blocks"
-#: How the basis of a time begins that was projected.
-PROJECTED = "projected"
+#: What excludes a candidate, by the status of a cell.
+EXCLUDED = {
+    "oom": "does not fit",
+    "timeout": "too slow",
+    "diverged": "worse score",
+    "refused": "refused",
+}
 #: Why a candidate is excluded whose loss was no number.
 DIVERGED = "training diverged"
 
@@ -33,10 +35,14 @@ class Candidate:
     basis: str = "measured"
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
     time_s: float | None = None
-    #: Of a projected time, the interval of 80 %, and what else the projection says.
+    #: What one of its times is of: `repeat`, or `block`.
+    unit: str = "repeat"
+    #: Whether its time was not measured on this number of workers; then the interval of 80 % of its time,
+    #: and its figures in words.
+    projected: bool = False
     time_low_s: float | None = None
     time_high_s: float | None = None
-    projection: Projected | None = None
+    projected_figures: str = ""
     score: Score = field(default_factory=Score)
     scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, as shown
     #: Standard error of one repeat's score, from the finite test set, as shown; None: not recorded.
@@ -74,8 +80,6 @@ class Candidate:
     doubts: list[str] = field(default_factory=list)
     #: The claim of a verdict on its bout, with the confidence, if it leads the bout.
     claim: tuple[str, str] | None = None
-    #: The strategy on as many workers that a verdict found faster, and the verdict's reason.
-    slower_than: tuple[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -88,11 +92,6 @@ class Candidate:
         return self.why.endswith(DIVERGED)
 
     @property
-    def projected(self) -> bool:
-        """Whether its time was not measured on this number of workers."""
-        return self.projection is not None
-
-    @property
     def reach(self) -> tuple[float, float]:
         """The least and the most time: of a projection its interval, else of its repeats."""
         if self.time_low_s is not None and self.time_high_s is not None:
@@ -100,11 +99,6 @@ class Candidate:
         if len(self.times):
             return float(self.times.min()), float(self.times.max())
         return self.time_s or 0.0, self.time_s or math.inf
-
-    @property
-    def unit(self) -> str:
-        """The unit of its times: `block` or `repeat`."""
-        return "block" if self.basis == PAIRED_BLOCKS else "repeat"
 
     @property
     def run(self) -> str:

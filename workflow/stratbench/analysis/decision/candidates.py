@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.decision.candidate import DIVERGED, PAIRED_BLOCKS, PROJECTED, Candidate
+from stratbench.analysis.decision.candidate import DIVERGED, EXCLUDED, Candidate
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.raced import EXCLUDED, Raced
+from stratbench.analysis.decision.evidence import Evidence
 from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
-from stratbench.analysis.projection.projected import Line, Projected
 from stratbench.analysis.records.groups import Group, Repeats, findings_by_group
 from stratbench.analysis.records.score import score_of
 from stratbench.cell.text.words import GIB, unit_for
@@ -33,29 +32,25 @@ def candidates_among(
     rows: pd.DataFrame,
     findings: list[dict[str, Any]],
     constraints: Constraints,
-    raced: Mapping[Group, Raced] | None = None,
-    projected: Mapping[Line, Mapping[int, Projected]] | None = None,
+    evidence: Sequence[Evidence] = (),
 ) -> list[Candidate]:
-    """All candidates of one experiment and model (rows of cells.csv): measured, then projected ones.
-
-    `raced`: the results of a verdict's blocks by group; their times replace those of the records.
-    `projected`: by the number of workers, of those that the constraints allow.
-    """
+    """Return all candidates of one experiment and model (rows of cells.csv), measured ones first."""
     groups = Repeats(rows)
     candidates = []
     for key, on_it in findings_by_group(findings, groups.all):
         candidate = measured_candidate(groups, key, constraints)
-        if raced and key in raced:
-            take_blocks(candidate, raced[key])
+        for one in evidence:
+            one.measure(candidate, key)
         exclude_by_records(candidate, groups.all[key], on_it, constraints)
         candidates.append(candidate)
-    place = tuple(str(rows.iloc[0][name]) for name in ("experiment", "model"))
-    here = {line[2]: made for line, made in (projected or {}).items() if line[:2] == place}
-    candidates += projected_candidates(candidates, constraints, here)
+    question = (str(rows.iloc[0]["experiment"]), str(rows.iloc[0]["model"]))
+    for one in evidence:
+        candidates += one.extend(question, candidates, constraints)
     for candidate in candidates:
         exclude_by_constraints(candidate, constraints)
     judge_scores(candidates, constraints)
-    exclude_by_race(candidates)
+    for one in evidence:
+        one.exclude(question, candidates)
     return candidates
 
 
@@ -121,21 +116,6 @@ def has_planned_repeats(frame: pd.DataFrame) -> bool:
     return set(frame["planned_repeats"]) == {len(frame)}
 
 
-def take_blocks(candidate: Candidate, found: Raced) -> None:
-    """Give a candidate its times in a verdict's paired blocks, and exclude it if it left the race."""
-    if found.excluded is not None:
-        candidate.exclude(*found.excluded)
-    if not len(found.times_s):
-        return
-    candidate.times = found.times_s
-    candidate.time_s = float(np.exp(np.log(found.times_s).mean()))
-    candidate.basis = PAIRED_BLOCKS
-    candidate.hosts, candidate.on_cpu = found.hosts, found.on_cpu
-    candidate.traits, candidate.served = found.traits, found.served
-    candidate.claim, candidate.slower_than = found.claim, found.slower_than
-    candidate.repeats_fixed = False  # a race looks after every block
-
-
 def traits_of_group(frame: pd.DataFrame) -> Traits:
     """The traits that the records of a group state of their strategy; cautious defaults for the rest."""
     said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
@@ -179,14 +159,6 @@ def exclude_by_records(
             )
         elif finding["severity"] == "doubtful" and finding["rule"] not in candidate.doubts:
             candidate.doubts.append(finding["rule"])
-
-
-def exclude_by_race(found: list[Candidate]) -> None:
-    """Exclude candidates that a verdict found slower than a remaining one on as many workers."""
-    left = {(c.strategy, c.gpus) for c in found if not c.kind}
-    for c in found:
-        if c.slower_than is not None and (c.slower_than[0], c.gpus) in left:
-            c.exclude("slower", c.slower_than[1])
 
 
 def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
@@ -237,56 +209,3 @@ def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None)
         if texts[0] != texts[1]:
             break
     return f"{texts[0]} {unit}, and {texts[1]} {of_limit or unit}"
-
-
-def projected_candidates(
-    found: list[Candidate], given: Constraints, projected: Mapping[str, Mapping[int, Projected]]
-) -> Iterator[Candidate]:
-    """For each strategy on the GPUs at hand, if that count was not measured, and on fewer: what is projected.
-
-    Its time is that of the projection, with an interval of 80 %. Its score is that of the most workers
-    that were measured. Where nothing is projected to all GPUs, the strategy's candidates say why.
-    """
-    for name in dict.fromkeys(c.strategy for c in found):
-        line = [c for c in found if c.strategy == name]
-        if given.gpus is None or given.gpus in [c.gpus for c in line]:
-            continue
-        usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
-        by_count = projected.get(name, {}) if usable else {}
-        asked = by_count.get(given.gpus, Projected(why_not_projected(usable, given.gpus)))
-        for c in line:
-            c.not_projected = asked.why
-        for gpus, made in by_count.items():
-            if not made.why:
-                yield projected_candidate(usable, gpus, made)
-
-
-def projected_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> Candidate:
-    """A strategy as projected to so many workers, from its usable candidates, by their workers."""
-    low_s, middle_s, high_s = made.train_s
-    return replace(
-        usable[-1],
-        gpus=gpus,
-        basis=f"{PROJECTED} from {made.evidence}",
-        projection=made,
-        times=pd.Series(dtype=float),
-        time_s=middle_s,
-        time_low_s=low_s,
-        time_high_s=high_s,
-        memory_bytes=made.memory_bytes,
-        may_lose=None,
-        held_s=None,
-        present=None,
-        claim=None,
-        slower_than=None,
-        doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
-    )
-
-
-def why_not_projected(usable: list[Candidate], gpus: int) -> str:
-    """Why there is no projection of a strategy at all, by its usable candidates."""
-    if not usable:
-        return "none of its records can be used"
-    if gpus < (least := usable[0].gpus):
-        return f"{least} workers are the fewest that were measured"
-    return "nothing was projected; `snakemake decide` does so beside the study's records"

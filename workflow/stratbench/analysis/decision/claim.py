@@ -24,7 +24,8 @@ def unanswered(
 ) -> Iterator[str]:
     """What the constraints ask for and no record can tell."""
     if not is_count_known(found, given):
-        yield f"Nothing is known of {counted(given.gpus, noun)}: {first.not_projected}."
+        why = first.not_projected or "nobody measured it"
+        yield f"Nothing is known of {counted(given.gpus, noun)}: {why}."
     if not given.homogeneous and not slowed:
         yield "Nothing is known of unequal workers: only equally fast ones were measured."
 

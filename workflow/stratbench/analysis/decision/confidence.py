@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, Candidate
+from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import share
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
@@ -59,7 +59,7 @@ def confidence_in(
         # The verdict counts the blocks of all arms, and knows nodes, full runs and dependence.
         by_verdict = LEVELS.index(first.claim[1])
         level = by_verdict if rests_on_verdict(ranking) else min(level, by_verdict)
-    elif first.basis == PAIRED_BLOCKS:
+    elif first.unit == "block":
         level = min(level, 1)
         sentences.append(f"The verdict on {counted(first.gpus, 'worker')} does not claim it.")
     elif ranking.looked_again:

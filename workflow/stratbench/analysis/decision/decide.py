@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.claim import is_count_known, unanswered
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
+from stratbench.analysis.decision.evidence import Evidence
 from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
 from stratbench.analysis.decision.sentences import (
     excluded_strategies,
@@ -37,15 +37,9 @@ from stratbench.analysis.decision.short import (
     none_left,
     short_answer,
 )
-from stratbench.analysis.projection.projected import (
-    Line,
-    Projected,
-    read_crossings,
-    read_projection,
-)
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
-from stratbench.analysis.records.groups import Group
+from stratbench.analysis.records.reading import list_readings
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.text.words import MIB, folded, worker_noun
 from stratbench.statistics.intervals import Estimate
@@ -88,8 +82,7 @@ def decisions(
     cells: pd.DataFrame,
     findings: pd.DataFrame,
     constraints: Constraints,
-    raced: Mapping[Group, Raced] | None = None,
-    projected: Mapping[Line, Mapping[int, Projected]] | None = None,
+    evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
     """Decide on each experiment and model, in the order of the config.
 
@@ -97,9 +90,7 @@ def decisions(
         cells: cells.csv.
         findings: audit.csv.
         constraints: What to decide under.
-        raced: The results of a verdict's blocks by group.
-        projected: Projections by the number of workers, of those that the constraints allow and nobody
-            measured.
+        evidence: What extensions know of candidates beside the records.
 
     Raises:
         ConfigError: The constraints name a model that is not in the study.
@@ -107,21 +98,22 @@ def decisions(
     check_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
     studied = [
-        (rows, candidates_among(rows, listed, constraints, raced, projected))
+        (rows, candidates_among(rows, listed, constraints, evidence))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
-    made = decide_together(studied, constraints)  # even if only one model is wanted
+    made = decide_together(studied, constraints, evidence)  # even if only one model is wanted
     return [d for d in made if constraints.model in (None, d.model)]
 
 
 def decide_together(
     studied: Sequence[tuple[pd.DataFrame, list[Candidate]]],
     given: Constraints,
+    evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
     """A decision for the rows and candidates of each model; all variances together say more."""
     rankings = rankings_of_bouts([found for _, found in studied], given.equivalence_margin)
     return [
-        decide(rows, found, ranking, given)
+        decide(rows, found, ranking, given, evidence)
         for (rows, found), ranking in zip(studied, rankings, strict=True)
     ]
 
@@ -131,6 +123,7 @@ def decide(
     found: list[Candidate],
     ranking: Ranking | None,
     given: Constraints,
+    evidence: Sequence[Evidence] = (),
 ) -> Decision:
     """The decision on one experiment and model (rows of cells.csv); `found` are its candidates.
 
@@ -157,29 +150,16 @@ def decide(
     score_open = ranking.first.is_score_open(given)
     sure = confidence_in(ranking, given, slowed, score_open, is_count_known(found, given))
     unknown = list(unanswered(found, ranking.first, noun, given, bool(slowed)))
+    further = (s for one in evidence for s in one.changes((experiment, model), ranking.first))
     return Decision(
         **common,
         choice=ranking.first,
         reason=reason_for(found, ranking, noun, given),
         confidence=sure.level,
         sure=sure.sure,
-        changes=tuple(sentences_on_changes(found, ranking, given)),
+        changes=(*sentences_on_changes(found, ranking, given), *further),
         short=short_answer(found, ranking, given, sure, unknown),
     )
-
-
-def with_crossings(
-    decision: Decision, crossings: Mapping[tuple[str, str], Sequence[str]]
-) -> Decision:
-    """Add to a projected decision where the lead passes on, on other numbers of workers.
-
-    `crossings`: the sentences by experiment and model.
-    """
-    if decision.choice is None or not decision.choice.projected:
-        return decision
-    told = crossings.get((decision.experiment, decision.model), ())
-    other = tuple(f"Another number of workers: {sentence}" for sentence in told)
-    return replace(decision, changes=(*decision.changes, *other))
 
 
 def matrix_rows(
@@ -308,8 +288,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
-    parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
-    parser.add_argument("--projection", default="", help="projection.csv, if one was made")
+    parser.add_argument(
+        "--evidence",
+        action="append",
+        default=[],
+        metavar="EXTENSION=FILE",
+        help="a file that an extension reads beside the records, such as verdict=verdict.json",
+    )
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument("--queue", default="", help="the queue.json of `decide.queue`, if any")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
@@ -317,16 +302,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     given = Constraints.from_json(args.constraints)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
-    verdict = read_verdict(args.verdict)
-    raced = {} if verdict is None else raced_groups(verdict)
+    paths = dict(pair.split("=", 1) for pair in args.evidence)
+    evidence = [
+        reading.evidence(paths.get(name, ""), given)
+        for name, reading in list_readings().items()
+        if reading.evidence is not None
+    ]
     queue = read_json(args.queue) if args.queue else None
     try:
-        projected = read_projection(args.projection, given.gpus)
-        crossings = read_crossings(args.projection)
-        found = [
-            with_crossings(decision, crossings)
-            for decision in decisions(cells, findings, given, raced, projected)
-        ]
+        found = decisions(cells, findings, given, evidence)
         print(write_decisions(found, findings, given, args.out, args.answers_out, queue))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from stratbench.analysis.decision.candidate import EXCLUDED, Candidate
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.evidence import Evidence, Question
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.blocks import VERDICT_VERSION, why_broken
 from stratbench.cell.files import read_json
 from stratbench.strategies.base import Traits
 
 #: States of an arm that exclude it, with the words of the decision.
-EXCLUDED = {
-    "oom": "does not fit",
-    "timeout": "too slow",
-    "diverged": "worse score",
-    "refused": "refused",
-    "score": "worse score",
-}
+EXCLUDING = EXCLUDED | {"score": "worse score"}
+#: The basis of times that were measured in paired blocks.
+PAIRED_BLOCKS = "measured in paired blocks"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
                 if step_s is not None and bout["full_steps"]
             }
             state = states[arm]
-            kind = EXCLUDED.get(state["state"])
+            kind = EXCLUDING.get(state["state"])
             leads = arm == bout["leader"] and bout["claimed"]
             by_group[Group(bout["experiment"], arm, bout["model"], bout["gpus"])] = Raced(
                 times_s=pd.Series(times, dtype=float),
@@ -89,3 +89,45 @@ def traits_from(said: Mapping[str, Any]) -> Traits:
     """The traits that a verdict states, without those that this version does not know."""
     known = {field.name for field in fields(Traits)}
     return Traits(**{name: value for name, value in said.items() if name in known})
+
+
+class BlocksEvidence(Evidence):
+    """A verdict's paired blocks: their times replace those of records on as many workers."""
+
+    def __init__(self, raced: Mapping[Group, Raced]):
+        self.raced = raced
+
+    def measure(self, candidate: Candidate, group: Group) -> None:
+        """Give a candidate its times in blocks, and exclude it if it left the race."""
+        found = self.raced.get(group)
+        if found is None:
+            return
+        if found.excluded is not None:
+            candidate.exclude(*found.excluded)
+        if not len(found.times_s):
+            return
+        candidate.times = found.times_s
+        candidate.time_s = float(np.exp(np.log(found.times_s).mean()))
+        candidate.basis, candidate.unit = PAIRED_BLOCKS, "block"
+        candidate.hosts, candidate.on_cpu = found.hosts, found.on_cpu
+        candidate.traits, candidate.served = found.traits, found.served
+        candidate.claim = found.claim
+        candidate.repeats_fixed = False  # a race looks after every block
+
+    def exclude(self, question: Question, found: Sequence[Candidate]) -> None:
+        """Exclude what the race found slower than a remaining candidate on as many workers."""
+        experiment, model = question
+        left = {(c.strategy, c.gpus) for c in found if not c.kind}
+        for c in found:
+            raced = self.raced.get(Group(experiment, c.strategy, model, c.gpus))
+            if c.projected or raced is None or raced.slower_than is None or not len(raced.times_s):
+                continue
+            leader, why = raced.slower_than
+            if (leader, c.gpus) in left:
+                c.exclude("slower", why)
+
+
+def read_blocks(path: str, given: Constraints) -> Evidence:
+    """Return the evidence of the verdict.json that counts; none without one."""
+    verdict = read_verdict(path)
+    return Evidence() if verdict is None else BlocksEvidence(raced_groups(verdict))

@@ -13,15 +13,12 @@ from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import kept_out, share
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
-from stratbench.analysis.projection.projected import Projected
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import (
     bytes_text,
     counted,
-    hours_text,
     joined_with_and,
     plural,
-    short_time,
 )
 from stratbench.statistics.moderated import ROUGH
 
@@ -97,8 +94,8 @@ def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: C
 
 def figures_of(first: Candidate) -> str:
     """A sentence with the figures of the choice."""
-    if first.projection is not None:
-        return figures_of_projection(first, first.projection)
+    if first.projected:
+        return first.projected_figures
     parts = [f"It trains in {describe_amount(first)}{unit_of_cost(first)}"]
     if first.mean_score is not None:
         parts.append(f"reaches {first.score.name} {first.score.text(first.mean_score)}")
@@ -110,31 +107,6 @@ def figures_of(first: Candidate) -> str:
             f"{doubted if first.memory_doubts else ''}"
         )
     return f"{joined_with_and(parts)}."
-
-
-def figures_of_projection(first: Candidate, made: Projected) -> str:
-    """The same of a projected choice: each figure with its interval, and from what they are."""
-    (low_s, step_s, high_s), (least, share, most) = made.step_s, made.efficiency
-    parts = [
-        f"It would train in {describe_amount(first)}{unit_of_cost(first)}",
-        f"at {short_time(step_s)} a global batch (80 %: {short_time(low_s)} to {short_time(high_s)})",
-        f"an efficiency of {share:.2f} ({least:.2f} to {most:.2f})",
-    ]
-    peak = first.memory_bytes
-    parts.append(
-        "a peak of memory that is not known"
-        if peak is None
-        else f"a peak of up to {bytes_text(peak)} a worker"
-    )
-    text = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
-    if made.target_s is not None:
-        low_s, middle_s, high_s = map(short_time, made.target_s)
-        paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
-        text += (
-            f" The target score takes {middle_s} of it (80 %: {low_s} to {high_s}), "
-            f"{hours_text(made.target_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
-        )
-    return f"{text} Evidence: {made.evidence}."
 
 
 def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constraints) -> str:

@@ -14,6 +14,10 @@ AUDIT_COLUMNS = (
 )  # fmt: skip
 
 
+#: `unusable`: draw no conclusion from it; `doubtful`: explain it first; `note`: be aware of it.
+SEVERITIES = ("unusable", "doubtful", "note")
+
+
 def read_audit(path: Path) -> pd.DataFrame:
     """Reads audit.csv, as the command line wrote it."""
     text = ("rule", "severity", "affects", "figures", "explanation", "version")

@@ -10,7 +10,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import pandas as pd
+
 from stratbench.analysis.records.columns import Row
+from stratbench.analysis.records.reading import Reading
+from stratbench.cell.text.words import counted
 
 #: The status of a cell that did other work, or does not say what it did.
 INCOMPARABLE = "incomparable"
@@ -102,3 +106,23 @@ def standard_error(row: Row) -> float:
 
 def _listed(values: set[float]) -> str:
     return " or ".join(f"{value:,}" for value in sorted(values))
+
+
+def notice_commands(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
+    """Yield notices on cells that a user's commands trained: whose word their figures are, and which rank."""
+    rows = cells[cells["same_work"].notna()]
+    if not len(rows):
+        return
+    names = ", ".join(dict.fromkeys(rows["strategy"]))
+    same = (rows["same_work"] == YES).sum()
+    yield (
+        f"{names}: trained by commands with loops of their own. Their times and scores are their own word, "
+        f"which the audit holds against what was measured from outside. Same work as beside them: {same} of "
+        f"{counted(len(rows), 'cell')}; others are not ranked."
+    )
+    for why, other in rows[rows["same_work"] != YES].groupby("same_work", sort=False):
+        where = ", ".join(dict.fromkeys(f"{r.strategy} on {r.gpus}" for r in other.itertuples()))
+        yield f"Other work: {where}: {str(why).removeprefix('no: ')}."
+
+
+READING = Reading(notices=notice_commands)

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit import SEVERITIES
+from stratbench.analysis.audit.across_cells.confounding import confounded_host
+from stratbench.analysis.records.columns import Row
+from stratbench.analysis.records.findings import SEVERITIES
+from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.text.words import counted, names_text
 
 #: The most places and strategies that a line of the list names.
 MOST_NAMED = 3
 _PLACE = ("experiment", "strategy", "model")
+
+
+def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
+    """Yield a notice where strategies are known by their hosts."""
+    alone = [finding["strategy"] for finding in findings if finding["rule"] == confounded_host.id]
+    if alone:
+        listed = ", ".join(dict.fromkeys(alone))
+        yield (
+            f"Strategies ran on hosts of their own: {listed}. What differs may be the hosts. Compare with "
+            "care."
+        )
+
+
+def make_audit_sections(given: ReportInput) -> Iterator[Section]:
+    """Make the section on all findings; its link says how many there are of each severity."""
+    answers = given.decided["answers"]
+    rules = audit_rules(given.findings, answers)
+    tally = f"Audit: {tally_text(given.findings)}"
+    html = render_section(
+        "audit.html.j2", rules=rules, lead=audit_lead(rules, answers), tally=tally
+    )
+    yield Section("audit", html, tally)
+
+
+def tally_text(findings: pd.DataFrame) -> str:
+    """Say how many findings there are: `2 doubtful, 1 note`."""
+    counts = {s: int((findings["severity"] == s).sum()) for s in SEVERITIES}
+    told = [counted(n, s) if s == "note" else f"{n} {s}" for s, n in counts.items() if n]
+    return ", ".join(told) or "nothing found"
 
 
 def audit_rules(
@@ -113,3 +145,6 @@ def audit_lead(rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str
         return "None of the doubts is about a choice or the rival nearest to one."
     names = names_text([rule["name"] for rule in doubts], MOST_NAMED)
     return f"What touches a choice or the rival nearest to it: {names}."
+
+
+READING = Reading(notices=notice_hosts, sections=make_audit_sections)

@@ -16,14 +16,14 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit import SEVERITIES
 from stratbench.analysis.figures.marks import FAMILIES, FILLS, corners, marks_by_strategy
 from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
+from stratbench.analysis.records.findings import SEVERITIES
 from stratbench.analysis.records.groups import GROUP, bases_by_strategy
 from stratbench.analysis.records.measures import FACTORS
+from stratbench.analysis.records.reading import Reading, ReportInput
 from stratbench.analysis.records.score import score_of
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
-from stratbench.cell.files import write_atomic
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import WORKER_NOUNS, plural
 
@@ -230,10 +230,11 @@ def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str |
     return pages.render("explore.html.j2", TEMPLATES, values=values)
 
 
-def write_page(
-    out: Path, cells: pd.DataFrame, findings: Sequence[Row], study_dir: Path, notices: Sequence[str]
-) -> None:
-    """Write explore.html of one study; its links lead to the files below results/<study>."""
-    data = page_data(cells, findings) | {"files": files_of(cells, study_dir, out.parent)}
-    page = render(data, str(cells["study"].iloc[0]), notices, "report.html")
-    write_atomic(out, page)
+def make_page(given: ReportInput, notices: Sequence[str]) -> str:
+    """Return explore.html of one study; its links lead to the files below results/<study>."""
+    data = page_data(given.cells, given.findings.to_dict("records"))
+    data["files"] = files_of(given.cells, given.study_dir, given.folder)
+    return render(data, str(given.cells["study"].iloc[0]), notices, "report.html")
+
+
+READING = Reading(page=make_page, page_name="explore.html", page_link="Explore the cells")

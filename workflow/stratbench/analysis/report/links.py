@@ -9,11 +9,12 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.figures.log_chart import Series, log_chart
+from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import bytes_text, short_time
 from stratbench.telemetry.collective_cost import Layout, Link, algorithms_of
@@ -22,6 +23,12 @@ from stratbench.telemetry.collective_cost import Layout, Link, algorithms_of
 COLOURS = ("accent", "bad", "good", "caution", "ink", "muted")
 #: A fit whose times scatter about it by more than this (ln) is not to be trusted.
 TRUSTED_SD = 0.35
+
+
+def make_links_sections(given: ReportInput) -> Iterator[Section]:
+    """Make the section where links were measured."""
+    if links := links_section(given.study_dir / "links"):
+        yield Section("links", render_section("links.html.j2", links=links), "Links")
 
 
 def links_section(folder: Path) -> dict[str, Any] | None:
@@ -110,6 +117,9 @@ def _chart(
             f"Time of {name} over bytes, measured and fitted, by workers",
         ),
     }
+
+
+READING = Reading(sections=make_links_sections)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

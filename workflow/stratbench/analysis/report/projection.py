@@ -16,13 +16,25 @@ import pandas as pd
 from stratbench.analysis.figures.log_chart import Series, log_chart
 from stratbench.analysis.figures.marks import Mark, marks_by_strategy
 from stratbench.analysis.projection.crossings import Lines, sentences_on_crossings
+from stratbench.analysis.projection.evidence import read_evidence
 from stratbench.analysis.projection.projected import lines_of, noun_of, read_rows
+from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.text.words import bytes_text, folded, hours_text, short_time
 
 #: Trainings that see so many times as many samples as others take longer for that.
 MOST_MORE_SAMPLES = 1.5
 #: How the table calls a rule.
 SHORT_RULES = {"replay on measured links": "links"}
+
+
+def make_projection_sections(given: ReportInput) -> Iterator[Section]:
+    """Make the section where a projection was made."""
+    cells = given.cells
+    trained = cells.loc[cells["status"] == "ok", ["experiment", "model", "strategy", "gpus"]]
+    rows = set(trained.itertuples(index=False, name=None))
+    if projections := projection_section(given.study_dir / "projection.csv", rows):
+        html = render_section("projection.html.j2", projections=projections)
+        yield Section("projection", html, "More workers")
 
 
 def projection_section(
@@ -216,6 +228,9 @@ def _untold(rows: pd.DataFrame) -> Iterator[str]:
     for strategy, group in rows.groupby("strategy", sort=False):
         if why := next((w for w in group["why_no_target"] if w), ""):
             yield f"No time to the target of {strategy}: {why}."
+
+
+READING = Reading(sections=make_projection_sections, evidence=read_evidence)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Writes the report, one self-contained HTML page, and beside it a page for exploring all cells."""
+"""Writes the report, one self-contained HTML page, and the pages that extensions put beside it."""
 
 from __future__ import annotations
 
@@ -6,36 +6,22 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
 
-from stratbench.analysis.audit import SEVERITIES
-from stratbench.analysis.audit.across_cells.confounding import confounded_host
-from stratbench.analysis.decision.raced import read_verdict
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import bases_by_strategy
 from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
-from stratbench.analysis.records.same_work import YES
+from stratbench.analysis.records.reading import Reading, ReportInput, Section, list_readings
 from stratbench.analysis.records.score import score_of
-from stratbench.analysis.report import explore
 from stratbench.analysis.report.answer_rows import first_screen
-from stratbench.analysis.report.audit_section import audit_lead, audit_rules
-from stratbench.analysis.report.links import links_section
-from stratbench.analysis.report.projection import projection_section
-from stratbench.analysis.report.sections import (
-    machine_lines,
-    paper_section,
-    prediction_lines,
-    server_lines,
-    strategy_lines,
-)
+from stratbench.analysis.report.sections import machine_lines, server_lines, strategy_lines
 from stratbench.analysis.report.shown import shown_figures
-from stratbench.analysis.tables.numbered import read_paper_tables
 from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (
     doubt_note,
@@ -97,29 +83,10 @@ def length_of_training(rows: pd.DataFrame) -> str:
     return distinct_values(rows, "epochs")
 
 
-def notices_of_commands(rows: pd.DataFrame) -> Iterator[str]:
-    """Notices on cells that a user's commands trained: whose word their figures are, and which rank."""
-    if not len(rows):
-        return
-    names = ", ".join(dict.fromkeys(rows["strategy"]))
-    same = (rows["same_work"] == YES).sum()
-    yield (
-        f"{names}: trained by commands with loops of their own. Their times and scores are their own word, "
-        f"which the audit holds against what was measured from outside. Same work as beside them: {same} of "
-        f"{counted(len(rows), 'cell')}; others are not ranked."
-    )
-    for why, other in rows[rows["same_work"] != YES].groupby("same_work", sort=False):
-        where = ", ".join(dict.fromkeys(f"{r.strategy} on {r.gpus}" for r in other.itertuples()))
-        yield f"Other work: {where}: {str(why).removeprefix('no: ')}."
-
-
-def notices_above(
-    cells: pd.DataFrame, partial: bool, findings: Sequence[Row] = ()
-) -> Iterator[str]:
-    """Notices that a reader must see before any number; `findings`: the audit's."""
+def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
+    """Yield what a reader must know before any number, of what the core sees."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
-    yield from notices_of_commands(cells[cells["same_work"].notna()])
     if partial and cells["status"].isin(["missing", "error"]).any():
         yield "This report is partial: cells without a usable record are marked, not left out."
     if 0 < len(cpu) < len(known):
@@ -138,13 +105,17 @@ def notices_above(
         if len(distinct) > 1:
             listed = ", ".join(distinct)
             yield f"The records come from different {name}: {listed}. Compare with care."
-    alone = [finding["strategy"] for finding in findings if finding["rule"] == confounded_host.id]
-    if alone:
-        listed = ", ".join(dict.fromkeys(alone))
-        yield (
-            f"Strategies ran on hosts of their own: {listed}. What differs may be the hosts. Compare with "
-            "care."
-        )
+
+
+def list_notices(
+    cells: pd.DataFrame, findings: Sequence[Row], readings: Iterable[Reading], partial: bool
+) -> list[str]:
+    """Return what a reader must know before any number, by the core and by extensions."""
+    notices = list(iter_notices(cells, partial))
+    for reading in readings:
+        if reading.notices is not None:
+            notices += reading.notices(cells, findings)
+    return notices
 
 
 def measured_on(cells: pd.DataFrame) -> str:
@@ -287,9 +258,10 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
 
 
 def experiment_sections(
-    folder: Path, cells: pd.DataFrame, decided: dict[str, Any]
+    given: ReportInput,
 ) -> Iterator[dict]:
     """The section of each experiment: its models, each with what was found and figures, and tables."""
+    cells, decided, folder = given.cells, given.decided, given.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
     figures = list(shown_figures(folder / "plots"))
@@ -321,45 +293,26 @@ def experiment_sections(
         }
 
 
-def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str) -> dict[str, Any]:
-    """All values that the template prints, from the files of the other stages in `folder`."""
-    cells, findings = read_cells(folder / "cells.csv"), read_audit(folder / "audit.csv")
-    decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
-    prediction = folder / "prediction.csv"
-    verdict = read_verdict(verdict_path)
-    if verdict is not None:
-        # This module draws, and matplotlib takes 0.5 s to import.
-        from stratbench.analysis.report.verdict_section import verdict_section
-
-        verdict = verdict_section(verdict, cells)
+def page_values(
+    given: ReportInput, notices: Sequence[str], sections: Iterable[Section]
+) -> dict[str, Any]:
+    """Return all values that the template prints; `sections`: those of extensions."""
+    cells, decided, folder = given.cells, given.decided, given.folder
     counts = cells["status"].value_counts()
-    trained = cells.loc[cells["status"] == "ok", ["experiment", "model", "strategy", "gpus"]]
-    audited = audit_rules(findings, decided["answers"])
     return {
         "study": str(cells["study"].iloc[0]),
-        "notices": list(notices_above(cells, partial, findings.to_dict("records"))),
-        "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
-        "verdict": verdict,
+        "notices": notices,
         "measured": measured_on(cells),
         **first_screen(bases_by_strategy(cells), decided),
         "strategies": list(strategy_lines(cells)),
-        "experiments": list(experiment_sections(folder, cells, decided)),
-        "numbered": list(read_paper_tables(folder / "tables" / "paper")),
+        "experiments": list(experiment_sections(given)),
         "servers": server_lines(cells),
-        "audit": audited,
-        "audit_lead": audit_lead(audited, decided["answers"]),
-        "paper": paper_section(folder),
-        "links": links_section(study_dir / "links"),
-        "projections": projection_section(
-            study_dir / "projection.csv", set(trained.itertuples(index=False, name=None))
-        ),
-        "predictions": prediction_lines(prediction) if prediction.exists() else [],
-        "on_cpu": (cells["device_kind"] == "cpu").any(),
+        "sections": list(sections),
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
         "runs": runs_by_experiment(cells),
         "machines": machine_lines(cells),
-        "cells": list(cell_lines(cells, study_dir, folder)),
+        "cells": list(cell_lines(cells, given.study_dir, folder)),
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
     }
@@ -368,6 +321,37 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
 def render(values: dict[str, Any]) -> str:
     """The page as HTML."""
     return pages.render("report.html.j2", TEMPLATES, values=values)
+
+
+def read_input(folder: Path, study_dir: Path, verdict_path: str = "") -> ReportInput:
+    """Read what a report is made from; `folder`: where the other stages' files are."""
+    return ReportInput(
+        folder=folder,
+        study_dir=study_dir,
+        cells=read_cells(folder / "cells.csv"),
+        findings=read_audit(folder / "audit.csv"),
+        decided=json.loads((folder / "answers.json").read_text(encoding="utf-8")),
+        verdict_path=verdict_path,
+    )
+
+
+def write_pages(
+    given: ReportInput, readings: Sequence[Reading], partial: bool, description: str
+) -> Iterator[Path]:
+    """Write the report and the pages that extensions put beside it; yield their paths."""
+    notices = list_notices(given.cells, given.findings.to_dict("records"), readings, partial)
+    sections = (s for r in readings if r.sections is not None for s in r.sections(given))
+    values = page_values(given, notices, sections) | {"description": description}
+    values["pages"] = [(r.page_name, r.page_link) for r in readings if r.page is not None]
+    report = given.folder / "report.html"
+    write_atomic(report, render(values))
+    yield report
+    above = [f"Measured on {values['measured']}", *notices]
+    for reading in readings:
+        if reading.page is not None:
+            page = given.folder / reading.page_name
+            write_atomic(page, reading.page(given, above))
+            yield page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -381,17 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--description", default="", help="what the study is for")
     parser.add_argument("--partial", action="store_true", help="say that cells may be missing")
     args = parser.parse_args(argv)
-    values = page_values(args.folder, args.study_dir, args.partial, args.verdict) | {
-        "description": args.description
-    }
-    out = args.folder / "report.html"
-    write_atomic(out, render(values))
-    explored = args.folder / "explore.html"
-    cells, findings = read_cells(args.folder / "cells.csv"), read_audit(args.folder / "audit.csv")
-    findings = findings.to_dict("records")
-    notices = [f"Measured on {values['measured']}", *values["notices"]]
-    explore.write_page(explored, cells, findings, args.study_dir, notices)
-    for page in (out, explored):
+    given = read_input(args.folder, args.study_dir, args.verdict)
+    for page in write_pages(given, list(list_readings().values()), args.partial, args.description):
         print(f"{page} ({page.stat().st_size / MIB:.1f} MiB)")
     return 0
 

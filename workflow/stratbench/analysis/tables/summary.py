@@ -151,22 +151,23 @@ def cell_text(row: Row, measure: Measure) -> str:
 def doubts_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], list[str]]:
-    """The rules that doubt a group's time, memory or score: (what, *group) to rules."""
+    """The flags of a group's time, memory or score: (what, *group) to `doubtful: RULE`."""
     doubts: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
     told = [finding for finding in findings if finding["severity"] != "note"]
     for key, found in findings_by_group(told, groups):
         for finding in found:
             affects = finding["affects"]
             for what in ("time", "memory", "score") if affects == "all" else (affects,):
-                if finding["rule"] not in doubts[what, *key]:
-                    doubts[what, *key].append(finding["rule"])
+                flag = f"{finding['severity']}: {finding['rule']}"
+                if flag not in doubts[what, *key]:
+                    doubts[what, *key].append(flag)
     return doubts
 
 
 def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
     """The long table (SUMMARY_COLUMNS) from the rows of cells.csv, in their order.
 
-    `flags` names the audit's rules (rows of audit.csv, except notes) that doubt the figure.
+    `flags`: severity and name of the audit's rules (rows of audit.csv, except notes) that doubt the figure.
     """
     groups = Repeats(cells)
     measures = measures_by_experiment(cells)

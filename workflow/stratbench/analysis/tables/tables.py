@@ -14,9 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit import RULES, SEVERITIES
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.findings import SEVERITIES, read_audit
 from stratbench.analysis.records.groups import GROUP, Group
 from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, marked, measures_of
 from stratbench.analysis.records.score import score_of
@@ -147,10 +146,10 @@ def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> s
 def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
     """The rules in the flags of summary rows, by what the audit calls a figure: the worst first."""
     named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
-    severity = {rule.id: rule.severity for rule in RULES}
     found: dict[str, list[str]] = {}
     for rule in named:
-        found.setdefault(severity.get(rule, "doubtful"), []).append(rule)
+        severity, _, name = rule.partition(": ")
+        found.setdefault(severity, []).append(name)
     return {name: found[name] for name in SEVERITIES if name in found}
 
 

@@ -10,4 +10,5 @@ EXTENSION = Extension(
     strategies={
         "command": "stratbench.strategies.command:Command",
     },
+    reading="stratbench.analysis.records.same_work:READING",
 )

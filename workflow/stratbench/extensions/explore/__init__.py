@@ -6,4 +6,5 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="a page to browse cells",
+    reading="stratbench.analysis.report.explore:READING",
 )

@@ -6,4 +6,5 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="time to a result with the cluster's queue in it",
+    reading="stratbench.analysis.report.queue_section:READING",
 )

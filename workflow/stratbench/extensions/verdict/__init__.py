@@ -11,6 +11,7 @@ EXTENSION = Extension(
     needs=("audit", "plan"),
     rules=("verdict.smk",),
     commands="stratbench.extensions.verdict:add_subcommands",
+    reading="stratbench.analysis.report.verdict:READING",
 )
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from stratbench.analysis.records.reading import list_readings
 from stratbench.analysis.report import explore
-from stratbench.analysis.report.report import notices_above
+from stratbench.analysis.report.report import list_notices
 from stratbench.cell.files import write_atomic
 from stratbench.sets.reading import ResultSet
 from stratbench.study.config.result_sets import INDEX
@@ -21,6 +22,6 @@ def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
         finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")
     ]
     title = ", ".join(one.name for one in sets)
-    notices = list(notices_above(cells, partial=False, findings=findings))
+    notices = list_notices(cells, findings, list_readings().values(), partial=False)
     data = explore.page_data(cells, findings)
     write_atomic(path, explore.render(data, title, notices, INDEX))

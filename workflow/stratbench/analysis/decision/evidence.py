@@ -1,0 +1,34 @@
+"""What extensions know of candidates beside the records: other times, or counts that nobody measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stratbench.analysis.decision.candidate import Candidate
+    from stratbench.analysis.decision.constraints import Constraints
+    from stratbench.analysis.records.groups import Group
+
+#: (experiment, model)
+Question = tuple[str, str]
+
+
+class Evidence:
+    """Evidence of one kind. The methods are called in this order, and each may be left out."""
+
+    def measure(self, candidate: Candidate, group: Group) -> None:
+        """Give a candidate from records other times, or exclude it."""
+
+    def extend(
+        self, question: Question, found: Sequence[Candidate], given: Constraints
+    ) -> Iterable[Candidate]:
+        """Yield candidates on numbers of workers that nobody measured."""
+        return ()
+
+    def exclude(self, question: Question, found: Sequence[Candidate]) -> None:
+        """Exclude candidates after constraints and scores have excluded others."""
+
+    def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
+        """Yield sentences on what would change the choice."""
+        return ()

@@ -1,0 +1,85 @@
+"""What extensions add to decisions and the report: evidence, notices, sections and further pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from stratbench.analysis.records.columns import Row
+from stratbench.cell.extensions import installed, resolve
+from stratbench.cell.installation import PACKAGE
+from stratbench.cell.text import pages
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+    from stratbench.analysis.decision.constraints import Constraints
+    from stratbench.analysis.decision.evidence import Evidence
+
+TEMPLATES = PACKAGE / "analysis" / "report" / "templates"
+
+
+@dataclass(frozen=True)
+class ReportInput:
+    """What a report is made from: tables that are read, and folders for what else there is."""
+
+    #: Where the other stages' files are.
+    folder: Path
+    #: results/STUDY.
+    study_dir: Path
+    cells: pd.DataFrame
+    findings: pd.DataFrame
+    #: answers.json.
+    decided: Mapping[str, Any]
+    #: The verdict.json that counts; "" if there is none.
+    verdict_path: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the report, as HTML, and how the list of sections calls it."""
+
+    id: str
+    html: Markup
+    #: Empty: the list does not name it.
+    link: str = ""
+    #: Whether it stands above the experiments, next to the answers.
+    answers: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one extension adds to decisions and the report.
+
+    Attributes:
+        notices: cells and findings -> sentences that a reader must see before any number.
+        sections: Returns none where the study has nothing of the kind.
+        page: Returns a page beside the report as HTML; its second argument: the notices of the report.
+        page_name: The page's file name.
+        page_link: How the list of sections calls the page.
+        evidence: The path of the extension's file ("" if there is none) and the constraints -> what it
+            knows of a decision's candidates.
+    """
+
+    notices: Callable[[pd.DataFrame, Sequence[Row]], Iterable[str]] | None = None
+    sections: Callable[[ReportInput], Iterable[Section]] | None = None
+    page: Callable[[ReportInput, Sequence[str]], str] | None = None
+    page_name: str = ""
+    page_link: str = ""
+    evidence: Callable[[str, Constraints], Evidence] | None = None
+
+
+def render_section(template: str, **values: Any) -> Markup:
+    """Fill in a section's template."""
+    from markupsafe import Markup
+
+    return Markup(pages.render(template, TEMPLATES, values=values))
+
+
+def list_readings() -> dict[str, Reading]:
+    """Return what each extension that is installed adds, in the order of the report's sections."""
+    return {name: resolve(e.reading) for name, e in installed().items() if e.reading}

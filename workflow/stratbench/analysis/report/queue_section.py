@@ -1,0 +1,16 @@
+"""The report's section on the way of a training through the cluster's queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
+
+
+def make_queue_sections(given: ReportInput) -> Iterator[Section]:
+    """Make the section where the study asks for the queue."""
+    if queue := given.decided["queue"]:
+        yield Section("queue", render_section("queue.html.j2", queue=queue), answers=True)
+
+
+READING = Reading(sections=make_queue_sections)
