@@ -10,6 +10,7 @@ from synthetic_files import Files
 from synthetic_race import World
 
 from stratbench.analysis import audit
+from stratbench.analysis.audit.across_cells.full_runs import read_blocks
 from stratbench.analysis.race.evidence import bouts_of
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS
@@ -81,7 +82,7 @@ def test_a_block_that_lacks_what_is_read_of_it_is_named_with_a_remedy(tmp_path, 
     (note,) = verdict(files)["notes"]
     assert f"not used: {path} is not a block's result: segments[1]" in note
     assert "delete it, and the block is measured again" in note
-    assert audit.read_blocks(files.root) == []
+    assert read_blocks(files.root) == []
 
 
 def test_blocks_of_cpu_processes_say_so_whatever_the_config_leaves_open(tmp_path):
@@ -124,7 +125,7 @@ def full_run_findings(files: Files) -> list[audit.Found]:
     records = [json.loads(p.read_text()) for p in files.root.glob("cells/**/record.json")]
     assert records
     cells = pd.DataFrame(columns=list(COLUMNS))
-    return list(RULE.check(audit.Evidence(cells, records, None, audit.read_blocks(files.root))))
+    return list(RULE.check(audit.Evidence(cells, records, study_dir=files.root)))
 
 
 def test_a_full_run_that_takes_longer_than_its_steps_is_found_and_an_honest_one_is_not(
@@ -145,8 +146,7 @@ def test_a_full_run_of_other_settings_is_not_held_to_the_blocks(raced):
         record["settings"]["global_batch"] = 64
         record["time"]["train_time_s"] *= 2
     cells = pd.DataFrame(columns=list(COLUMNS))
-    blocks = audit.read_blocks(raced.root)
-    assert list(RULE.check(audit.Evidence(cells, records, None, blocks))) == []
+    assert list(RULE.check(audit.Evidence(cells, records, study_dir=raced.root))) == []
 
 
 def test_cells_that_the_plan_skips_do_not_race(tmp_path):

@@ -17,6 +17,8 @@ CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
 
 #: Ways a cell can end that are results. Anything else is an error and leaves no record.
 STATUSES = ("ok", "oom", "timeout", "diverged", "refused")
+#: In tables, the status of a cell that did other work than those it is compared with.
+INCOMPARABLE = "incomparable"
 
 
 @dataclass(frozen=True, order=True)

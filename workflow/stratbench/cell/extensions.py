@@ -28,6 +28,10 @@ class Extension:
     rules: tuple[str, ...] = ()
     #: A function that adds subcommands: it is given a `command.subcommands.Adder`.
     commands: str | None = None
+    #: What changes rows of cells.csv before they are written, such as one status by another.
+    judge: str | None = None
+    #: Modules with rules of the audit.
+    audited: tuple[str, ...] = ()
     #: What it adds to decisions and the report: an `analysis.records.reading.Reading`.
     reading: str | None = None
 

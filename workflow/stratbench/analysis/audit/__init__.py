@@ -7,15 +7,14 @@ are searched for their rules.
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from stratbench.analysis.audit import (
-    commands,
     itself,
     memory,
     scores,
@@ -27,17 +26,16 @@ from stratbench.analysis.audit import (
 from stratbench.analysis.audit.across_cells import (
     comparability,
     confounding,
-    full_runs,
     machines,
     mixed,
 )
 from stratbench.analysis.audit.rule import Evidence, Found, Key, Rule, key_of
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import AUDIT_COLUMNS, SEVERITIES
-from stratbench.analysis.records.same_work import INCOMPARABLE
 from stratbench.analysis.records.samples import Timeline, read_timeline
-from stratbench.cell import blocks, record
-from stratbench.cell.coordinates import STATUSES
+from stratbench.cell import record
+from stratbench.cell.coordinates import INCOMPARABLE, STATUSES
+from stratbench.cell.extensions import installed
 from stratbench.cell.files import write_rows
 from stratbench.cell.record import Record
 
@@ -46,8 +44,8 @@ DESCRIPTION = (
     "Writes audit.csv: one row for each cell or comparison that trips a rule, with its figures."
 )
 KINDS = (
-    itself, workers, scores, traffic, memory, mixed, comparability, speed, confounding, full_runs, machines,
-    timelines, commands,
+    itself, workers, scores, traffic, memory, mixed, comparability, speed, confounding, machines,
+    timelines,
 )  # fmt: skip
 
 
@@ -60,24 +58,33 @@ def rules_of(module: Any) -> list[Rule]:
     return rules
 
 
-RULES: tuple[Rule, ...] = tuple(found for module in KINDS for found in rules_of(module))
+def modules_of_rules() -> Iterator[Any]:
+    """Yield the modules that have rules: those of the audit, then those of other extensions."""
+    yield from KINDS
+    for extension in installed().values():
+        yield from map(import_module, extension.audited)
+
+
+RULES: tuple[Rule, ...] = tuple(
+    found for module in modules_of_rules() for found in rules_of(module)
+)
 
 
 def audit(
     cells: pd.DataFrame,
     records: Sequence[Record] = (),
     floors: dict[str, float] | None = None,
-    of_blocks: Sequence[blocks.Block] = (),
     timelines: Mapping[Key, Timeline] | None = None,
+    study_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
     """The findings on the rows of cells.csv and on `records`, the most severe first.
 
     Keys are AUDIT_COLUMNS.
 
     A missing coordinate means all its values: a finding without `strategy` is on a comparison.
-    `floors`, `of_blocks`, `timelines`: see `Evidence`.
+    `floors`, `timelines`, `study_dir`: see `Evidence`.
     """
-    evidence = Evidence(cells, records, floors, of_blocks, timelines)
+    evidence = Evidence(cells, records, floors, timelines, study_dir)
     findings = [
         {
             "rule": rule.id,
@@ -119,15 +126,6 @@ def read_timelines(cells: pd.DataFrame, study_dir: Path) -> dict[Key, Timeline]:
     return timelines
 
 
-def read_blocks(study_dir: Path) -> list[blocks.Block]:
-    """The complete blocks of a verdict below results/<study>; unreadable ones are left to the verdict."""
-    complete = []
-    for path in blocks.block_files(study_dir.parent, study_dir.name):
-        with contextlib.suppress(blocks.BlockError):
-            complete.append(blocks.read_block(path))
-    return complete
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.audit", description=DESCRIPTION)
@@ -140,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = audit(
         cells,
         read_records(cells, study_dir),
-        of_blocks=read_blocks(study_dir),
         timelines=read_timelines(cells, study_dir),
+        study_dir=study_dir,
     )
     write_rows(args.out, AUDIT_COLUMNS, findings)
     for severity in SEVERITIES:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -20,7 +21,6 @@ from stratbench.analysis.records.columns import Row
 from stratbench.analysis.records.facts import Facts
 from stratbench.analysis.records.groups import GROUP, Group, Repeats
 from stratbench.analysis.records.samples import Timeline
-from stratbench.cell.blocks import Block
 from stratbench.cell.record import Record
 
 Severity = Literal["unusable", "doubtful", "note"]
@@ -47,7 +47,7 @@ class Evidence:
     """The evidence for all rules: the rows of cells.csv, and the records behind them if there are any.
 
     `floors`: accuracies by data set that any working training reaches, for tables that state too
-    little to be judged on their own. `blocks`: those of a verdict. `timelines`: by `key_of` their cell.
+    little to be judged on their own. `timelines`: by `key_of` their cell. `study_dir`: results/<study>.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Evidence:
         cells: pd.DataFrame,
         records: Sequence[Record] = (),
         floors: dict[str, float] | None = None,
-        blocks: Sequence[Block] = (),
         timelines: Mapping[Key, Timeline] | None = None,
+        study_dir: Path | None = None,
     ) -> None:
         #: What a user's command trained is judged by rules of its own (`audit/commands.py`).
         self.commands = [r for r in records if r["strategy"]["kind"] == "own"]
@@ -66,8 +66,8 @@ class Evidence:
         self.cells = cells
         self.records = [r for r in records if r["strategy"]["kind"] != "own"]
         self.floors = floors or {}
-        self.blocks = blocks
         self.timelines = timelines or {}
+        self.study_dir = study_dir
         #: The cells with a result; then the same by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
         self.repeats = Repeats(cells)

@@ -24,9 +24,9 @@ from stratbench.analysis.records.columns import (
     on_one_line,
     row_of_record,
 )
-from stratbench.analysis.records.same_work import judge_same_work
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.extensions import installed, resolve
 from stratbench.cell.files import write_rows
 from stratbench.cell.record import Record
 from stratbench.cell.text.words import counted
@@ -167,7 +167,9 @@ def collect(
     """Write both files; returns the rows of cells that should have a usable record and have none."""
     listed = list(rows_of_cells(cells, study_dir, asked or Expected(), read))
     rows = [row for row, _ in listed]
-    judge_same_work(rows)
+    for extension in installed().values():
+        if extension.judge is not None:
+            resolve(extension.judge)(rows)
     write_rows(epochs_out, EPOCH_COLUMNS, (epoch for _, epochs in listed for epoch in epochs))
     write_rows(out, COLUMNS, rows)
     return [row for row in rows if row["status"] in UNMEASURED]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from stratbench.analysis.records.columns import BY_NAME
-from stratbench.analysis.records.same_work import INCOMPARABLE
 from stratbench.analysis.records.score import Score, score_of
+from stratbench.cell.coordinates import INCOMPARABLE
 from stratbench.cell.text.words import MIB
 
 if TYPE_CHECKING:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
 from stratbench.analysis.records.columns import Row
 from stratbench.cell.extensions import installed, resolve
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text import pages
 
 if TYPE_CHECKING:
+    import pandas as pd
     from markupsafe import Markup
 
     from stratbench.analysis.decision.constraints import Constraints

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from stratbench.analysis.records.columns import Row
 from stratbench.analysis.records.reading import Reading
+from stratbench.cell.coordinates import INCOMPARABLE
 from stratbench.cell.text.words import counted
 
-#: The status of a cell that did other work, or does not say what it did.
-INCOMPARABLE = "incomparable"
+if TYPE_CHECKING:
+    import pandas as pd
+
 #: What the column `same_work` says of one that did.
 YES = "yes"
 #: Of a command and of others: the column with the figure, and its name in a sentence.

@@ -11,6 +11,7 @@ EXTENSION = Extension(
     needs=("audit", "plan"),
     rules=("verdict.smk",),
     commands="stratbench.extensions.verdict:add_subcommands",
+    audited=("stratbench.analysis.audit.across_cells.full_runs",),
     reading="stratbench.analysis.report.verdict:READING",
 )
 

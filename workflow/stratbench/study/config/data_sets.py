@@ -43,7 +43,8 @@ class DataSets:
     def facts(self, name: str) -> Dataset:
         """The facts of a data set; of a user's own, as far as its present state was prepared."""
         if name not in self._facts:
-            spec, meta = self._specs.get(name), None
+            # A config as its cells were trained has identities in the place of specs.
+            spec, meta = self._specs.get(name, self._identities.get(name)), None
             if own_data.is_own(spec):
                 meta = own_data.prepared_facts(self._folder / name, self.identity(name))
             self._facts[name] = describe(name, spec, meta)

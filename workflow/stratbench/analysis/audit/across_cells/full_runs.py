@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 from stratbench.analysis.audit.rule import Case, Evidence, rule
+from stratbench.cell import blocks
 from stratbench.cell.block_rules import MOST_OFF
 from stratbench.cell.blocks import Block, Place, trained_digest
 from stratbench.cell.record import Record
@@ -19,7 +22,7 @@ def full_run_against_steps(evidence: Evidence) -> Iterator[Case]:
     input that runs dry, other load, or segments that are too short.
     """
     by_place: dict[Place, list[Block]] = {}
-    for block in evidence.blocks:
+    for block in () if evidence.study_dir is None else read_blocks(evidence.study_dir):
         by_place.setdefault(block.place, []).append(block)
     for record in evidence.records:
         if record["status"] != "ok" or not record["time"]["train_time_s"]:
@@ -45,10 +48,19 @@ def steps_of(record: Record) -> int:
     return given or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
 
 
-def logs_of_steps(blocks: list[Block], record: Record) -> list[float]:
+def logs_of_steps(timed: list[Block], record: Record) -> list[float]:
     """Log step times of the record's cell in blocks that ran it with the same settings."""
-    if not blocks:
+    if not timed:
         return []
     strategy, trained = record["cell"]["strategy"], trained_digest(record["settings"])
-    logs = [block.value(strategy) for block in blocks if block.trained.get(strategy) == trained]
+    logs = [block.value(strategy) for block in timed if block.trained.get(strategy) == trained]
     return [log for log in logs if math.isfinite(log)]
+
+
+def read_blocks(study_dir: Path) -> list[Block]:
+    """The complete blocks of a verdict below results/<study>; unreadable ones are left to the verdict."""
+    complete = []
+    for path in blocks.block_files(study_dir.parent, study_dir.name):
+        with contextlib.suppress(blocks.BlockError):
+            complete.append(blocks.read_block(path))
+    return complete
