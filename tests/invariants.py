@@ -44,7 +44,7 @@ EQUAL = (
     ("settings.options", "strategy.options"), ("data.name", "cell.dataset"),
     ("settings.global_batch", "batch.global_batch"),
     ("settings.per_worker_batch", "batch.per_worker_batch"),
-    ("restarts.checkpoints.every", "settings.checkpoint_every"),
+    ("restarts.checkpoints.every", "settings.more.checkpoints.checkpoint_every"),
 )  # fmt: skip
 #: Figures that may be less than 0: options, scores, and the exit code of a process that a signal ended.
 SIGNED = ("settings.", "strategy.options.", "score.", "program.outside.exit_code")
@@ -496,9 +496,9 @@ def slowdown(told: Told) -> None:
 
 def restarts(told: Told) -> None:
     """Attempts and checkpoints are those of the steps."""
-    every, stated = told("settings.checkpoint_every"), told("restarts")
+    every, stated = told("settings.more.checkpoints.checkpoint_every"), told("restarts")
     if (stated is None) != (every is None):
-        told.wrong(f"settings.checkpoint_every is {every}, with restarts {stated!r:.60}")
+        told.wrong(f"checkpoint_every is {every}, with restarts {stated!r:.60}")
     if stated is None or every is None:
         return
     starts, total_s, count = stated["from_steps"], told("time.total_s"), stated["count"]

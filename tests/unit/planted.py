@@ -156,7 +156,7 @@ def times(path: str, factor: float) -> Callable[[Record], None]:
 def started_again(record: Record) -> None:
     """As an honest record would be of a cell that kept checkpoints, and went on from one."""
     steps = record["settings"]["epochs"] * record["batch"]["steps_per_epoch"]
-    record["settings"]["checkpoint_every"] = 10
+    record["settings"]["more"] = {"checkpoints": {"checkpoint_every": 10}}
     record["restarts"] = {
         "count": 1, "from_steps": [10], "repeated_s": 0.5, "between_s": 20.0, "until_step_s": 4.0,
         "checkpoints": {

@@ -17,11 +17,13 @@ import pytest
 import yaml
 
 from stratbench.cell import record
+from stratbench.cell.extensions import keys_of
 from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import option_defaults
 from stratbench.study.config import config, messages, schema, validation, yaml_traps
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.removed_keys import REMOVED_KEYS
+from stratbench.train.restarts.keys import Checkpoints
 from stratbench.workload.data.datasets import SPECS
 
 ROOT = Path(__file__).parents[2]
@@ -612,12 +614,14 @@ def test_what_is_declared_of_a_setting_is_said_nowhere_else():
     by_hand = json.loads(schema.SCHEMA_PATH.read_text())["$defs"]["experiment"]["properties"]
     assert by_hand.keys() & set(GIVEN) == set()
     known = schema.schema()["$defs"]["experiment"]
-    assert list(known["properties"]) == [*by_hand, *GIVEN]
+    of_extensions = [f.name for _, keys in keys_of("experiment") for f in fields(keys)]
+    assert list(known["properties"]) == [*by_hand, *GIVEN, *of_extensions]
     assert "lr" in known["required"]
     names = {field.name for field in fields(Settings)}
     assert "properties" not in json.loads(record.SCHEMA_PATH.read_text())["properties"]["settings"]
     stated = record.schema()["properties"]["settings"]
-    assert set(stated["required"]) == stated["properties"].keys() == names
+    assert stated["properties"].keys() == names
+    assert set(stated["required"]) == names - {"more"}
 
 
 def test_a_config_that_leaves_settings_out_has_the_declared_defaults():
@@ -635,7 +639,7 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
         "clip_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
         "placement": "host", "warmup_steps": 5, "device": "cpu", "optimizer_impl": "foreach",
         "slowdown": {"sigma": 0.5}, "betas": [0.8, 0.9], "eps": 1e-6, "optimizer": "adamw", "steps": 4,
-        "final_lr": 0.01, "checkpoint_every": 7, "loss_chunks": 2,
+        "final_lr": 0.01, "loss_chunks": 2,
     }  # fmt: skip
     needed = {
         "betas": {"optimizer": "adamw"},
@@ -650,6 +654,17 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
     found = settings_of(study_)
     assert [getattr(s, name) for s in found] == [value] * len(study_.cells)
     assert all(f"{name}={json.dumps(value, sort_keys=True)}" == s.as_parameter(name) for s in found)
+
+
+@pytest.mark.parametrize(("given", "kept"), [({}, {}), (None, {}), (7, {"checkpoint_every": 7})])
+def test_settings_hold_of_an_extension_only_what_a_study_gives(given, kept):
+    """So that a record and a job's parameters say nothing of one that is not used, or was deleted."""
+    change = {} if given == {} else {"checkpoint_every": given}
+    (s, *_) = settings_of(study(strategies=["ddp"], **change))
+    assert s.more == ({"checkpoints": kept} if kept else {})
+    assert ("more" in s.as_dict()) == bool(kept)
+    assert s.of(Checkpoints).checkpoint_every == kept.get("checkpoint_every")
+    assert Settings.from_json(s.as_json()) == s
 
 
 def test_weak_scaling():

@@ -326,7 +326,11 @@ def kept(data: DeviceData, path: Path, dies_at: int | None, from_step: int) -> t
     """
     torch.manual_seed(5)
     strategy, worker = single(
-        network(dropout=0.3), epochs=3, checkpoint_every=3, schedule="cosine", warmup_steps=1
+        network(dropout=0.3),
+        epochs=3,
+        more={"checkpoints": {"checkpoint_every": 3}},
+        schedule="cosine",
+        warmup_steps=1,
     )
     worker.folder, worker.total_steps = RunFolder(path / "run"), 12
     take, taken = strategy.step, []

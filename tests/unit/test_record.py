@@ -109,6 +109,14 @@ def test_what_is_not_json_is_refused_by_name(tmp_path, content):
         record.read(path)
 
 
+def test_a_record_of_an_extension_that_is_not_there_names_it(good):
+    good["settings"]["more"] = {"tides": {"tide": 1}}
+    with pytest.raises(
+        record.RecordError, match=r"settings\.more: needs the extension tides, which is not"
+    ):
+        record.validate(good)
+
+
 def test_not_a_number_is_never_written(tmp_path, good):
     good["time"]["total_s"] = float("nan")
     with pytest.raises(ValueError, match="JSON compliant"):

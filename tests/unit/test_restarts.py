@@ -138,7 +138,7 @@ def test_a_clock_goes_on_with_an_epoch() -> None:
 
 
 def job_in(folder: Path, **changes: Any) -> Job:
-    s = settings("ddp", checkpoint_every=3, **changes)
+    s = settings("ddp", more=EXACT["more"], **changes)
     run = RunFolder(folder / "run")
     run.path.mkdir(parents=True, exist_ok=True)
     return Job(
@@ -196,7 +196,7 @@ def test_nobody_goes_on_with_another_training(change: dict[str, Any], tmp_path: 
 EXACT: dict[str, Any] = {
     "precision": "fp64", "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True, "schedule": "cosine",
     "clip_norm": 0.5, "lr": 0.002, "global_batch": 16, "warmup_steps": 1, "epochs": 30,
-    "checkpoint_every": 3,
+    "more": {"checkpoints": {"checkpoint_every": 3}},
 }  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_a_cell_killed_at_random_trains_what_it_would_have(
     assert record["batch"]["updates_applied"] == 30 * 4
     assert not launched.folder.kept.exists()
     assert found_in(record) == {"keeps-checkpoints"}
-    undisturbed = start_cell(replace(s, checkpoint_every=None), env=warm)
+    undisturbed = start_cell(replace(s, more={}), env=warm)
     assert undisturbed.finish()[0] == 0
     assert "restarts" not in undisturbed.read_record()
     assert found == pytest.approx(losses(undisturbed), rel=1e-12)
@@ -254,7 +254,9 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
     tmp_path: Path, part: str
 ) -> None:
     strategy = made("single", "fp64")
-    strategy.worker = replace(strategy.worker, settings=settings("single", checkpoint_every=2))
+    strategy.worker = replace(
+        strategy.worker, settings=settings("single", more={"checkpoints": {"checkpoint_every": 2}})
+    )
     strategy.worker.folder = RunFolder(tmp_path / "run")
     clock, log = StepClock(CPU), mock.create_autospec(PhaseLog)
     phases = Phases(CPU, log)

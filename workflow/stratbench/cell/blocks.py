@@ -113,7 +113,7 @@ def segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Setting
 
 def trained_with(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
     """Settings without what a block has of its own: length and seed."""
-    values = asdict(settings) if isinstance(settings, Settings) else settings
+    values = settings.as_dict() if isinstance(settings, Settings) else settings
     return {key: value for key, value in values.items() if key not in _LENGTH}
 
 

@@ -24,6 +24,9 @@ class Extension:
     needs: tuple[str, ...] = ()
     #: Strategies by name: the class, or a function that makes the class of the name.
     strategies: Mapping[str, str] = field(default_factory=dict)
+    #: Dataclasses of `setting` fields by their place in config.yaml: `experiment`. Each names its
+    #: `extension`, and yields by `faults` what contradicts its keys.
+    keys: Mapping[str, str] = field(default_factory=dict)
     #: Files of `workflow/rules`; they add to the lists at the top of common.smk.
     rules: tuple[str, ...] = ()
     #: A function that adds subcommands: it is given a `command.subcommands.Adder`.
@@ -59,6 +62,13 @@ def at(point: str) -> Iterator[tuple[str, Any]]:
     for name, extension in installed().items():
         if declared := getattr(extension, point):
             yield name, resolve(declared)
+
+
+def keys_of(place: str) -> Iterator[tuple[str, Any]]:
+    """Yield each extension with keys at a place of config.yaml, and their dataclass."""
+    for name, extension in installed().items():
+        if place in extension.keys:
+            yield name, resolve(extension.keys[place])
 
 
 def resolve(name: str) -> Any:

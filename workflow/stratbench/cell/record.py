@@ -10,6 +10,7 @@ from typing import Any
 
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.extensions import installed
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings, schema_of_settings
@@ -64,6 +65,9 @@ def validate(record: Record, source: str | Path = "record") -> None:
     except JsonSchemaValueException as e:
         place = ".".join(e.path[1:]) or "top level"
         wrong = e.message.removeprefix(e.name).strip()[:200]
+        if place == "settings.more" and isinstance(e.value, dict):
+            lacking = ", ".join(sorted(e.value.keys() - installed().keys()))
+            wrong = f"needs the extension {lacking}, which is not installed"
         given = "" if isinstance(e.value, dict | list) else f", and is {e.value!r:.80}"
         raise RecordError(f"{source} is not a valid record: {place}: {wrong}{given}") from e
 
@@ -123,10 +127,11 @@ def describe_other_settings(record: Record, settings: Settings) -> str | None:
     """A sentence on how a record's settings differ from the config's for its cell; None if they do not."""
     wanted = json.loads(settings.as_json())
     stated = record["settings"]
-    differing = [key for key in wanted if stated.get(key) != wanted[key]]
+    keys = dict.fromkeys([*wanted, "more"])
+    differing = [key for key in keys if stated.get(key) != wanted.get(key)]
     if not differing:
         return None
-    each = (f"{key} {stated.get(key)} (config: {wanted[key]})" for key in differing)
+    each = (f"{key} {stated.get(key)} (config: {wanted.get(key)})" for key in differing)
     return f"was trained with {', '.join(each)}; delete it to train its cell again"
 
 

@@ -7,9 +7,11 @@ docs/configuration.md, what a record must state and what the plan depends on fol
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from stratbench.cell.extensions import keys_of
 from stratbench.cell.learning_rate import Schedule, share_of_lr
 from stratbench.cell.options import rules_of, schema_of
 
@@ -28,12 +30,16 @@ def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
     return field(default=default, metadata={"given": True, "rule": rule, "planned": planned})
 
 
-def derived(help: str, default: Any = MISSING, planned: Any = None) -> Any:
+def derived(
+    help: str, default: Any = MISSING, planned: Any = None, default_factory: Any = MISSING
+) -> Any:
     """A field of `Settings` that follows from the cell and the study; `planned` as of a `setting`."""
     rule = {"description": help}
-    return field(default=default, metadata={"given": False, "rule": rule, "planned": planned})
+    metadata = {"given": False, "rule": rule, "planned": planned}
+    return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
+Keys = TypeVar("Keys")
 #: The words of `activation_checkpointing` beside true and false.
 CHECKPOINTING = "^(selective|every-([2-9]|[1-9][0-9]+))$"
 #: Limits of what is more than a number or a word.
@@ -158,11 +164,6 @@ class Settings:
         "and come again (docs/elastic.md). `gpus` is then the most workers at a time. The cell's own job has "
         "no GPU: it submits the workers and is their server, or brings them together. Without SLURM, workers "
         "are processes of this machine.")
-    checkpoint_every: int | None = setting(None, minimum=1,
-        help="Steps after which each worker keeps its state on the disk, so that a cell whose node is lost, "
-        "or whose job is ended, goes on from there when it is tried again (docs/checkpoints.md). Keeping it "
-        "is in no training time, but what is written beside the training may disturb it. null: such a cell "
-        "begins anew.")
     placement: Literal["device", "host"] = setting("device",
         help="Where the data set lies: whole on each worker's device; or in host memory, for what does not "
         "fit there. Then a thread of each worker gathers the next batch and copies it while the device "
@@ -179,11 +180,18 @@ class Settings:
         "profiler in the cell's log folder.")
     slowdown: dict[str, Any] | None = setting(None, **SLOWDOWN,
         help="Slows chosen workers, to study stragglers.")
+    #: Nothing stands here for an extension that a study does not use: to add or delete one retrains nothing.
+    more: dict[str, dict[str, Any]] = derived(default_factory=dict,
+        help="By extension, what the study gives for its keys other than their defaults; absent: nothing.")
     # fmt: on
 
     def __hash__(self) -> int:
         # Of what tells most of them apart: the dicts among the rest have none.
         return hash((self.strategy, self.model, self.gpus, self.precision))
+
+    def of(self, keys: type[Keys]) -> Keys:
+        """The keys of an extension: what the study gives over their defaults."""
+        return keys(**self.more.get(keys.extension, {}))
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by in `step` (from 0) of `steps`."""
@@ -204,9 +212,14 @@ class Settings:
         """Passes over the training set; with `steps` the last may be left before its end."""
         return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as a record states them: `more` only where there is some."""
+        values = asdict(self)
+        return values if self.more else {k: v for k, v in values.items() if k != "more"}
+
     def as_json(self) -> str:
         """Canonical JSON: equal settings give equal text."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self.as_dict(), sort_keys=True)
 
     def as_parameter(self, key: str) -> str:
         """One setting as a text, `lr=0.1`: equal settings give equal text."""
@@ -216,6 +229,12 @@ class Settings:
     def from_json(cls, text: str) -> Settings:
         """The settings that `as_json` wrote."""
         return cls(**json.loads(text))
+
+    @classmethod
+    def of_record(cls, stated: Mapping[str, Any]) -> Settings:
+        """The settings of a record, without keys that are no longer settings."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in stated.items() if key in known})
 
 
 #: The settings that an experiment of config.yaml gives.
@@ -227,11 +246,26 @@ OF_A_VARIANT = ("accumulate", "activation_checkpointing", "compile", "optimizer_
 
 
 def schema_of_settings() -> dict[str, Any]:
-    """The JSON Schema of a record's settings: all are stated."""
+    """The JSON Schema of a record's settings: all are stated, of extensions what was given."""
     rules = rules_of(Settings)
-    return {"required": list(rules), "properties": rules}
+    more = {
+        name: {
+            "type": "object",
+            "description": f"Of the extension {name}.",
+            "additionalProperties": False,
+            "properties": rules_of(keys),
+        }
+        for name, keys in keys_of("experiment")
+    }
+    rules["more"] |= {"properties": more, "additionalProperties": False}
+    return {"required": [name for name in rules if name != "more"], "properties": rules}
 
 
 def schema_of_given() -> dict[str, Any]:
     """The JSON Schema of the settings that an experiment gives, with their defaults."""
-    return schema_of(Settings, GIVEN)
+    whole = schema_of(Settings, GIVEN)
+    for _, keys in keys_of("experiment"):
+        each = schema_of(keys)
+        whole["required"] += each["required"]
+        whole["properties"] |= each["properties"]
+    return whole

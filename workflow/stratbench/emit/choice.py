@@ -20,7 +20,7 @@ from stratbench.workload.network.registry import FAMILIES, facts_of
 #: Settings that say how a cell is measured, and what it trains: a trainer has its own.
 OF_THE_MEASUREMENT = {
     *("strategy", "options", "model", "dataset", "own_model", "own_task", "task", "data_spec"),
-    *("ends_at", "warmup_steps", "profile", "checkpoint_every", "elastic"),
+    *("ends_at", "warmup_steps", "profile", "more", "elastic"),
 }
 #: How a record says which classes were sharded (`workload.network.sharding.rule_of`).
 INSTANCES_OF = "instances of "
@@ -40,7 +40,7 @@ class Choice:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.cell = Cell(**record["cell"])
-        self.settings = Settings(**record["settings"])
+        self.settings = Settings.of_record(record["settings"])
         self.options: dict[str, Any] = dict(self.settings.options)
         self.mesh: Mesh = mesh_of(self.settings.strategy, self.options, self.settings.gpus)
         self._values: dict[str, Any] = asdict(self.settings)

@@ -27,7 +27,7 @@ class Work:
 
     def __init__(self, path: str, data: str, rank: int, device: torch.device) -> None:
         """`path`: the cell's record; `data`: the folder of its prepared data set."""
-        self.settings = s = Settings(**record.read(path)["settings"])
+        self.settings = s = Settings.of_record(record.read(path)["settings"])
         self.rank, network, dtype = rank, models.model_of(s), weights_dtype(s.precision)
         shape = models.input_shape(network, tuple(DeviceData.load(Path(data)).meta["shape"]))
         self.data = DeviceData.load(

@@ -231,7 +231,7 @@ def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int
     """Bytes of host memory that a worker's process takes."""
     # In the warm-up what it changes waits there, to be restored (on a CPU the weights are in the need).
     n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
-    if s.settings.checkpoint_every:  # a copy of all that is kept, from the first one on
+    if "checkpoints" in s.settings.more:  # a copy of all that is kept, from the first one on
         states = footprint.model_states_bytes
         n_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.served:

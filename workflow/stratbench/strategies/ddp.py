@@ -126,7 +126,7 @@ class DDP(base.Collective):
                 ".elastic = true: the loss scale of precision 'fp16' would begin anew whenever a worker "
                 "comes or goes; use bf16"
             )
-        if values["checkpoint_every"] and kind == "powersgd":
+        if values.get("checkpoint_every") and kind == "powersgd":
             yield (
                 ".checkpoint_every: what PowerSGD lost of each worker's gradients is in no checkpoint "
                 "(compress: powersgd); remove the key"

@@ -48,7 +48,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "cell": job.cell.as_dict(),
         "status": ending.status,
         "reason": ending.reason,
-        "settings": asdict(s),
+        "settings": s.as_dict(),
         "strategy": strategy_entry(s, first, runner.is_gang),
         "model": model_entry(job, first.get("model")),
         "task": task,

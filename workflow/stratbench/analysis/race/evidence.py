@@ -245,7 +245,7 @@ def _full_runs(
                     continue
                 wanted = study.settings(cell)
                 stated = found["settings"]
-                if any(stated[k] != v for k, v in vars(wanted).items() if k != "profile"):
+                if any(stated.get(k) != v for k, v in wanted.as_dict().items() if k != "profile"):
                     notes.append(f"{cell} is not used: its settings are not the config's")
                     continue
                 samples = found["data"]["train_samples"]

@@ -22,6 +22,8 @@ def write(choice: Choice, called: str) -> str:
     variants = {cell.strategy: {"strategy": s.strategy, **options}}
     default = {f.name: f.default for f in fields(Settings)}
     given = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
+    for block in s.more.values():
+        given |= block
     if s.optimizer == "adamw":
         given.pop("momentum", None)
     if cell.strategy != s.strategy and (

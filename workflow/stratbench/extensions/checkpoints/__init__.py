@@ -6,4 +6,5 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="cells that resume after a kill",
+    keys={"experiment": "stratbench.train.restarts.keys:Checkpoints"},
 )

@@ -6,12 +6,13 @@ Imported on every parse of the Snakefile, so nothing heavy is imported here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell, expand
+from stratbench.cell.extensions import keys_of
 from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import (
     REGISTRY,
@@ -104,6 +105,7 @@ class Study:
             ends_at=values.get("target_score") if values["elastic"] else None,
             global_batch=batch,
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
+            more=dict(_given_to_extensions(values)),
             **{key: values[key] for key in GIVEN},
         )
 
@@ -230,6 +232,14 @@ class Study:
             "gpus": values["gpus"],
             "repeats": values.get("repeats", self._study["repeats"]),
         }
+
+
+def _given_to_extensions(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each extension with what an experiment gives for its keys, other than their defaults."""
+    for name, keys in keys_of("experiment"):
+        default = {f.name: f.default for f in fields(keys)}
+        if given := {k: values[k] for k in default if values.get(k, default[k]) != default[k]}:
+            yield name, given
 
 
 def cell_seed(study_seed: int, model: str, repeat: int) -> int:

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from stratbench.cell.extensions import keys_of
 from stratbench.cell.options import json_types
 from stratbench.cell.text.words import counted, repr_of
 from stratbench.strategies import REGISTRY, mesh_of, strategy_class
@@ -161,6 +162,7 @@ def check_experiment(
             _model_faults(each, dataset, config["models"]),
             _slowdown_faults(each),
             _elastic_faults(each),
+            *(_all_at_once(where, keys.faults(each, study)) for _, keys in keys_of("experiment")),
         )
         for fault in faults:
             said = f" (by the settings of {', '.join(each['strategies'])})" if changed else ""
@@ -264,7 +266,7 @@ def _given(block: Mapping[str, Any], *keys: str) -> str:
     return ", ".join(values) or "neither"
 
 
-def _strategies(
+def strategies_of(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The experiment's strategies and variants: each one's name, its strategy's, and all its options."""
@@ -277,7 +279,7 @@ def _strategies(
 def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
     """How the experiment's strategies divide their work among `n` workers, as far as they can."""
     meshes = set()
-    for _, base, options in _strategies(block, study):
+    for _, base, options in strategies_of(block, study):
         with suppress(ValueError):  # said by `_strategy_faults`
             meshes.add(mesh_of(base, options, n))
     return meshes
@@ -345,7 +347,7 @@ def _strategy_faults(
     name_alone = [
         m for m in block["models"] if given.get(m, {}).get("call") == libraries.NAME_ALONE
     ]
-    for name, base, options in _strategies(block, study):
+    for name, base, options in strategies_of(block, study):
         strategy = strategy_class(base)
         if name_alone and strategy.kind != "own":
             yield f".strategies = {name!r}: {name_alone[0]}: {libraries.BUILT_BY_COMMAND}"
@@ -369,11 +371,6 @@ def _strategy_faults(
             yield (
                 f".elastic = true: {name}: {strategy.rigid}; remove {name} from strategies, or give it an "
                 "experiment of its own"
-            )
-        if block["checkpoint_every"] and strategy.begins_anew is not None:
-            yield (
-                f".checkpoint_every = {block['checkpoint_every']}: {name}: {strategy.begins_anew}; remove "
-                f"{name} from strategies, or give it an experiment of its own"
             )
         for why in strategy.refusals(options, {**block, "networks": networks}):
             yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
@@ -467,5 +464,5 @@ _RIGID_SETTINGS = {
 
 def _elastic_faults(block: Mapping[str, Any]) -> Iterator[str]:
     for key, (value, why) in _RIGID_SETTINGS.items() if block["elastic"] else ():
-        if block[key] != value:
+        if block.get(key, value) != value:
             yield f".{key} = {json.dumps(block[key])} with elastic = true: {why}; remove one of the two"

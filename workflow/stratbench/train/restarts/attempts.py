@@ -19,6 +19,7 @@ from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.job import Job
 from stratbench.train.restarts.checkpoints import forget, forget_beyond, path_of, steps_in
+from stratbench.train.restarts.keys import Checkpoints
 
 
 def folder_of(run: RunFolder, rank: int) -> Path:
@@ -127,7 +128,7 @@ def entry_of(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "between_s": sum(attempt["between_s"] for attempt in job.attempts),
         "until_step_s": None if first_s is None else first_s - job.spent_s,
         "checkpoints": {
-            "every": job.settings.checkpoint_every,
+            "every": job.settings.of(Checkpoints).checkpoint_every,
             "count": max((k["count"] for k in kept), default=0),
             "bytes": sum(k["bytes"] for k in kept),
             **largest,

@@ -18,6 +18,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.train.beside.beside import Beside, Start
 from stratbench.train.job import Job
 from stratbench.train.restarts import attempts, checkpoints
+from stratbench.train.restarts.keys import Checkpoints
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.generators import Generators
 
@@ -32,13 +33,13 @@ class Keeper(Beside):
 
     @classmethod
     def takes(cls, job: Job) -> bool:
-        return job.settings.checkpoint_every is not None and not job.in_block
+        return "checkpoints" in job.settings.more and not job.in_block
 
     def __init__(
         self, job: Job, strategy: Collective, data: DeviceData, worker: Worker, phases: Phases
     ) -> None:
         super().__init__(job, strategy, data, worker, phases)
-        self._every = worker.settings.checkpoint_every
+        self._every = worker.settings.of(Checkpoints).checkpoint_every
         self._folder = attempts.folder_of(worker.folder, worker.rank)
         self._writer = checkpoints.Writer(self._folder, self._forget)
         #: Checkpoints of this attempt and those before it, as far as their work counts.

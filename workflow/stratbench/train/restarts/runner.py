@@ -24,7 +24,7 @@ class RestartRunner(Runner):
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
-        return s.checkpoint_every is not None
+        return "checkpoints" in s.more
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
         self._ended_unix_s = attempts.last_sign(folder)
