@@ -30,8 +30,8 @@ from stratbench.plan.queue.break_even import (
 from stratbench.plan.queue.history import FIELDS
 from stratbench.plan.queue.simulator import Cluster, Rules
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.queue_request import QueueRequest, check_queue
-from stratbench.study.config.schema import checked_block
+from stratbench.study.config.queue_request import QueueRequest
+from stratbench.study.config.schema import check_keys, checked_block
 
 
 def times(**hours):
@@ -266,7 +266,7 @@ def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
 def test_requests_that_contradict_themselves_are_refused(given, why):
     block = checked_block("decide", {"queue": {"width": 8, "hours": 1.0} | given})
     with pytest.raises(ConfigError) as error:
-        check_queue({"decide": block, "cluster": {"gpus_per_node": 4}})
+        check_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
     assert why in str(error.value)
 
 

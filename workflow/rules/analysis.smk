@@ -26,7 +26,7 @@ QUEUE_STAGE = (
     {
         "queue": "-m stratbench.plan.queue --config @queue --out {params.out:q}/queue.json"
     }
-    if CONFIG["decide"]["queue"]
+    if CONFIG["decide"].get("queue")
     else {}
 )
 # A number of GPUs that an experiment lacks is projected to before a decision, from the records that are there.

@@ -141,7 +141,7 @@ def constraints(wildcards):
 
 def asked_of_queue(wildcards):
     """What is simulated for `decide.queue`; an empty text where there is none."""
-    if not CONFIG["decide"]["queue"]:
+    if not CONFIG["decide"].get("queue"):
         return ""
     decide = {key: CONFIG["decide"][key] for key in ("queue", "equivalence_margin")}
     cluster = {"gpus_per_node": CLUSTER["gpus_per_node"]}
@@ -150,7 +150,7 @@ def asked_of_queue(wildcards):
 
 def history_of(wildcards):
     """The file of `decide.queue.history`, as a list."""
-    asked = CONFIG["decide"]["queue"] or {}
+    asked = CONFIG["decide"].get("queue") or {}
     return [Path(asked["history"]).expanduser()] if asked.get("history") else []
 
 

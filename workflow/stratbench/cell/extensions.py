@@ -24,8 +24,8 @@ class Extension:
     needs: tuple[str, ...] = ()
     #: Strategies by name: the class, or a function that makes the class of the name.
     strategies: Mapping[str, str] = field(default_factory=dict)
-    #: Dataclasses of `setting` fields by their place in config.yaml: `experiment`. Each names its
-    #: `extension`, and yields by `faults` what contradicts its keys.
+    #: Classes of `cell.settings.Keys` by their place in config.yaml: `experiment`, `top`, or the name of a
+    #: block of the top level.
     keys: Mapping[str, str] = field(default_factory=dict)
     #: Files of `workflow/rules`; they add to the lists at the top of common.smk.
     rules: tuple[str, ...] = ()
@@ -69,6 +69,11 @@ def keys_of(place: str) -> Iterator[tuple[str, Any]]:
     for name, extension in installed().items():
         if place in extension.keys:
             yield name, resolve(extension.keys[place])
+
+
+def places() -> list[str]:
+    """Return the places of config.yaml at which extensions have keys."""
+    return list(dict.fromkeys(p for extension in installed().values() for p in extension.keys))
 
 
 def resolve(name: str) -> Any:

@@ -118,6 +118,8 @@ def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
     """
     rules = rules_of(cls)
     known = {f.name: {"default": f.default} for f in fields(cls) if f.default is not MISSING}
+    made = {f.name: f.default_factory for f in fields(cls) if f.default_factory is not MISSING}
+    known |= {name: {"default": make()} for name, make in made.items()}
     names = list(rules if names is None else names)
     return {
         "required": [name for name in names if name not in known],

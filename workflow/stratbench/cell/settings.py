@@ -7,9 +7,10 @@ docs/configuration.md, what a record must state and what the plan depends on fol
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from stratbench.cell.extensions import keys_of
 from stratbench.cell.learning_rate import Schedule, share_of_lr
@@ -20,14 +21,16 @@ EACH = "each value"
 
 
 def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
-    """A field of `Settings` that an experiment of config.yaml gives; MISSING as default: it must.
+    """A field of `Settings`, or of an extension's keys, that config.yaml gives; MISSING as default: it must.
 
     `limits`: keywords of JSON Schema beside the type. `planned`: what the plan of memory and traffic
     depends on: EACH value; or, as the value that stands for all others, whether it is set at all (not
     null, 0 or false); None: neither.
     """
-    rule = limits | {"description": help}
-    return field(default=default, metadata={"given": True, "rule": rule, "planned": planned})
+    metadata = {"given": True, "rule": limits | {"description": help}, "planned": planned}
+    if isinstance(default, dict | list):  # a dataclass takes no mutable default
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def derived(
@@ -39,7 +42,6 @@ def derived(
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
-Keys = TypeVar("Keys")
 #: The words of `activation_checkpointing` beside true and false.
 CHECKPOINTING = "^(selective|every-([2-9]|[1-9][0-9]+))$"
 #: Limits of what is more than a number or a word.
@@ -61,6 +63,24 @@ SLOWDOWN = {
     },
 }
 # fmt: on
+
+
+class Keys:
+    """Base of an extension's keys at a place of config.yaml: a dataclass of `setting` fields."""
+
+    #: The extension's name, for keys of an experiment.
+    extension: ClassVar[str]
+
+    @classmethod
+    def faults(cls, block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what contradicts the keys in a block, each from the block's name on.
+
+        `whole`: the study of an experiment; else the config.
+        """
+        yield from ()
+
+
+Given = TypeVar("Given", bound=Keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +209,7 @@ class Settings:
         # Of what tells most of them apart: the dicts among the rest have none.
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
-    def of(self, keys: type[Keys]) -> Keys:
+    def of(self, keys: type[Given]) -> Given:
         """The keys of an extension: what the study gives over their defaults."""
         return keys(**self.more.get(keys.extension, {}))
 

@@ -20,9 +20,8 @@ from stratbench.sets.check import INVALID, describe_set, exit_code
 from stratbench.sets.export import export_set
 from stratbench.sets.reading import ResultSet, read_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.queue_request import check_queue
-from stratbench.study.config.result_sets import check_sets, existing_sets
-from stratbench.study.config.schema import checked_block
+from stratbench.study.config.result_sets import existing_sets
+from stratbench.study.config.schema import check_keys, checked_block
 from stratbench.workload.data.own_data import is_own
 from stratbench.workload.tasks import TASKS
 
@@ -66,7 +65,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     queue = None
     try:
         if given.get("queue"):
-            check_queue({"decide": given, "cluster": cluster})
+            check_keys("decide", given, {"cluster": cluster})
             queue = write_answer(given, cluster["gpus_per_node"], folder / "queue.json")
             written.append(folder / "queue.json")
         constraints = Constraints(**given)
@@ -92,7 +91,7 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
     try:
         blocks = {key: checked_block(key, config.get(key, {})) for key in ("compare", "decide")}
         blocks["sets"] = checked_block("sets", named)
-        check_sets(blocks)
+        check_keys("top", blocks, blocks)
         return compare_sets(
             existing_sets(blocks),
             out or Path("compare"),

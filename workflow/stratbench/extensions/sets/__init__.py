@@ -7,6 +7,11 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="result sets: one file per study, compared and exported",
     needs=("audit", "explore", "paper", "plan"),
+    keys={
+        "top": "stratbench.study.config.result_sets:Sets",
+        "compare": "stratbench.study.config.result_sets:Compare",
+        "bundle": "stratbench.study.config.result_sets:Bundle",
+    },
     rules=("sets.smk",),
     commands="stratbench.extensions.sets.subcommands:add_subcommands",
 )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from stratbench.cell.options import schema_of
-from stratbench.study.config.messages import ConfigError
+from stratbench.cell.settings import Keys, setting
 
 #: Nodes of the simulated cluster where neither the config nor a history says how many there are.
 NODES = 8
-
-
-def asked(default: Any, help: str, **limits: Any) -> Any:
-    """A field of `QueueRequest`; MISSING as default: it must be given. `limits`: of JSON Schema."""
-    return field(default=default, metadata={"rule": limits | {"description": help}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,83 +18,77 @@ class QueueRequest:
     """A training that is to go through a queue, and what is known of the queue and of its cluster."""
 
     # fmt: off
-    width: int = asked(MISSING, "GPUs of the training as one gang.", minimum=2, maximum=1024)
-    hours: float = asked(MISSING,
+    width: int = setting(MISSING, "GPUs of the training as one gang.", minimum=2, maximum=1024)
+    hours: float = setting(MISSING,
         "Hours that the training takes on so many GPUs, once it has them all.",
         exclusiveMinimum=0, maximum=1000)
-    load: float | None = asked(None,
+    load: float | None = setting(None,
         "Share of the cluster's GPUs that others ask for on average, as 0.7; null: as in `history`.",
         exclusiveMinimum=0, maximum=2)
-    history: str | None = asked(None,
+    history: str | None = setting(None,
         "File with the cluster's own accounting, of `sacct -P` (docs/elastic.md has the command): others' "
         "jobs come as they came there. null: a made stream of jobs, of this `load`.", minLength=1)
-    partition: str | None = asked(None,
+    partition: str | None = setting(None,
         "Of the history this partition alone; null: all jobs with GPUs.", minLength=1)
-    nodes: int | None = asked(None,
+    nodes: int | None = setting(None,
         f"Nodes of the cluster, each of cluster.gpus_per_node GPUs. null: {NODES}; with a history as few as "
         "held its jobs.", minimum=1, maximum=4096)
-    reservations: Literal["all", "one"] = asked("all",
+    reservations: Literal["all", "one"] = setting("all",
         "Waiting jobs whose start backfill keeps: all is SLURM's default, one is EASY "
         "(bf_job_part_count_reserve=1).")
-    slow_nodes: float = asked(0.0, "Share of nodes that are slower.", minimum=0, maximum=1)
-    slow_factor: float = asked(1.0, "How many times slower those are.", minimum=1, maximum=100)
-    preemptible: bool = asked(False,
+    slow_nodes: float = setting(0.0, "Share of nodes that are slower.", minimum=0, maximum=1)
+    slow_factor: float = setting(1.0, "How many times slower those are.", minimum=1, maximum=100)
+    preemptible: bool = setting(False,
         "Whether workers that are jobs of their own run where all others preempt them.")
-    node_mtbf_days: float | None = asked(None,
+    node_mtbf_days: float | None = setting(None,
         "Mean days between the failures of one node; null: as in the history, without one no failures.",
         exclusiveMinimum=0)
-    pause_s: float = asked(60.0,
+    pause_s: float = setting(60.0,
         "Seconds that synchronous workers stop for when one joins or leaves; measure it (docs/elastic.md).",
         minimum=0, maximum=36000)
-    recovery: Literal["checkpoint", "peer"] = asked("checkpoint",
+    recovery: Literal["checkpoint", "peer"] = setting("checkpoint",
         "Where they have their state from then: checkpoint, the last one, as with torchrun; peer, one of "
         "those who are there, as with this project's own, whose pause was 0.2 s (docs/elastic.md).")
-    loss: float = asked(0.02,
+    loss: float = setting(0.02,
         "Share of a worker's speed that each further worker costs.", minimum=0, maximum=1)
-    worth: list[float] | None = asked(None,
+    worth: list[float] | None = setting(None,
         "What samples of asynchronous workers are worth, [low, high]: the samples that DDP needs to the "
         "target over those that they need. null: unknown; the answer says what it would have to be.",
         minItems=2, maxItems=2, items={"type": "number", "minimum": 0.1, "maximum": 2})
     # fmt: on
 
-    def check(self, gpus_per_node: int) -> None:
-        """Raises ConfigError for values that contradict each other."""
+    def faults(self, gpus_per_node: int) -> Iterator[str]:
+        """Yield a message for values that contradict each other."""
         if (self.load is None) == (self.history is None):
-            raise ConfigError(
-                "config: decide.queue: give either load or history, and not both; given: "
+            yield (
+                ".queue: give either load or history, and not both; given: "
                 f"load = {self.load}, history = {self.history!r}"
             )
         if self.partition is not None and self.history is None:
-            raise ConfigError(
-                f"config: decide.queue.partition = {self.partition!r}: is of a history; give one"
-            )
+            yield f".queue.partition = {self.partition!r}: is of a history; give one"
         if self.worth is not None and self.worth[0] > self.worth[1]:
-            raise ConfigError(
-                f"config: decide.queue.worth = {self.worth}: write the lower end first"
-            )
+            yield f".queue.worth = {self.worth}: write the lower end first"
         nodes = self.nodes or (NODES if self.history is None else None)
         if nodes is not None and self.width > nodes * gpus_per_node:
-            raise ConfigError(
-                f"config: decide.queue.width = {self.width}: the cluster has {nodes} nodes of "
+            yield (
+                f".queue.width = {self.width}: the cluster has {nodes} nodes of "
                 f"{gpus_per_node} GPUs (cluster.gpus_per_node); ask for fewer, or give nodes"
             )
 
 
-def schema_of_queue() -> dict[str, Any]:
-    """The JSON Schema of `decide.queue`."""
-    return {
-        "type": ["object", "null"],
-        "default": None,
-        "additionalProperties": False,
-        **schema_of(QueueRequest),
-        "description": "A training that waits in a queue: `decide` then says, by simulation, which way "
+@dataclass(frozen=True, kw_only=True)
+class DecideQueue(Keys):
+    """The key of `decide`."""
+
+    # fmt: off
+    queue: dict[str, Any] | None = setting(None, additionalProperties=False, **schema_of(QueueRequest),
+        help="A training that waits in a queue: `decide` then says, by simulation, which way "
         "through it brings the result first, a gang or workers that are jobs of their own "
-        "(docs/elastic.md). null: no queue.",
-    }
+        "(docs/elastic.md). null: no queue.")
+    # fmt: on
 
-
-def check_queue(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if `decide.queue` contradicts itself or the cluster."""
-    if config["decide"]["queue"] is not None:
-        request = QueueRequest(**config["decide"]["queue"])
-        request.check(config["cluster"]["gpus_per_node"])
+    @classmethod
+    def faults(cls, block: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what contradicts itself or the cluster in `decide.queue`."""
+        if block["queue"] is not None:
+            yield from QueueRequest(**block["queue"]).faults(config["cluster"]["gpus_per_node"])

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
+from stratbench.cell.extensions import keys_of, places
 from stratbench.cell.installation import SCHEMAS
+from stratbench.cell.options import schema_of
 from stratbench.cell.settings import OF_A_VARIANT, schema_of_given
 from stratbench.cell.text.words import repr_of
 from stratbench.study.config.messages import (
@@ -18,7 +20,6 @@ from stratbench.study.config.messages import (
     told_at_once,
     wrong_value_message,
 )
-from stratbench.study.config.queue_request import schema_of_queue
 from stratbench.study.config.removed_keys import removed_key_reason
 
 SCHEMA_PATH = SCHEMAS / "config.schema.json"
@@ -35,7 +36,7 @@ TYPE_NAMES = {
 
 @cache
 def schema() -> dict[str, Any]:
-    """The JSON Schema of config.yaml, with what dataclasses declare: an experiment's settings, a queue."""
+    """The JSON Schema of config.yaml, with what dataclasses declare: settings, and keys of extensions."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     experiment, settings = whole["$defs"]["experiment"], schema_of_given()
     experiment["required"] += settings["required"]
@@ -50,7 +51,12 @@ def schema() -> dict[str, Any]:
         }
         for key in OF_A_VARIANT
     }
-    whole["properties"]["decide"]["properties"]["queue"] = schema_of_queue()
+    for place in places():
+        for _, keys in keys_of(place) if place != "experiment" else ():
+            new = {"type": "object", "additionalProperties": False, "properties": {}}
+            new["description"] = keys.__doc__
+            block = whole if place == "top" else whole["properties"].setdefault(place, new)
+            block["properties"] |= schema_of(keys)["properties"]
     return whole
 
 
@@ -138,7 +144,7 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     fill(config, top)
     for key in ("datasets", "models"):
         config.setdefault(key, {})
-    for key in ("data", "cluster", "tune", "verdict", "decide", "compare", "bundle"):
+    for key in (key for key, rule in top.items() if "properties" in rule):
         fill(config.setdefault(key, {}), top[key]["properties"])
     for spec in config["datasets"].values():
         fill(spec, top["datasets"]["additionalProperties"]["properties"])
@@ -150,6 +156,16 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
         for experiment in study["experiments"].values():
             fill(experiment, schema()["$defs"]["experiment"]["properties"])
     return config
+
+
+def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what contradicts the keys of extensions in the block `place`, or at the `top`."""
+    where = "" if place == "top" else place
+    faults = [
+        f"config: {where}{f}" for _, keys in keys_of(place) for f in keys.faults(block, config)
+    ]
+    if faults:
+        raise ConfigError(told_at_once(faults))
 
 
 def checked_block(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

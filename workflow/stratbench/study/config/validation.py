@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from stratbench.cell.extensions import places
 from stratbench.cell.text.words import repr_of
 from stratbench.study.config.consistency import (
     check_experiment,
@@ -20,9 +21,13 @@ from stratbench.study.config.consistency import (
 )
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError, told_at_once, wrong_value_message
-from stratbench.study.config.queue_request import check_queue
-from stratbench.study.config.result_sets import check_sets
-from stratbench.study.config.schema import check_structure, schema, typed, with_defaults
+from stratbench.study.config.schema import (
+    check_keys,
+    check_structure,
+    schema,
+    typed,
+    with_defaults,
+)
 from stratbench.study.config.yaml_traps import check_plain
 from stratbench.workload.data.datasets import DATASETS, describe
 
@@ -56,13 +61,14 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             describe(name, config["datasets"][name])
         except ValueError as e:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
-    check_sets(config)
+    for place in places():
+        if place != "experiment":
+            check_keys(place, config if place == "top" else config[place], config)
     check_models(config)
     asked = config["studies"][config["study"]]["experiments"].values()
     check_model(config["decide"]["model"], (m for block in asked for m in block["models"]))
     known = DataSets(config)
     check_tolerances(config)
-    check_queue(config)
     wrong = []
     for study, values in config["studies"].items():
         if study == "data":

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stratbench.cell.settings import setting
+from stratbench.cell.settings import Keys, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints:
+class Checkpoints(Keys):
     """The keys of an experiment."""
 
     extension: ClassVar[str] = "checkpoints"
@@ -25,7 +25,7 @@ class Checkpoints:
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what contradicts the keys in an experiment of a study."""
+        """Yield why strategies of an experiment keep no checkpoints."""
         from stratbench.strategies import strategy_class
         from stratbench.study.config.consistency import strategies_of
 
