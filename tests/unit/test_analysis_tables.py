@@ -13,12 +13,13 @@ from stratbench.analysis.decision import candidates
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.paper.metrics import MEMORY_RATIO, METRICS
 from stratbench.analysis.records import collect
-from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.columns import COORDINATES, EPOCH_COLUMNS, read_cells
 from stratbench.analysis.records.groups import Repeats
 from stratbench.analysis.records.measures import MEASURES, format_number
 from stratbench.analysis.report import report, sections
 from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import read_summary, summarise
+from stratbench.cell import record
 
 
 def analysed(root, cells, statuses=None, change=None, device="cuda"):
@@ -289,3 +290,20 @@ def test_latex_special_characters_are_escaped():
 )
 def test_numbers_keep_three_digits(value, text):
     assert format_number(value, None) == text
+
+
+def test_all_that_a_record_may_say_of_an_epoch_is_a_column(tmp_path):
+    """Answers without a score are said by records of some tasks alone."""
+    entry = record.schema()["properties"]["score"]["properties"]["per_epoch"]["items"]
+    assert set(entry["properties"]) == set(EPOCH_COLUMNS) - set(COORDINATES)
+
+    def change(cell, rec):
+        rec["score"]["per_epoch"][0]["answers_left_out"] = 7
+        return rec
+
+    cells = small(gpus=(1,))
+    analysed(tmp_path, cells, change=change)
+    with (tmp_path / cells[0].study / "epochs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["answers_left_out"] for row in rows if row["epoch"] == "1"} == {"7"}
+    assert {row["answers_left_out"] for row in rows if row["epoch"] == "2"} == {""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,14 @@ def test_a_data_set_says_its_task_and_the_tokens_of_labelled_texts(source):
     roles = own.facts_of_data(data.classes, data.shape, data.vocabulary)
     assert roles["classes"] == data.classes
     assert x.shape == (2, *data.shape)
+
+
+@pytest.mark.parametrize("source", SPECS)
+def test_a_study_read_from_what_was_trained_has_the_same_settings(source):
+    study = study_on(source, {"call": "net.Net"})
+    kept = study.as_trained() | {"data_specs": study.data_specs(), "own_code": study.own_code()}
+    again = type(study)(json.loads(json.dumps(kept)), "s")
+    assert again.settings(again.cells[0]) == study.settings(study.cells[0])
 
 
 @pytest.mark.parametrize(

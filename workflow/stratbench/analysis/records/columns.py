@@ -284,6 +284,7 @@ _OF_EPOCH = (
     Column("test_loss", "number", "", "score.per_epoch.test_loss"),
     Column("score", "number", "", "score.per_epoch.score"),
     Column("score_error", "number", "", "score.per_epoch.score_error"),
+    Column("answers_left_out", "number", "", "score.per_epoch.answers_left_out"),
 )
 # fmt: on
 #: The columns of epochs.csv by name, then their names.

@@ -91,6 +91,7 @@ class Study:
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
         options = resolved_options(base, given, cell.gpus) | self.own_files(cell.strategy)
+        made = self._data.made(cell.dataset)
         return Settings(
             strategy=base,
             options=options,
@@ -98,8 +99,8 @@ class Study:
             dataset=cell.dataset,
             gpus=cell.gpus,
             seed=cell_seed(self.seed, cell.model, cell.repeat),
-            own_model=self._own_model_on(cell.model, cell.dataset),
-            task=self.dataset(cell.dataset).task,
+            own_model=self._own_model_on(cell.model, made),
+            task=made.task if made else None,
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
             ends_at=values.get("target_score") if values["elastic"] else None,
@@ -124,9 +125,9 @@ class Study:
         """The spec of a model that is not built in: its call, its sharding and its code; else None."""
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
-    def _own_model_on(self, name: str, dataset: str) -> dict[str, Any] | None:
+    def _own_model_on(self, name: str, data: Dataset | None) -> dict[str, Any] | None:
         """The same with the data's vocabulary, where that is another number than that of the classes."""
-        spec, vocabulary = self.own_model(name), self.dataset(dataset).vocabulary
+        spec, vocabulary = self.own_model(name), data and data.vocabulary
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:

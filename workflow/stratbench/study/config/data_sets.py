@@ -9,6 +9,7 @@ from typing import Any
 from stratbench.workload.data import own_data
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.datasets import describe, identity_of
+from stratbench.workload.data.own_data import is_own
 
 
 class DataSets:
@@ -28,7 +29,7 @@ class DataSets:
         """
         if name not in self._identities:
             spec = self._specs.get(name)
-            if own_data.is_own(spec):
+            if is_own(spec):
                 known = self._folder / ".hashes" / f"{name}.json"
                 identity = own_data.own_data(name, spec).identity(self._code, known)
             else:
@@ -40,12 +41,16 @@ class DataSets:
         """The facts that the config gives of a data set, without looking at what was prepared."""
         return describe(name, self._specs.get(name))
 
+    def made(self, name: str) -> Dataset | None:
+        """The facts of a data set of ours by its identity alone; None for a user's own."""
+        identity = self.identity(name)
+        return None if is_own(identity) else describe(name, identity)
+
     def facts(self, name: str) -> Dataset:
         """The facts of a data set; of a user's own, as far as its present state was prepared."""
         if name not in self._facts:
-            # A config as its cells were trained has identities in the place of specs.
-            spec, meta = self._specs.get(name, self._identities.get(name)), None
-            if own_data.is_own(spec):
+            spec, meta = self._specs.get(name), None
+            if is_own(spec):
                 meta = own_data.prepared_facts(self._folder / name, self.identity(name))
             self._facts[name] = describe(name, spec, meta)
         return self._facts[name]
