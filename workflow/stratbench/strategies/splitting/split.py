@@ -82,4 +82,4 @@ class Split(Counted):
 def these_do(able: Callable[[str], bool]) -> str:
     """Which networks can be divided in a way, at the end of a sentence."""
     names = ", ".join(filter(able, models.MODELS))
-    return f"these do: {names}; one of your own can (docs/your-model.md)"
+    return f"these do: {names}; one of your own can (docs/split-your-model.md)"
