@@ -21,6 +21,8 @@ from torch import nn
 
 from launching import LIMIT_S, until
 from stratbench.ps.client import Channel
+from stratbench.ps.elastic.config import ElasticServerConfig
+from stratbench.ps.elastic.run import make_run
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.member import Member
 from stratbench.ps.policies.policies import parse_options
@@ -57,6 +59,12 @@ def batch(ticket: Ticket, dtype: torch.dtype = torch.float64) -> tuple[torch.Ten
     return x.to(dtype), torch.randint(0, 5, (BATCH,), generator=generator)
 
 
+def serve_run(config: ServerConfig, secret: bytes) -> dict[str, Any]:
+    """Run one server, of an elastic run where the config is of one."""
+    own = {"make_run": make_run} if isinstance(config, ElasticServerConfig) else {}
+    return serve(config, secret, **own)
+
+
 def config(folder: Path, **changed: Any) -> ServerConfig:
     """A small run of one worker, one epoch of four steps; AdamW where the policy refuses SGD."""
     refuses_sgd = parse_options(changed.get("policy", "ps-async")).refusal("sgd")
@@ -86,7 +94,7 @@ class Served:
 
     def __init__(self, config: ServerConfig, secret: bytes) -> None:
         self._pool = ThreadPoolExecutor(1)
-        self._future = self._pool.submit(serve, config, secret)
+        self._future = self._pool.submit(serve_run, config, secret)
         self._pool.shutdown(wait=False)
 
     @property
@@ -343,7 +351,7 @@ def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:
         return found
 
     Member.silent_s = silent_for_longer
-    serve(config, secret)
+    serve_run(config, secret)
 
 
 class Processes:

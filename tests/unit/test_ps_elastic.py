@@ -21,19 +21,19 @@ import pytest
 import torch
 from policy_reference import hyper_of
 from process_groups import forking
-from ps_harness import PATIENCE_S, Served, Worked, config
+from ps_harness import PATIENCE_S, Served, Worked, config, serve_run
 
 from launching import until
 from stratbench.ps.client import Channel
 from stratbench.ps.elastic import run as elastic_run
 from stratbench.ps.elastic.channel import ReturningChannel, RunOver
+from stratbench.ps.elastic.config import ElasticConfig, ElasticServerConfig
 from stratbench.ps.elastic.evaluations import parse_score
 from stratbench.ps.elastic.journal import has_state, read_end, read_journal
 from stratbench.ps.elastic.saved_state import StateError, load_state, pack, unpack
 from stratbench.ps.policies.policies import POLICIES as ALL_POLICIES
 from stratbench.ps.policies.policies import make_policy
-from stratbench.ps.server import serve
-from stratbench.ps.server_config import ElasticConfig
+from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.server_run import ServerRun
 from stratbench.ps.shard import Shard
 from stratbench.ps.tickets import Once, common
@@ -63,7 +63,10 @@ def elastic(folder, **changed):
     own = {k: changed.pop(k) for k in list(changed) if k in ElasticConfig.__dataclass_fields__}
     facts = {"workers": PLACES, "slices": PLACES, "epochs": 2, "steps_per_epoch": 10}
     facts |= {"snapshot_dir": str(folder / "snapshots")}
-    return config(folder, elastic=ElasticConfig(str(folder / "elastic"), **own), **facts | changed)
+    as_gang = config(folder, **facts | changed)
+    return ElasticServerConfig(
+        **vars(as_gang), elastic=ElasticConfig(str(folder / "elastic"), **own)
+    )
 
 
 def serve_all(plan):
@@ -184,7 +187,7 @@ class Returning(Worked):
 class ServerProcesses:
     """The servers of a run as processes; a life begins with `start` and ends with `end`."""
 
-    target = staticmethod(serve)
+    target = staticmethod(serve_run)
 
     def __init__(self, plan):
         self.plan, self.processes = replace(plan, stats_path=str(plan.rendezvous) + ".stats"), []
@@ -326,7 +329,8 @@ def test_with_all_workers_from_the_start_it_is_the_run_of_a_gang_bit_for_bit(
 ):
     plan = elastic(tmp_path / "elastic", policy=policy, n_servers=n_servers, steps_per_epoch=4)
     plan = replace(plan, snapshot_dir=None)
-    gang = replace(plan, elastic=None, rendezvous=str(tmp_path / "gang"))
+    told = {key: value for key, value in vars(plan).items() if key != "elastic"}
+    gang = ServerConfig(**told | {"rendezvous": str(tmp_path / "gang")})
     ours, tickets = weights_at_the_end(
         monkeypatch, plan, lambda *a: Worked(a[0], SECRET, a[1], before_push=a[2], life=1)
     )

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import ps_harness
 import pytest
 import torch
-from ps_harness import PATIENCE_S, Served, Worked, config
+from ps_harness import PATIENCE_S, Served, Worked, config, serve_run
 from test_ps_elastic import (
     SECRET,
     Held,
@@ -46,7 +46,6 @@ from stratbench.ps.elastic.run import ElasticRun
 from stratbench.ps.elastic.saved_state import Saver, save_state
 from stratbench.ps.member import Member
 from stratbench.ps.policies.policies import make_policy
-from stratbench.ps.server import serve
 from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.server_run import ServerRun
 from stratbench.ps.snapshots import SnapshotWriter, load_snapshot
@@ -219,7 +218,7 @@ def serve_and_save_late(plan: ServerConfig, secret: bytes) -> None:
         wait(writer)
 
     SnapshotWriter.wait = wait_late
-    serve(plan, secret)
+    serve_run(plan, secret)
 
 
 @pytest.mark.slow

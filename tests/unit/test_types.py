@@ -18,13 +18,13 @@ MOST = {
     "command": 3,
     "emit": 2,
     "plan": 193,
-    "ps": 104,
+    "ps": 89,
     "sets": 21,
     "statistics": 3,
-    "strategies": 239,
+    "strategies": 238,
     "study": 9,
     "telemetry": 8,
-    "train": 78,
+    "train": 72,
     "workload": 92,
 }
 

@@ -24,6 +24,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.ps import server
 from stratbench.ps.policies.averaging import SyncPolicy
+from stratbench.ps.server_run import ServerRun
 from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.strategies import make_strategy, option_defaults
 from stratbench.strategies.base import Strategy, Worker
@@ -207,7 +208,7 @@ def served(
         with pytest.MonkeyPatch.context() as patch:
             if mutant is not None:
                 make = lambda policy, weights, hyper, options: mutant(weights, hyper)  # noqa: E731
-                patch.setattr(server.serve, "__defaults__", (make,))
+                patch.setattr(server.serve, "__defaults__", (make, ServerRun))
             (config,) = server_configs(s, STEPS * BATCH, folder, None)
             server_thread = Served(config, load_secret(folder.secret))
             return worked(strategy, s, task, folder, rank, server_thread)

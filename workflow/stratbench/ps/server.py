@@ -7,14 +7,13 @@ interpreter lock meanwhile), one a worker sends, one writes snapshots; the calle
 from __future__ import annotations
 
 import json
-import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from stratbench.cell.files import write_atomic
-from stratbench.ps.elastic.run import ElasticRun
 from stratbench.ps.policies.policies import make_policy
 from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.server_run import ServerRun
@@ -25,21 +24,24 @@ from stratbench.ps.wire.transport import Listeners
 __all__ = ["ServerConfig", "serve"]
 
 
-def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -> dict[str, Any]:
+def serve(
+    config: ServerConfig,
+    secret: bytes,
+    make: MakePolicy = make_policy,
+    make_run: Callable[[ServerConfig, bytes, MakePolicy], ServerRun] = ServerRun,
+) -> dict[str, Any]:
     """Run one server until its run is over; returns its statistics (see `ServerRun.statistics`).
 
     Their `status` is "lost", and `error` says why, where a lost worker ended the run. Also writes
     them to `config.stats_path`. Sets torch to one thread: the workers' threads share the cores.
     """
     torch.set_num_threads(1)
-    run = run_of(config, secret, make)
+    run = make_run(config, secret, make)
     gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.enter)
     listeners = Listeners(config.bind, config.advertise)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)
     accepting.start()
-    listeners.publish(
-        config.rendezvous, config.server, config.elastic.life if config.elastic else 1
-    )
+    listeners.publish(config.rendezvous, config.server, run.life)
     try:
         run.watch()
     finally:
@@ -52,13 +54,3 @@ def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -
     if config.stats_path:
         write_atomic(config.stats_path, json.dumps(statistics, indent=1))
     return statistics
-
-
-def run_of(config: ServerConfig, secret: bytes, make: MakePolicy) -> ServerRun:
-    """The run that a server's config describes. An elastic one is saved when SIGTERM asks it to stop."""
-    if config.elastic is None:
-        return ServerRun(config, secret, make)
-    run = ElasticRun(config, secret, make)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: run.suspend())
-    return run

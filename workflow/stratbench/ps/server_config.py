@@ -16,24 +16,6 @@ HEARTBEAT_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
-class ElasticConfig:
-    """What a server is told beside, whose workers come and go while it trains.
-
-    `folder`: where all lives of the servers keep what the next one needs; all hosts see it. `life`: 1, and
-    one more each time that they are started again; with `resumes` they go on from what they have saved,
-    which they do every `save_every_s`. The run is over before its last ticket when an epoch reaches
-    `target_score`.
-    """
-
-    folder: str
-    life: int = 1
-    resumes: bool = False
-    save_every_s: float = 60.0
-    target_score: float | None = None
-    higher_is_better: bool = True
-
-
-@dataclass(frozen=True)
 class ServerConfig:
     """One server process of a run; plain values, so that it can travel as JSON.
 
@@ -42,8 +24,7 @@ class ServerConfig:
     than loopback only where workers run on other hosts. `advertise`: the name by which those reach
     it. `schedule`: how the learning rate changes, `schedule`, `warmup` and `final` of `share_of_lr`; None:
     not at all. Server 0 of `n_servers` hands out the tickets: `epochs` x `steps_per_epoch` x `slices`,
-    or `steps` x `slices` where the last epoch is left before its end. `elastic`: None where the workers
-    are a gang, all there from the start.
+    or `steps` x `slices` where the last epoch is left before its end.
     """
 
     rendezvous: str
@@ -67,11 +48,8 @@ class ServerConfig:
     stats_path: str | None = None
     max_model_bytes: int = 64 << 30
     steps: int | None = None
-    elastic: ElasticConfig | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.elastic, dict):  # it has come as JSON
-            object.__setattr__(self, "elastic", ElasticConfig(**self.elastic))
         if self.workers < 1 or not 0 <= self.server < self.n_servers:
             raise ValueError(
                 f"server {self.server} of {self.n_servers} for {self.workers} workers is impossible"

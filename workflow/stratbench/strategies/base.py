@@ -10,7 +10,6 @@ reads strategies' names and options on every parse.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -114,8 +113,9 @@ class Worker:
     start: str = ""
     #: Of one sample, as the network takes it.
     input_shape: tuple[int, ...] = ()
-    #: Set when this worker of an elastic cell shall leave before the end.
-    leaving: threading.Event | None = None
+    #: Makes its channel to parameter servers of a function that connects to a life of them within so many
+    #: seconds; None: that function does.
+    channel_by: Callable[[Callable[[int | None, float], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh(self.world_size)

@@ -17,7 +17,7 @@ from stratbench.cell.options import option
 from stratbench.cell.text.words import names_text
 from stratbench.ps.policies.options import EveryPushOptions
 from stratbench.ps.policies.policies import policies_that_take, policy_class
-from stratbench.ps.server_config import ElasticConfig, ServerConfig
+from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
 from stratbench.workload.network.precision import PURE_BF16, autocast, effective_dtypes
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
     from stratbench.ps.client import Channel
-    from stratbench.ps.elastic.channel import ReturningChannel
     from stratbench.ps.flat import FlatSpace
 
 
@@ -83,7 +82,6 @@ def server_configs(
     train_samples: int,
     folder: RunFolder,
     host: str | None,
-    elastic: ElasticConfig | None = None,
 ) -> list[ServerConfig]:
     """What each server process of a cell is told.
 
@@ -115,9 +113,8 @@ def server_configs(
             n_servers=options.servers,
             bind="127.0.0.1" if host is None else "0.0.0.0",
             advertise=host,
-            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None or s.elastic)),
+            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None)),
             stats_path=str(folder.server_statistics(k)),
-            elastic=elastic,
         )
         for k in range(options.servers)
     ]
@@ -252,19 +249,10 @@ class ParameterServer(base.Strategy):
 
         return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
 
-    def connect(self) -> Channel | ReturningChannel:
-        """The connections to the cell's servers; of an elastic cell, to whichever life of them there is."""
-        if not self.worker.settings.elastic:
-            return self._connect(None, 300.0)
-        from stratbench.ps.elastic.channel import ATTEMPT_S, ReturningChannel
-
-        folder = self.worker.folder
-        return ReturningChannel(
-            lambda life: self._connect(life, ATTEMPT_S),
-            folder.rendezvous,
-            folder.servers,
-            self.worker.leaving,
-        )
+    def connect(self) -> Channel:
+        """The connections to the cell's servers."""
+        by = self.worker.channel_by
+        return by(self._connect) if by else self._connect(None, 300.0)
 
     def _connect(self, life: int | None, deadline_s: float) -> Channel:
         from stratbench.ps.client import Channel

@@ -135,11 +135,11 @@ def run_node(
 
 
 def server_processes(
-    fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig]
+    fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig], entry: str = "server"
 ) -> list[Process]:
-    """The processes of parameter servers, not yet started."""
+    """The processes of parameter servers, not yet started; `entry`: the function that each calls."""
     return [
-        Process(fork_server, server_name(c.server), "server", json.dumps(asdict(c)), str(run.path))
+        Process(fork_server, server_name(c.server), entry, json.dumps(asdict(c)), str(run.path))
         for c in configs
     ]
 

@@ -217,7 +217,7 @@ def train_with_server(
         if not isfinite(sum(x for x, _ in steps.values()))
     ]
     told = {e: {n: (finite(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()}
-    if strategy.is_evaluator and not s.steps and not s.elastic:
+    if strategy.is_evaluator and not s.steps:
         with phases("eval"):
             diverged += evaluate_epochs(strategy, data, worker, progress)
     reason = f"the {diverged[0]} is not a finite number" if diverged else None

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,13 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
 
 def serve_parameters(config_json: str, run_dir: str) -> None:
     """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
-    config = ServerConfig(**json.loads(config_json))
+    serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, serve)
+
+
+def serve_as_process(
+    config: ServerConfig, run_dir: str, serve: Callable[[Any, bytes], dict[str, Any]]
+) -> None:
+    """Run one server in this process, which ends with it."""
     folder = RunFolder(Path(run_dir))
     log_to(folder.log(server_name(config.server)))
     tell_stacks(folder.stack(server_name(config.server)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stratbench.ps.elastic.config import ElasticServerConfig
 from stratbench.ps.elastic.evaluations import Evaluations, parse_score
 from stratbench.ps.elastic.journal import (
     Journal,
@@ -20,7 +23,6 @@ from stratbench.ps.elastic.journal import (
 from stratbench.ps.elastic.saved_state import Saver, load_state, settled_tickets
 from stratbench.ps.member import Member
 from stratbench.ps.membership import OpenMembership
-from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.server_run import ServerRun
 from stratbench.ps.snapshots import drop_later, drop_snapshot
 from stratbench.ps.store import MakePolicy, Store
@@ -41,9 +43,10 @@ class ElasticRun(ServerRun):
 
     members_by = OpenMembership
 
-    def __init__(self, config: ServerConfig, secret: bytes, make: MakePolicy) -> None:
+    def __init__(self, config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> None:
         super().__init__(config, secret, make)
         own, self._first = config.elastic, config.server == 0
+        self.life = own.life
         self._own, self._folder = own, Path(own.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.suspended = False
@@ -317,3 +320,11 @@ class ElasticRun(ServerRun):
             "scores": [{"epoch": e, **s} for e, s in sorted(self._evaluations.scores.items())],
         }
         return statistics
+
+
+def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
+    """The run that a server's config describes; it is saved when SIGTERM asks it to stop."""
+    run = ElasticRun(config, secret, make)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: run.suspend())
+    return run

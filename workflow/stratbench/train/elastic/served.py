@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder
+from stratbench.ps.elastic.config import ElasticConfig, ElasticServerConfig
 from stratbench.ps.elastic.journal import (
     NewEvents,
     forget_end,
@@ -18,7 +19,6 @@ from stratbench.ps.elastic.journal import (
     last_life,
     read_journal,
 )
-from stratbench.ps.server_config import ElasticConfig, ServerConfig
 from stratbench.strategies.ps import server_configs
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.pauses import PauseWatch
@@ -39,6 +39,7 @@ from stratbench.workload.tasks import task_of
 
 #: How long servers that are to stop may take to save their state, in seconds. SLURM gives 30 by default.
 SAVE_S = 25.0
+SERVER = "stratbench.train.elastic.worker:serve_parameters"
 
 
 def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
@@ -48,7 +49,7 @@ def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
     forget_end(folder.servers)  # before any server or worker of this life looks
     configs = configs_of(job, across_nodes=asked is not None)
     with fork_server(may_share=True) as path, backend_of(job, asked) as backend:
-        servers = agent.server_processes(path, folder, configs)
+        servers = agent.server_processes(path, folder, configs, SERVER)
         try:
             for process in servers:
                 process.start()
@@ -65,7 +66,7 @@ def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
     return ending
 
 
-def configs_of(job: Job, across_nodes: bool) -> list[ServerConfig]:
+def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
     """What each server is told. The life is one more than the last; it resumes where that saved its state."""
     own, s = job.folder.servers, job.settings
     elastic = ElasticConfig(
@@ -79,7 +80,13 @@ def configs_of(job: Job, across_nodes: bool) -> list[ServerConfig]:
         how = "go on from their saved state" if elastic.resumes else "begin anew: none was saved"
         print(f"life {elastic.life} of the servers: they {how}", flush=True)
     host = socket.gethostname() if across_nodes else None
-    return server_configs(s, job.train_samples, job.folder, host, elastic)
+    configs = server_configs(s, job.train_samples, job.folder, host)
+    # Whoever evaluates an epoch may run elsewhere.
+    snapshots = None if s.steps else str(job.folder.snapshots(shared=True))
+    return [
+        ElasticServerConfig(**vars(c) | {"snapshot_dir": snapshots}, elastic=elastic)
+        for c in configs
+    ]
 
 
 def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper, watch: PauseWatch) -> Ending:

@@ -1,4 +1,4 @@
-"""The process of one worker job of an elastic cell.
+"""The process of one worker job of an elastic cell; that of a parameter server of one.
 
     python -m stratbench.train.elastic.worker JOB.json NUMBER
 
@@ -9,6 +9,7 @@ own job is gone; 3 without memory, 1 on any other error.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,14 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.run_folder import worker_name
-from stratbench.ps.elastic.channel import RunOver
+from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.ps.client import Channel
+from stratbench.ps.elastic.channel import ATTEMPT_S, ReturningChannel, RunOver
+from stratbench.ps.elastic.config import ElasticServerConfig
+from stratbench.ps.elastic.run import make_run
+from stratbench.ps.server import serve
 from stratbench.ps.wire.link import Left, ServerLost
 from stratbench.strategies.mesh import Mesh
 from stratbench.train import agent, loop, worker
@@ -135,7 +141,7 @@ def train_served(
         ready = worker.set_up(
             s, strategy, data, device, number % s.gpus,
             rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
-            pulse=start.pulse, mesh=Mesh(1), leaving=leaving,
+            pulse=start.pulse, mesh=Mesh(1), channel_by=partial(returning, job.folder, leaving),
         )  # fmt: skip
     result = loop.train_with_server(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
@@ -147,6 +153,21 @@ def train_served(
     measured["left"], measured["returns"] = strategy.channel.left, strategy.channel.returns
     strategy.close()
     return measured
+
+
+def returning(
+    folder: RunFolder, leaving: threading.Event, connect: Callable[[int, float], Channel]
+) -> ReturningChannel:
+    """A channel to whichever life of the servers there is."""
+    return ReturningChannel(
+        lambda life: connect(life, ATTEMPT_S), folder.rendezvous, folder.servers, leaving
+    )
+
+
+def serve_parameters(config_json: str, run_dir: str) -> None:
+    """Entry point of the process of a parameter server."""
+    config = ElasticServerConfig(**json.loads(config_json))
+    worker.serve_as_process(config, run_dir, partial(serve, make_run=make_run))
 
 
 if __name__ == "__main__":

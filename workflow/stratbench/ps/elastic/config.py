@@ -1,0 +1,37 @@
+"""What one server process is told whose workers come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stratbench.ps.server_config import ServerConfig
+
+
+@dataclass(frozen=True)
+class ElasticConfig:
+    """What such a server is told beside a gang's.
+
+    `folder`: where all lives of the servers keep what the next one needs; all hosts see it. `life`: 1, and
+    one more each time that they are started again; with `resumes` they go on from what they have saved,
+    which they do every `save_every_s`. The run is over before its last ticket when an epoch reaches
+    `target_score`.
+    """
+
+    folder: str
+    life: int = 1
+    resumes: bool = False
+    save_every_s: float = 60.0
+    target_score: float | None = None
+    higher_is_better: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticServerConfig(ServerConfig):
+    """A `ServerConfig`, and what is told beside."""
+
+    elastic: ElasticConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.elastic, dict):  # it has come as JSON
+            object.__setattr__(self, "elastic", ElasticConfig(**self.elastic))
