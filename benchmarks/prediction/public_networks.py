@@ -193,15 +193,20 @@ LLAMA_TENSOR_PLAN = {
 
 
 class GPTBlock(nn.Module):
-    """A block of MPT and GPT-2: one matrix for queries, keys and values, fused attention."""
+    """A block of MPT and GPT-2: one matrix for queries, keys and values, fused attention.
 
-    def __init__(self, width: int, heads: int, bias: bool):
+    `separate`: three matrices in its place, which can be divided among workers.
+    """
+
+    def __init__(self, width: int, heads: int, bias: bool, separate: bool = False):
         super().__init__()
         self.n1, self.n2 = nn.LayerNorm(width, bias=bias), nn.LayerNorm(width, bias=bias)
-        self.wqkv, self.out = (
-            nn.Linear(width, 3 * width, bias=bias),
-            nn.Linear(width, width, bias=bias),
-        )
+        self.separate = separate
+        if separate:
+            self.wq, self.wk, self.wv = (nn.Linear(width, width, bias=bias) for _ in range(3))
+        else:
+            self.wqkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
         self.up, self.down = (
             nn.Linear(width, 4 * width, bias=bias),
             nn.Linear(4 * width, width, bias=bias),
@@ -209,15 +214,18 @@ class GPTBlock(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.wqkv(self.n1(x)).chunk(3, -1)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in parts)
+        y = self.n1(x)
+        parts = [w(y) for w in (self.wq, self.wk, self.wv)] if self.separate else []
+        parts = parts or self.wqkv(y).chunk(3, -1)
+        size = x.shape[-1] // self.heads
+        q, k, v = (y.unflatten(-1, (-1, size)).transpose(1, 2) for y in parts)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(a.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.n2(x))))
 
 
 class GPT(nn.Module):
-    """MPT and GPT-2: learned positions, a head that is the embedding."""
+    """MPT and GPT-2: learned positions, a head that is the embedding or (`separate`) has its own weights."""
 
     def __init__(
         self,
@@ -227,17 +235,38 @@ class GPT(nn.Module):
         width: int,
         heads: int,
         bias: bool = False,
+        separate: bool = False,
     ):
         super().__init__()
         self.embed, self.position = nn.Embedding(vocab_size, width), nn.Embedding(sequence, width)
-        self.blocks = nn.ModuleList(GPTBlock(width, heads, bias) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPTBlock(width, heads, bias, separate) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=bias)
+        self.head = nn.Linear(width, vocab_size, bias=False) if separate else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        x = embed_tokens(self, tokens)
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embed.weight)
+        x = self.norm(x)
+        return self.head(x) if self.head is not None else F.linear(x, self.embed.weight)
+
+
+def embed_tokens(model: GPT, tokens: Tensor) -> Tensor:
+    """Return the first activations of a GPT."""
+    return model.embed(tokens) + model.position.weight[: tokens.shape[1]]
+
+
+GPT_PIECES = ((embed_tokens, ("embed", "position")), "blocks.*", "norm", "head")
+GPT_TENSOR_PLAN = {
+    "embed": "embedding",
+    "blocks.*.wq": "columns",
+    "blocks.*.wk": "columns",
+    "blocks.*.wv": "columns",
+    "blocks.*.out": "rows",
+    "blocks.*.up": "columns",
+    "blocks.*.down": "rows",
+    "head": "scores",
+}
 
 
 class KeptAttention(nn.Module):

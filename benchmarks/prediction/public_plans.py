@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,19 @@ def read_configurations() -> dict[str, Any]:
 class Planner:
     """Plans configurations of `models`, which are entries of a config.yaml.
 
-    `footprints`: those made so far, or the sentence that says why there is none, by request.
+    `blocks_of`: returns path and number of the equal blocks by which a request's network is drawn out; None
+    where all of it is followed. `footprints`: those made so far, or the sentence that says why there is none,
+    by request.
     """
 
-    def __init__(self, models: Mapping[str, Any]):
+    def __init__(
+        self,
+        models: Mapping[str, Any],
+        blocks_of: Callable[[Request], tuple[str, int] | None] = lambda request: None,
+    ):
         prepare()
         torch.set_num_threads(1)
-        self.models = dict(models)
+        self.models, self.blocks_of = dict(models), blocks_of
         self.footprints: dict[Request, Footprint | str] = {}
 
     def plan(self, c: Mapping[str, Any]) -> Planned:
@@ -66,7 +72,7 @@ class Planner:
         if request not in self.footprints:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.footprints[request] = try_footprint(request)
+                self.footprints[request] = try_footprint(request, None, self.blocks_of(request))
         return self.footprints[request]
 
     def _config(self, c: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,271 +1,338 @@
-"""Holds the plan's verdict to public sweeps: what it says of configurations that ran or ran out of memory.
+"""Holds the plan and the sieves of `tune` to public sweeps: configurations of a network, measured by others.
 
-    PYTHONPATH=workflow python benchmarks/prediction/public_sweeps.py FILE.csv
+    PYTHONPATH=workflow nice python benchmarks/prediction/public_sweeps.py [FILE.csv]
 
-FILE.csv has a row for each configuration of a sweep: `sweep` (its name), `strategy`, `dp`, `tp`, `pp`, `cp`,
-`micro_batch`, `precision`, `weights`, `checkpointing`, `compile`, `offload` and `outcome` (ok or oom). Models
-and GPUs of known sweeps are below. Rows that a config cannot say are left out: division of layers, experts
-or texts (an own network has no sequence parallelism), `compile`, other number formats, a part of the blocks
-checkpointed, and GPUs whose memory is not stated. Prints benchmarks/results/public-sweeps.md and takes about
-five CPU-minutes in one process.
+FILE.csv has the sweeps' rows (public_sweep_runs.py says which columns). What a config can say of them is
+planned and written into workflow/reference/public_sweeps.csv, from which `tune` learns how far planned ratios
+are off; that takes about half an hour of one core. Run it again when the plan's rates have changed.
+Prints benchmarks/results/public-sweeps.md from that table, without FILE.csv in seconds.
 """
 
 from __future__ import annotations
 
 import csv
+import math
+import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "workflow")]
 
 from public_plans import Planner  # noqa: E402
+from public_sweep_runs import MODELS, Run, equal_blocks, read_runs  # noqa: E402
 
 from stratbench.cell.text.words import GIB  # noqa: E402
 from stratbench.plan.device_rates import find_gpu  # noqa: E402
-from stratbench.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Planned  # noqa: E402
-
-
-def llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, **more: Any) -> dict:
-    """Return the model of a config.yaml for a Llama of these sizes."""
-    sizes = {
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "hidden": hidden,
-    }
-    return {
-        "call": "public_networks.Llama",
-        "kwargs": sizes | more,
-        "shard": ["LlamaBlock"],
-    }
-
-
-def gpt(layers: int, width: int, heads: int) -> dict:
-    """Return the model of a config.yaml for a GPT of these sizes."""
-    sizes = {"layers": layers, "width": width, "heads": heads, "bias": True}
-    return {"call": "public_networks.GPT", "kwargs": sizes, "shard": ["GPTBlock"]}
-
-
-MODELS = {
-    "qwen3-0.6b": llama(28, 1024, 16, 8, 3072, head_size=128, tied=True),
-    "qwen2.5-7b": llama(28, 3584, 28, 4, 18944),
-    "qwen2.5-14b": llama(48, 5120, 40, 8, 13824),
-    "qwen2.5-32b": llama(64, 5120, 40, 8, 27648),
-    "qwen2.5-72b": llama(80, 8192, 64, 8, 29568),
-    "llama-13b-gqa": llama(40, 5120, 40, 8, 17920),
-    "llama2-7b": llama(32, 4096, 32, 32, 11008),
-    "llama2-13b": llama(40, 5120, 40, 40, 13824),
-    "llama2-70b": llama(80, 8192, 64, 8, 28672),
-    "llama3-8b": llama(32, 4096, 32, 8, 14336),
-    "gpt2-large": gpt(36, 1280, 20),
-    "enoki-28": gpt(21, 1792, 28),
-    "enoki-32": gpt(24, 2048, 32),
-    "enoki-40": gpt(30, 2560, 40),
-    "enoki-44": gpt(33, 2816, 44),
-    "enoki-48": gpt(36, 3072, 48),
-}
-MODELS |= {
-    f"{name}-selective": model | {"kwargs": model["kwargs"] | {"selective": True}}
-    for name, model in MODELS.items()
-    if model["call"] == "public_networks.Llama"
-}
-# Sweeps by the beginning of their name: model, vocabulary, tokens per sample, GPU, GPUs per node, precision
-# where the row states none. Sizes of enoki follow from its parameters.
-SWEEPS = {
-    "4090nop2p-qwen06b-x2": ("qwen3-0.6b", 151936, 512, "RTX 4090", 8, "bf16"),
-    "h100blog-gpt2large-x1": ("gpt2-large", 50257, 1024, "H100 80GB HBM3", 8, "tf32"),
-    "idris-qwen14b-a100": ("qwen2.5-14b", 152064, 4096, "A100-SXM4-80GB", 8, "bf16"),
-    "idris-qwen14b-h100": ("qwen2.5-14b", 152064, 4096, "H100 80GB HBM3", 4, "bf16"),
-    "idris-qwen14b-dalia": ("qwen2.5-14b", 152064, 4096, "GB200", 64, "bf16"),
-    "idris-qwen32b-h100": ("qwen2.5-32b", 152064, 4096, "H100 80GB HBM3", 4, "bf16"),
-    "idris-qwen32b-dalia": ("qwen2.5-32b", 152064, 4096, "GB200", 64, "bf16"),
-    "idris-qwen72b-a100": ("qwen2.5-72b", 152064, 4096, "A100-SXM4-80GB", 8, "bf16"),
-    "idris-qwen72b-h100": ("qwen2.5-72b", 152064, 4096, "H100 80GB HBM3", 4, "bf16"),
-    "idrispar-qwen7b-a100": ("qwen2.5-7b", 152064, 4096, "A100-SXM4-80GB", 8, "bf16"),
-    "idrispar-qwen7b-h100": ("qwen2.5-7b", 152064, 4096, "H100 80GB HBM3", 4, "bf16"),
-    "kempner-13b": ("llama-13b-gqa", 128256, 4096, "H200", 4, "bf16"),
-    "rorqual-enoki28": ("enoki-28", 50304, 2048, "H100 80GB HBM3", 4, "bf16"),
-    "rorqual-enoki32": ("enoki-32", 50304, 2048, "H100 80GB HBM3", 4, "bf16"),
-    "rorqual-enoki40": ("enoki-40", 50304, 2048, "H100 80GB HBM3", 4, "bf16"),
-    "rorqual-enoki44": ("enoki-44", 50304, 2048, "H100 80GB HBM3", 4, "bf16"),
-    "rorqual-enoki48": ("enoki-48", 50304, 2048, "H100 80GB HBM3", 4, "bf16"),
-    "titan-llama2-13b": ("llama2-13b", 32000, 4096, "A100-SXM4-80GB", 8, "bf16"),
-    "titan-llama2-70b": ("llama2-70b", 32000, 4096, "A100-SXM4-80GB", 8, "bf16"),
-    "titan-llama3-8b": ("llama3-8b", 128256, 8192, "A100-SXM4-80GB", 8, "bf16"),
-    "titan-llama8b": ("llama3-8b", 128256, 8192, "H100 96GB", 8, "bf16"),
-    "internevo-7b": ("llama2-7b", 103168, 2048, "A100-SXM4-80GB", 8, "bf16"),
-}
-#: How a row's checkpointing is said; others, of some of the blocks, are not.
-CHECKPOINTING = {
-    "": False,
-    "none": False,
-    "none (default)": False,
-    "full": True,
-    "yes": True,
-    "selective op": "selective",
-}
-#: Sources of sweeps, by the beginning of their names.
-SOURCES = (
-    "4090nop2p",
-    "h100blog",
-    "idrispar",
-    "idris",
-    "internevo",
-    "kempner",
-    "rorqual",
-    "titan",
+from stratbench.plan.schedule import DOES_NOT_FIT, FITS, TIGHT  # noqa: E402
+from stratbench.tune.differences import (  # noqa: E402
+    KINDS,
+    PUBLIC_SWEEPS,
+    Margins,
+    beaten,
+    by_sweep,
+    fit_margins,
+    read_sweeps,
 )
+from stratbench.tune.sieves import MEMORY_FACTOR  # noqa: E402
+
+Row = Mapping[str, str]
+#: Sources whose sweeps ran PyTorch's own DDP, FSDP and tensor parallelism.
+PYTORCH = (
+    "gpt2-large-h100-blog",
+    "idris",
+    "idris-parallelism",
+    "kempnerforge",
+    "rorqual-enoki",
+    "torchtitan",
+)
+#: Times as long as this count as the winner's.
+NEAR = 1.03
+COLUMNS = ("sweep", "source", "url", "licence", "model", "gpu", "gpus", "strategy", *KINDS)
+COLUMNS += ("measured", "planned", "need", "verdict")
 
 
-@dataclass(frozen=True)
-class Run:
-    """A configuration of a sweep: what is planned of it, and whether it ran."""
+def plan_run(planner: Planner, run: Run) -> dict[str, str]:
+    """Return the row of a run: what was measured and what is planned, each for one sample.
 
-    sweep: str
-    configuration: Mapping[str, Any]
-    ran: bool
+    Raises:
+        SystemExit: It is not predicted.
+    """
+    configurations = [run.configuration] if run.whole else [run.at(False), run.at(True)]
+    planned = [planner.plan(c) for c in configurations]
+    if planned[0].fit is None:
+        raise SystemExit(f"{run.row['sweep']}: is not predicted: {planned[0].why}")
+    fit, times = planned[0].fit, [p.fit.usual_s for p in planned]
+    planned_s = times[0] + (times[-1] - times[0]) * run.share
+    memory_bytes = find_gpu(run.configuration["cluster"]["gpu"]).memory_gib * GIB
+    return {
+        **{key: run.row[key] for key in ("sweep", "source", "licence")},
+        "url": re.sub(r"[;,] (the stored copy|in Chinese)[^)]*", "", run.row["url"]),
+        "model": run.configuration["model"],
+        "gpu": run.configuration["cluster"]["gpu"],
+        "gpus": str(run.configuration["experiment"]["gpus"]),
+        "strategy": run.row["strategy"],
+        **{kind: f"{amount:g}" for kind, amount in run.kinds.items()},
+        "measured": "" if run.cost is None else f"{run.cost:.5g}",
+        "planned": f"{planned_s / run.configuration['experiment']['global_batch']:.5g}",
+        "need": f"{fit.needed_bytes / memory_bytes:.3f}" if run.whole else "",
+        "verdict": fit.verdict if run.whole else "",
+    }
+
+
+def write_table(rows: Sequence[Row]) -> None:
+    """Write the table that `tune` reads."""
+    with PUBLIC_SWEEPS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    read_sweeps.cache_clear()
+
+
+class Sweep:
+    """A sweep with two or more configurations that ran."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self.rows = [row for row in rows if row["measured"]]
+        self.source = rows[0]["source"]
+        self.measured = [float(row["measured"]) for row in self.rows]
+        self.planned = [float(row["planned"]) for row in self.rows]
+        self.amounts = [{kind: float(row[kind]) for kind in KINDS} for row in self.rows]
 
     @property
-    def source(self) -> str:
-        """Where it was published."""
-        return next(source for source in SOURCES if self.sweep.startswith(source))
+    def indices(self) -> list[int]:
+        """All configurations."""
+        return list(range(len(self.rows)))
+
+    @property
+    def order(self) -> list[int]:
+        """The configurations, planned fastest first."""
+        return sorted(self.indices, key=self.planned.__getitem__)
+
+    def regret(self, of: Sequence[int]) -> float:
+        """Return the best of these configurations over the best of all."""
+        return min(self.measured[i] for i in of) / min(self.measured)
+
+    def left(self, margins: Margins) -> list[int]:
+        """Return the configurations that the sieve of time leaves."""
+        names = {str(i): i for i in self.indices}
+        times = {name: self.planned[i] for name, i in names.items()}
+        lost = beaten(times, {name: self.amounts[i] for name, i in names.items()}, margins)
+        return [i for name, i in names.items() if name not in lost]
+
+    def within(self, factor: float) -> list[int]:
+        """Return what is planned within so many times of the fastest."""
+        return [i for i in self.indices if self.planned[i] <= factor * min(self.planned)]
 
 
-def read_runs(path: Path) -> list[Run]:
-    """Return the runs that a config can say, each configuration once."""
-    with path.open(encoding="utf-8", newline="") as file:
-        runs = {str(run): run for run in _runs(csv.DictReader(file))}
-    return list(runs.values())
-
-
-def _runs(rows: Iterator[Mapping[str, str]]) -> Iterator[Run]:
-    for row in rows:
-        known = max((s for s in SWEEPS if row["sweep"].startswith(s)), key=len, default=None)
-        if known is None or row["outcome"] not in ("ok", "oom") or row["compile"].startswith("yes"):
-            continue
-        configuration = _configuration(row, *SWEEPS[known])
-        if configuration is not None:
-            yield Run(row["sweep"], configuration, row["outcome"] == "ok")
-
-
-def _configuration(
-    row: Mapping[str, str],
-    model: str,
-    vocabulary: int,
-    sequence: int,
-    gpu: str,
-    node: int,
-    precision: str,
-) -> dict[str, Any] | None:
-    """Return the parts of a config.yaml that say this row; None where none can."""
-    dp, tp, pp, cp = (int(row[axis] or 1) for axis in ("dp", "tp", "pp", "cp"))
-    checkpointing = CHECKPOINTING.get(row["checkpointing"])
-    formats = row["precision"] + row["weights"]
-    if max(tp, pp, cp) > 1 or "ep" in row["strategy"].split("+") or checkpointing is None:
-        return None
-    if "float8" in formats or "nf4" in formats or not row["micro_batch"]:
-        return None
-    if checkpointing == "selective":
-        if MODELS[model]["call"] != "public_networks.Llama":
-            return None
-        model, checkpointing = f"{model}-selective", False
-    precision = next((p for p in ("fp16", "bf16") if p in row["precision"]), precision)
-    variant = _variant(row["strategy"], dp)
-    if variant is None:
-        return None
-    if variant["strategy"] == "fsdp" and precision in ("bf16", "fp16"):
-        variant["mixed_precision"] = "policy"
-    if variant["strategy"] == "fsdp" and row["offload"] and precision != "fp16":
-        variant["offload"] = "cpu"
-    experiment = {
-        "gpus": dp,
-        "global_batch": int(row["micro_batch"]) * dp,
-        "optimizer": "adamw",
-        "precision": precision,
-        "activation_checkpointing": checkpointing,
+def sieve_rows(sweeps: Sequence[Sweep], margins: Mapping[str, Margins]) -> Iterator[str]:
+    """Yield the table of sieves; `margins`: by the source that is left out."""
+    sieves: dict[str, Callable[[Sweep], list[int]]] = {
+        "by kind, of other sources": lambda s: s.left(margins[s.source]),
+        **{
+            f"one factor, {factor:g}": lambda s, factor=factor: s.within(factor)
+            for factor in (1.1, 1.15, 1.3, 1.5)
+        },
+        "the first three": lambda s: s.order[:3],
+        "the first alone": lambda s: s.order[:1],
     }
-    return {
-        "model": model,
-        "data": {"sequence": sequence, "vocabulary": vocabulary},
-        "variant": variant,
-        "experiment": experiment,
-        "cluster": {"gpu": gpu, "gpus_per_node": node},
-    }
-
-
-def _variant(strategy: str, gpus: int) -> dict[str, Any] | None:
-    """Return the strategy and its options that train as `strategy` of a sweep does; None: none does."""
-    if gpus == 1:
-        return {"strategy": "single"}
-    if strategy in ("ddp", "zero0"):
-        return {"strategy": "ddp"}
-    if strategy.startswith(("zero1", "internevo zero1")):
-        return {"strategy": "zero1"}
-    if strategy in ("zero2", "fsdp1-grad-op"):
-        return {"strategy": "fsdp", "reshard_after_forward": "never"}
-    if strategy.startswith(("zero3", "fsdp")):
-        return {"strategy": "fsdp"}
-    return None
-
-
-def source_rows(planned: list[tuple[Run, Planned]]) -> Iterator[str]:
-    """Yield the table of verdicts by source."""
-    for source in (*SOURCES, "all"):
-        mine = [(run.ran, p.fit.verdict) for run, p in planned if source in (run.source, "all")]
-        if mine:
-            cells = (
-                mine.count((ran, v)) for ran in (True, False) for v in (FITS, TIGHT, DOES_NOT_FIT)
-            )
-            yield f"| {source} | {' | '.join(map(str, cells))} |"
-
-
-def unfit_rows(planned: list[tuple[Run, Planned]]) -> Iterator[str]:
-    """Yield a line for each configuration that ran although the plan says that it does not fit."""
-    for run, p in planned:
-        if run.ran and p.fit.verdict == DOES_NOT_FIT:
-            c, needed_gib = run.configuration, p.fit.needed_bytes / GIB
-            variant, experiment = c["variant"]["strategy"], c["experiment"]
-            each = experiment["global_batch"] // experiment["gpus"]
-            share = 100 * needed_gib / find_gpu(c["cluster"]["gpu"]).memory_gib
+    for name, group in groups(sweeps):
+        for sieve, keep in sieves.items():
+            kept = [keep(s) for s in group]
+            regrets = [s.regret(left) for s, left in zip(group, kept, strict=True)]
+            share = sum(map(len, kept)) / sum(len(s.rows) for s in group)
             yield (
-                f"| {run.sweep} | {variant} | {each} | {experiment['activation_checkpointing']} | "
-                f"{needed_gib:.1f} | {share:.0f} |"
+                f"| {name} ({len(group)}) | {sieve} | {percent(share)} | "
+                f"{percent(fmean(r <= 1 for r in regrets))} | "
+                f"{percent(fmean(r <= NEAR for r in regrets))} | {max(regrets):.2f} |"
             )
 
 
-PAGE = """# The plan's verdict beside public sweeps
+def groups(sweeps: Sequence[Sweep]) -> Iterator[tuple[str, list[Sweep]]]:
+    """Yield PyTorch's sweeps, the others, and all."""
+    yield "PyTorch", [s for s in sweeps if s.source in PYTORCH]
+    yield "others", [s for s in sweeps if s.source not in PYTORCH]
+    yield "all", list(sweeps)
 
-`PYTHONPATH=workflow python benchmarks/prediction/public_sweeps.py FILE.csv`
 
-{count} configurations that a config can say. The limits are 81 % of the GPU's memory (`fits`) and 103 %
-(`tight`).
+def kind_rows(sweeps: Sequence[Sweep], margins: Mapping[str, Margins]) -> Iterator[str]:
+    """Yield the table by kind: pairs of a sweep that differ in one kind alone, judged by other sources."""
+    whole = fit_margins(row for s in sweeps for row in s.rows)
+    for kind in KINDS:
+        for more in (True, False):
+            pairs = [p for s in sweeps for p in pairs_of(s, kind, more)]
+            apart = [p for p in pairs if abs(math.log(p.measured)) > math.log(NEAR)]
+            wrong = [p for p in apart if p.measured < 1]
+            known = [p for p in pairs if (kind, more) in margins[p.source]]
+            dropped = [p for p in known if p.planned > margins[p.source][kind, more].ratio]
+            lost = sum(p in wrong for p in dropped)
+            m = whole.get((kind, more))
+            evidence = f"{m.sweeps}, {m.sources} | {m.ratio:.2f}" if m else "too little | "
+            yield (
+                f"| {kind} | {'more' if more else 'less'} | {len(pairs)} | {len(wrong)} of {len(apart)} | "
+                f"{evidence} | {len(dropped)} | {lost} |"
+            )
 
-| source | ran: fits | tight | does not fit | out of memory: fits | tight | does not fit |
-|---|---|---|---|---|---|---|
-{sources}
 
-Configurations that ran and are said not to fit:
+class Pair(NamedTuple):
+    """Ratios of the one that is planned slower to the other."""
 
-| sweep | strategy | samples per GPU | checkpointing | need, GiB | % of the GPU |
-|---|---|---|---|---|---|
-{unfit}
+    source: str
+    planned: float
+    measured: float
+
+
+def pairs_of(s: Sweep, kind: str, more: bool) -> Iterator[Pair]:
+    """Yield the pairs that differ in `kind` alone, the slower one with more (or less) of it."""
+    for slower, faster in permutations(s.indices, 2):
+        a, b = s.amounts[slower], s.amounts[faster]
+        planned = s.planned[slower] / s.planned[faster]
+        if (
+            planned > 1
+            and [k for k in KINDS if a[k] != b[k]] == [kind]
+            and (a[kind] > b[kind]) == more
+        ):
+            yield Pair(s.source, planned, s.measured[slower] / s.measured[faster])
+
+
+Rule = Callable[[Sweep], list[int]]
+
+
+def least(kind: str) -> Rule:
+    """Return the rule that takes what has least of a kind."""
+    return lambda s: [i for i in s.indices if s.amounts[i][kind] == min(a[kind] for a in s.amounts)]
+
+
+RULES: dict[str, Rule] = {
+    "no tensor parallelism": least("tensor"),
+    "the largest micro-batch": lambda s: [
+        i
+        for i in s.indices
+        if s.amounts[i]["micro-batch"] == max(a["micro-batch"] for a in s.amounts)
+    ],
+    "no checkpointing where it fits": least("checkpointing"),
+    "DDP where it fits": lambda s: [
+        i for i in s.indices if s.rows[i]["strategy"] in ("ddp", "zero0")
+    ],
+}
+
+
+def rule_rows(sweeps: Sequence[Sweep]) -> Iterator[str]:
+    """Yield the table of rules of thumb, each on the sweeps in which it leaves some and drops others."""
+    for name, rule in RULES.items():
+        left = [(s, kept) for s in sweeps if 0 < len(kept := rule(s)) < len(s.rows)]
+        for what, of in (
+            ("the best that it leaves", lambda s, kept: s.regret(kept)),
+            ("the mean of what it leaves", mean_regret),
+            ("the plan's first choice", lambda s, kept: s.regret(s.order[:1])),
+        ):
+            regrets = [of(s, kept) for s, kept in left]
+            near = percent(fmean(r <= NEAR for r in regrets))
+            yield (
+                f"| {name} ({len(left)}) | {what} | {near} | {median(regrets):.2f} | "
+                f"{max(regrets):.2f} |"
+            )
+
+
+def mean_regret(s: Sweep, kept: Sequence[int]) -> float:
+    """Return the mean of these configurations over the best of all."""
+    return fmean(s.measured[i] for i in kept) / min(s.measured)
+
+
+def percent(share: float) -> str:
+    """Return a share as a whole number of percent."""
+    return f"{100 * share:.0f}"
+
+
+def verdict_rows(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the table of verdicts by source."""
+    for source in (*dict.fromkeys(row["source"] for row in rows), "all"):
+        mine = [r for r in rows if r["verdict"] and source in (r["source"], "all")]
+        cells = (
+            sum((r["measured"] != "", r["verdict"]) == (ran, verdict) for r in mine)
+            for ran in (True, False)
+            for verdict in (FITS, TIGHT, DOES_NOT_FIT)
+        )
+        over = sum(r["measured"] != "" and float(r["need"]) > MEMORY_FACTOR for r in mine)
+        yield f"| {source} | {' | '.join(map(str, cells))} | {over} |"
+
+
+PAGE = """# The plan and the sieves of `tune` beside public sweeps
+
+`PYTHONPATH=workflow nice python benchmarks/prediction/public_sweeps.py [FILE.csv]`
+
+{count} configurations of {sweeps} sweeps, each of one network on one kind and number of GPUs
+(`workflow/reference/public_sweeps.csv` has source and licence of each). Every figure of the sieve by kind is
+of margins from all other sources. PyTorch: sweeps of its own DDP, FSDP and tensor parallelism; others:
+DeepSpeed, InternEvo and Megatron, of which only times are public. Cells are percent where no unit is said.
+Nothing on this page was timed here, so that the load of the machine does not matter.
+
+## What the sieve of time leaves
+
+Left: configurations that are kept. Winner kept: sweeps in which the fastest is among them; near: it, or one
+within 3 % of it. Worst: the best that is left, over the fastest, in the worst sweep.
+
+| sweeps | sieve | left | winner kept | near | worst |
+|---|---|--:|--:|--:|--:|
+{sieves}
+
+## By kind of difference
+
+Pairs of a sweep that differ in one kind alone, by whether the one that is planned slower has more of it.
+Wrong: it was faster by more than 3 %, of the pairs whose times differ by so much. Kept up to: the planned
+ratio from which `tune` drops the slower one, by all sources. Dropped, lost: by other sources; lost is what
+was faster by more than 3 %.
+
+| kind | slower has | pairs | wrong | sweeps, sources | kept up to | dropped | lost |
+|---|---|--:|--:|--:|--:|--:|--:|
+{kinds}
+
+## Rules of thumb
+
+Each on the sweeps in which it leaves some configurations and drops others (their number). Regret: over the
+fastest of the sweep.
+
+| rule | takes | within 3 % | median regret | worst |
+|---|---|--:|--:|--:|
+{rules}
+
+## Verdicts on memory
+
+The limits are 81 % of the GPU's memory (`fits`) and 103 % (`tight`); `tune` drops what needs more than 150 %.
+
+| source | ran: fits | tight | does not fit | out of memory: fits | tight | does not fit | ran beyond 150 % |
+|---|--:|--:|--:|--:|--:|--:|--:|
+{verdicts}
 """
 
 
+def page(rows: Sequence[Row]) -> str:
+    """Return the page of these rows."""
+    sweeps = [s for s in map(Sweep, by_sweep(rows).values()) if len(s.rows) > 1]
+    margins = {
+        source: fit_margins(row for s in sweeps if s.source != source for row in s.rows)
+        for source in {s.source for s in sweeps}
+    }
+    return PAGE.format(
+        count=sum(len(s.rows) for s in sweeps),
+        sweeps=len(sweeps),
+        sieves="\n".join(sieve_rows(sweeps, margins)),
+        kinds="\n".join(kind_rows(sweeps, margins)),
+        rules="\n".join(rule_rows(sweeps)),
+        verdicts="\n".join(verdict_rows(rows)),
+    )
+
+
 def main() -> None:
-    """Plan all runs of the file and print the page."""
-    planner, planned = Planner(MODELS), []
-    for run in read_runs(Path(sys.argv[1])):
-        planned.append((run, planner.plan(run.configuration)))
-        if planned[-1][1].fit is None:
-            raise SystemExit(f"{run.sweep}: is not predicted: {planned[-1][1].why}")
-    sources, unfit = "\n".join(source_rows(planned)), "\n".join(unfit_rows(planned))
-    print(PAGE.format(count=len(planned), sources=sources, unfit=unfit), end="")
+    """Plan the runs of the file, if there is one, and print the page."""
+    if len(sys.argv) > 1:
+        planner = Planner(MODELS, equal_blocks)
+        write_table([plan_run(planner, run) for run in read_runs(Path(sys.argv[1]))])
+    print(page(read_sweeps()), end="")
 
 
 if __name__ == "__main__":

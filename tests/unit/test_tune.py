@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from synthetic_files import Files
+from synthetic_race import World
 
+from stratbench.cell.blocks import trained_digest
+from stratbench.plan.needs import subject_of
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.config.config import load_config
-from stratbench.tune import space
+from stratbench.tune import sieves, space, subcommand
 from stratbench.tune.__main__ import main
+from stratbench.tune.differences import KINDS, Margin
 from stratbench.tune.sieves import (
+    LATER,
     MEASURED,
+    OUT_OF_MEMORY,
     REFUSED,
     TOO_LARGE,
     TOO_SLOW,
@@ -102,7 +110,7 @@ def test_only_what_is_planned_far_slower_than_the_fastest_is_dropped():
         each("deepspeed", 1.0, REFUSED),
     ]
     by_name = {s.combination.name: s for s in given}
-    drop_slow(by_name, "ddp", 1.3)
+    drop_slow(by_name, "ddp", 1.3, {})
     fates = {name: s.fate for name, s in by_name.items()}
     assert fates == {
         "ddp": MEASURED,  # the baseline, whatever it takes
@@ -112,7 +120,76 @@ def test_only_what_is_planned_far_slower_than_the_fastest_is_dropped():
         "pipeline": MEASURED,  # nothing is known of it
         "deepspeed": REFUSED,
     }
-    assert by_name["tensor"].why == "planned 1.31 times as long as the fastest (kept up to 1.3)"
+    assert by_name["tensor"].why == "planned 1.31 times as long as zero1 (kept up to 1.30)"
+
+
+PLAIN = dict.fromkeys(KINDS, 1.0)
+CHECKPOINTED = {"activation_checkpointing": True}
+
+
+def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
+    def each(c: Combination, time_s: float, **amounts: float) -> Sieved:
+        return Sieved(c, MEASURED, "", time_s, None, PLAIN | amounts)
+
+    bucket = {"bucket_cap_mb": 100}
+    given = [
+        each(Combination("ddp"), 10.0),
+        each(Combination("ddp", {}, CHECKPOINTED), 12.1, checkpointing=2.0),
+        each(Combination("ddp", bucket), 9.0),  # an option of no known kind: not comparable
+        each(Combination("ddp", bucket, CHECKPOINTED), 10.9, checkpointing=2.0),
+        each(Combination("fsdp"), 50.0, sharding=3.0),  # no evidence
+    ]
+    by_name = {s.combination.name: s for s in given}
+    drop_slow(by_name, "zero1", None, {("checkpointing", True): Margin(1.2, 9, 4)})
+    dropped = {name: s.why for name, s in by_name.items() if s.fate == TOO_SLOW}
+    assert dropped == {
+        "ddp_checkpointing": "planned 1.21 times as long as ddp (kept up to 1.20)",
+        "ddp_bucket-cap-mb-100_checkpointing": (
+            "planned 1.21 times as long as ddp_bucket-cap-mb-100 (kept up to 1.20)"
+        ),
+    }
+    by_name = {s.combination.name: s for s in given}
+    drop_slow(by_name, "ddp_checkpointing", None, {("checkpointing", True): Margin(1.2, 9, 4)})
+    assert by_name["ddp_checkpointing"].fate == MEASURED  # the baseline
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "settings", "amounts"),
+    [
+        ("ddp", {}, {"accumulate": 4}, {"micro-batch": 1}),
+        ("ddp", {}, {"activation_checkpointing": "selective"}, {"checkpointing": 0.4}),
+        ("zero1", {}, {}, {"sharding": 1}),
+        (
+            "fsdp",
+            {},
+            {"activation_checkpointing": "every-2"},
+            {"sharding": 3, "checkpointing": 0.5},
+        ),
+        ("fsdp", {"reshard_after_forward": "never"}, {}, {"sharding": 2}),
+        (
+            "fsdp",
+            {"offload": "cpu"},
+            {"compile": True},
+            {"sharding": 3, "offload": 1, "compile": 1},
+        ),
+        ("tensor", {"tensor_workers": 2}, {}, {"sharding": 3, "tensor": 2}),
+        ("tensor", {"data": "ddp"}, {"accumulate": 2}, {"micro-batch": 2, "tensor": 4}),
+        (
+            "pipeline",
+            {"pipeline_workers": 2, "microbatches": 4},
+            {},
+            {"micro-batch": 2, "pipeline": 2},
+        ),
+    ],
+)
+def test_a_cell_says_what_it_has_of_each_kind(strategy, options, settings, amounts):
+    config = config_of()
+    combination = Combination(strategy, options, settings)
+    config["studies"]["s"]["experiments"]["first"] |= {"global_batch": 16, "device": "cuda"}
+    whole, study = load_config(sieves.study_of(config, "first", 4, "gpt-compact", [combination]))
+    (cell,) = study.cells
+    plain = dict.fromkeys(KINDS, 0) | {"micro-batch": 4, "tensor": 1, "pipeline": 1}
+    assert sieves.amounts_of(subject_of(whole, study, cell)) == plain | amounts
 
 
 @pytest.mark.slow
@@ -149,10 +226,76 @@ def test_what_the_config_refuses_is_not_measured():
 @pytest.mark.parametrize(("needed_bytes", "fate"), [(150, MEASURED), (151, TOO_LARGE)])
 def test_half_again_a_workers_memory_is_tried(needed_bytes, fate):
     fit = SimpleNamespace(
-        room_bytes=80.0, needed_bytes=needed_bytes, verdict="tight", device="a GPU", usual_s=1.0
+        room_bytes=80.0, needed_bytes=needed_bytes, verdict="tight", device="a GPU", usual_s=None
     )
-    planned = SimpleNamespace(state="to do", fit=fit)
+    on_cpus = SimpleNamespace(request=SimpleNamespace(on_cuda=False))
+    planned = SimpleNamespace(state="to do", fit=fit, subject=on_cpus)
     assert _planned(Combination("ddp"), planned, memory_margin=0.25).fate == fate
+
+
+def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_path):
+    files = Files(tmp_path, World(steps_s={"ddp": 0.1, "fsdp": 0.2}, scores={}, oom=["ddp"]))
+    files.run(files.next_round())
+    failed = sieves.out_of_memory_in(str(tmp_path), "demo")
+    cells = [cell for cell in files.study.cells if cell.strategy == "ddp"]
+    assert failed == {("ddp", trained_digest(files.study.settings(cell))) for cell in cells}
+
+    def fates(of_first: str) -> dict[str, str]:
+        given = [
+            Sieved(Combination("ddp"), of_first, "", 1.0, None, PLAIN),
+            Sieved(
+                Combination("ddp", {}, CHECKPOINTED),
+                MEASURED,
+                "",
+                1.5,
+                None,
+                PLAIN | {"checkpointing": 2},
+            ),
+        ]
+        by_name = {s.combination.name: s for s in given}
+        drop_slow(by_name, "fsdp", None, {("checkpointing", True): Margin(1.2, 9, 4)})
+        return {name: s.fate for name, s in by_name.items()}
+
+    assert fates(MEASURED) == {"ddp": MEASURED, "ddp_checkpointing": TOO_SLOW}
+    assert fates(OUT_OF_MEMORY) == {"ddp": OUT_OF_MEMORY, "ddp_checkpointing": MEASURED}
+
+
+def test_a_budget_puts_off_the_planned_slowest_and_a_larger_one_measures_them():
+    def measured(budget_gpu_hours: float | None) -> list[str]:
+        costs = {"segment_s": 240.0, "cell_s": 3600.0}  # 7.5 segments of each: half an hour
+        given = [
+            Sieved(Combination(name), MEASURED, "", time_s, **costs)
+            for name, time_s in (("ddp", 9.0), ("zero1", 3.0), ("fsdp", 2.0), ("tensor", 4.0))
+        ] + [Sieved(Combination("pipeline"), MEASURED)]
+        by_name = {s.combination.name: s for s in given}
+        sieves.put_off(by_name, "ddp", budget_gpu_hours)
+        later = [s for s in by_name.values() if s.fate == LATER]
+        assert all("a larger one measures it, too" in s.why for s in later)
+        return [name for name, s in by_name.items() if s.fate == MEASURED]
+
+    assert measured(0.1) == ["ddp", "fsdp", "pipeline"]
+    assert measured(2.5) == ["ddp", "zero1", "fsdp", "pipeline"]
+    assert measured(3.0) == measured(None) == ["ddp", "zero1", "fsdp", "tensor", "pipeline"]
+
+
+def test_rounds_are_followed_by_a_sieve_until_it_leaves_the_study_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("study: s\n")
+    tuned, ran = tmp_path / "results" / "s" / "tune" / "config.yaml", []
+    tuned.parent.mkdir(parents=True)
+    contents = iter(["first", "second", "second"])
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        ran.append(next(rule for rule in ("tune", "verdict") if rule in command))
+        if ran[-1] == "tune":
+            tuned.write_text(next(contents))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subcommand.subprocess, "run", run)
+    given = SimpleNamespace(profile="local", sieve_only=False, study=None, config=[], set=[])
+    monkeypatch.setattr("stratbench.command.__main__.pairs", lambda given: [])
+    assert subcommand.run_tune(given, []) == 0
+    assert ran == ["tune", "verdict", "tune", "verdict", "tune"]
 
 
 @pytest.mark.parametrize(

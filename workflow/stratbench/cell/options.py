@@ -21,12 +21,20 @@ def option(
     least: float | None = None,
     below: float | None = None,
     tried: Sequence[Any] = (),
+    kind: str | None = None,
 ) -> Any:
     """A field of `Options` that says what it means (`help`) and between which limits numbers lie.
 
     `tried`: values that `tune` tries beside the default. They change speed or memory, and not what is learnt.
+    `kind`: the kind of difference that these make (stratbench.tune.differences); None: one without evidence.
     """
-    metadata = {"help": help, "least": least, "below": below, "tried": tuple(tried)}
+    metadata = {
+        "help": help,
+        "least": least,
+        "below": below,
+        "tried": tuple(tried),
+        "kind": kind,
+    }
     return field(default=default, metadata=metadata)
 
 

@@ -68,6 +68,7 @@ class DeepSpeed(Counted):
             least=1,
             below=4,
             tried=[1, 3],
+            kind="sharding",
         )
         bucket_cap_mb: int = option(25, "size of a bucket in MiB", least=1)
         tuned: bool = option(

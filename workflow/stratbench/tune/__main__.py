@@ -25,12 +25,18 @@ from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError, wrong_value_message
 from stratbench.study.job_environment import set_job_environment
 from stratbench.tune import TUNED
+from stratbench.tune.answer import answer_lines, read_answer
+from stratbench.tune.differences import evidence_lines, public_margins
+from stratbench.tune.page import page
 from stratbench.tune.sieves import (
+    LATER,
     MEASURED,
+    OUT_OF_MEMORY,
     REFUSED,
     TOO_LARGE,
     TOO_SLOW,
     Sieved,
+    out_of_memory_in,
     sieve,
     study_of,
     tuned_name,
@@ -65,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "config: tune: no strategy is left; widen `include`, or shorten `exclude`"
             )
         where = (asked["experiment"], asked["gpus"], asked["model"])
-        sieved = sieve(config, *where, found, whole["tune"]["baseline"])
+        failed = out_of_memory_in(whole["results"], tuned_name(whole["study"]))
+        sieved = sieve(config, *where, found, whole["tune"]["baseline"], failed)
     except ConfigError as error:
         print(folded([f"error: {error}"]), file=sys.stderr)
         return 1
@@ -73,12 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = tuned.with_name("tune.csv")
     write_table(sieved, table)
     print(folded(lines_of(sieved)))
-    chosen = [s.combination for s in sieved if s.fate == MEASURED]
+    chosen = [s.combination for s in sieved if s.fate in (MEASURED, OUT_OF_MEMORY)]
     if not chosen:
         print(f"Nothing is left to measure: {table} says why, for each combination.")
         return 1
-    write_study(config, *where, chosen, tuned)
+    write_study(config, *where, chosen, tuned, whole["tune"]["budget_gpu_hours"])
     print(f"Written: {table}, {tuned}")
+    study, baseline = tuned_name(whole["study"]), whole["tune"]["baseline"]
+    answer = read_answer(Path(whole["results"]), study, sieved, baseline)
+    if answer is not None:
+        path = tuned.with_name("index.html")
+        write_atomic(path, page(answer, sieved, asked["model"]))
+        print(folded(["", *answer_lines(answer), f"{path} has it all."]))
     return 0
 
 
@@ -112,7 +125,9 @@ def lines_of(sieved: Sequence[Sieved]) -> list[str]:
     """What the sieves did, in numbers, and the combinations that are measured, quickest first."""
     fates = Counter(s.fate for s in sieved)
     said = [f"{fates[REFUSED]} refused", f"{fates[TOO_LARGE]} do not fit"]
-    said += [f"{fates[TOO_SLOW]} cannot be among the fastest", f"{fates[MEASURED]} to measure"]
+    said.append(f"{fates[TOO_SLOW]} cannot be among the fastest")
+    said += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
+    said.append(f"{fates[MEASURED]} to measure")
     lines = [f"{counted(len(sieved), 'combination')}: {', '.join(said)}.", ""]
     left = [s for s in sieved if s.fate == MEASURED]
     for each in sorted(left, key=lambda s: s.time_s if s.time_s is not None else float("inf")):
@@ -121,6 +136,9 @@ def lines_of(sieved: Sequence[Sieved]) -> list[str]:
             bytes_text(each.memory_bytes) if each.memory_bytes is not None else "memory not planned"
         )
         lines.append(f"  {each.combination.name}: {time}, {memory} a worker; {each.why}")
+    if any(s.amounts is not None for s in sieved):
+        lines += ["", "Dropped by time where it is planned slower than another by more than:"]
+        lines += evidence_lines(public_margins())
     reasons = Counter(s.why for s in sieved if s.fate == REFUSED)
     lines += ["", *(f"Refused ({n}): {why}" for why, n in reasons.most_common())]
     return lines
@@ -159,11 +177,14 @@ def write_study(
     model: str,
     chosen: Sequence[Combination],
     path: Path,
+    budget_gpu_hours: float | None,
 ) -> None:
     """Write the study of the chosen combinations, for Snakemake's --configfile beside config.yaml."""
     made = study_of(config, experiment, gpus, model, chosen)
     name = tuned_name(config["study"])
     alone = {"study": name, "studies": {name: made["studies"][name]}}
+    if budget_gpu_hours is not None:
+        alone["verdict"] = {"budget_gpu_hours": budget_gpu_hours}
     write_atomic(path, yaml.safe_dump(alone, sort_keys=False))
 
 

@@ -1,22 +1,47 @@
-"""Three sieves: what `check` refuses, what cannot fit, and what cannot be among the fastest."""
+"""Three sieves: what `check` refuses, what cannot fit, and what cannot be among the fastest.
+
+What ran out of memory in a block does not fit, whatever the plan says; what only it was faster than is then
+measured in its place. What a budget cannot pay for comes later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from stratbench.cell.block_rules import (
+    SEGMENT_START_S,
+    STEP_NOISE,
+    expected_cost,
+    segment_s,
+    segment_steps,
+)
+from stratbench.cell.blocks import BlockError, block_files, read_block, trained_digest
 from stratbench.plan.check import check_study
+from stratbench.plan.needs import Subject
 from stratbench.plan.schedule import Planned, make_plan
+from stratbench.strategies import strategy_class, traits_of
+from stratbench.strategies.base import Traits
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
+from stratbench.tune.differences import (
+    SELECTIVE_SHARE,
+    Amounts,
+    Beaten,
+    Margins,
+    beaten,
+    public_margins,
+)
 from stratbench.tune.space import Combination
 
 #: A combination that needs more than so many times a device's memory is not tried. What lies between is:
 #: a short run tells whether it fits.
 MEMORY_FACTOR = 1.5
-#: What becomes of a combination.
-REFUSED, TOO_LARGE, TOO_SLOW, MEASURED = "refused", "does not fit", "slower", "measured"
+#: What becomes of a combination. The last two are in the study that is measured.
+REFUSED, TOO_LARGE, TOO_SLOW, LATER = "refused", "does not fit", "slower", "beyond the budget"
+MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
 
 
 @dataclass(frozen=True)
@@ -24,6 +49,9 @@ class Sieved:
     """What became of a combination, and why.
 
     `time_s` and `memory_bytes` are planned, of a whole training and of a worker; None where nothing is known.
+    `amounts`: what it has of each kind of difference, if public sweeps say anything of its device.
+    `segment_s` and `cell_s`: planned GPU-seconds of a segment of a block and of a whole training.
+    `device_bytes`: what a worker may hold.
     """
 
     combination: Combination
@@ -31,6 +59,10 @@ class Sieved:
     why: str = ""
     time_s: float | None = None
     memory_bytes: int | None = None
+    amounts: Amounts | None = None
+    segment_s: float = 0.0
+    cell_s: float = 0.0
+    device_bytes: float | None = None
 
 
 def sieve(
@@ -40,6 +72,7 @@ def sieve(
     model: str,
     found: Sequence[Combination],
     baseline: str,
+    out_of_memory: Set[tuple[str, str]] = frozenset(),
 ) -> list[Sieved]:
     """What becomes of each combination, in their order. The baseline is measured wherever it fits at all.
 
@@ -50,6 +83,7 @@ def sieve(
         model: Name of the network.
         found: The combinations.
         baseline: Name of the combination that others are held against.
+        out_of_memory: What ran out of memory in a block: its name, and a digest of its settings.
     """
     by_name = {
         c.name: Sieved(c, REFUSED, _refusal(config, experiment, gpus, model, c)) for c in found
@@ -59,22 +93,131 @@ def sieve(
         whole, study = load_config(study_of(config, experiment, gpus, model, left))
         for planned in make_plan(whole, check_study(whole, study), {}).cells:
             name = planned.cell.strategy
-            by_name[name] = _planned(
-                by_name[name].combination, planned, whole["cluster"]["memory_margin"]
-            )
-        drop_slow(by_name, baseline, whole["tune"]["keep_within"])
+            s = _planned(by_name[name].combination, planned, whole["cluster"]["memory_margin"])
+            if (name, trained_digest(planned.subject.settings)) in out_of_memory:
+                s = replace(s, fate=OUT_OF_MEMORY, why="ran out of memory in a block")
+            by_name[name] = s
+        drop_slow(by_name, baseline, whole["tune"]["keep_within"], public_margins())
+        put_off(by_name, baseline, whole["tune"]["budget_gpu_hours"])
     return list(by_name.values())
 
 
-def drop_slow(by_name: dict[str, Sieved], baseline: str, keep_within: float) -> None:
-    """Change those in place that are planned to take more than `keep_within` times the fastest."""
-    left = {name: each for name, each in by_name.items() if each.fate == MEASURED}
-    times_s = {name: each.time_s for name, each in left.items() if each.time_s is not None}
-    for name, time_s in times_s.items():
-        ratio = time_s / min(times_s.values())
-        if name != baseline and ratio > keep_within:
-            why = f"planned {ratio:.2f} times as long as the fastest (kept up to {keep_within:g})"
+def drop_slow(
+    by_name: dict[str, Sieved],
+    baseline: str,
+    keep_within: float | None,
+    margins: Margins,
+) -> None:
+    """Change those in place that are planned to take too long; the baseline is kept.
+
+    Args:
+        by_name: The combinations, by name.
+        baseline: The one that is kept whatever its time.
+        keep_within: From which ratio to the fastest one a combination is dropped; None: that follows from
+            what it differs in from a faster one.
+        margins: Of planned ratios, by what combinations differ in.
+    """
+    left = {name: s for name, s in by_name.items() if s.fate == MEASURED and s.time_s is not None}
+    if keep_within is None:
+        found = beaten_of(left, margins)
+    else:
+        fastest = min(left, key=lambda name: left[name].time_s, default="")
+        ratios = {name: s.time_s / left[fastest].time_s for name, s in left.items()}
+        found = {n: Beaten(fastest, r, keep_within) for n, r in ratios.items() if r > keep_within}
+    for name, (faster, ratio, margin) in found.items():
+        if name != baseline:
+            why = f"planned {ratio:.2f} times as long as {faster} (kept up to {margin:.2f})"
             by_name[name] = replace(left[name], fate=TOO_SLOW, why=why)
+
+
+def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None) -> None:
+    """Change those in place for which the budget does not suffice: the planned slowest.
+
+    The baseline, the planned fastest and what has no planned time are measured whatever the budget.
+    """
+    timed = [s for s in by_name.values() if s.fate == MEASURED and s.time_s is not None]
+    if budget_gpu_hours is None or not timed:
+        return
+    timed.sort(key=lambda s: (s.combination.name != baseline, s.time_s))
+    paid = timed[:2]
+    for s in timed[2:]:
+        costs = [(p.segment_s, p.cell_s) for p in (*paid, s)]
+        gpu_hours = sum(expected_cost(*map(list, zip(*costs, strict=True)))) / 3600
+        if gpu_hours <= budget_gpu_hours:
+            paid.append(s)
+            continue
+        why = (
+            f"with it {gpu_hours:.3g} GPU-hours are planned, of a budget of {budget_gpu_hours:g}; "
+            "a larger one measures it, too"
+        )
+        by_name[s.combination.name] = replace(s, fate=LATER, why=why)
+
+
+def out_of_memory_in(results: str, study: str) -> set[tuple[str, str]]:
+    """Return what ran out of memory in a block of a study: its name, and a digest of its settings."""
+    found = set()
+    for path in block_files(results, study):
+        try:
+            block = read_block(path)
+        except BlockError:
+            continue  # it is measured again
+        found |= {
+            (s.strategy, block.trained[s.strategy]) for s in block.segments if s.status == "oom"
+        }
+    return found
+
+
+def beaten_of(left: Mapping[str, Sieved], margins: Margins) -> dict[str, Beaten]:
+    """Return what each combination is beaten by, among those with the same options of no known kind."""
+    groups: dict[str, dict[str, Sieved]] = {}
+    for name, each in left.items():
+        if each.amounts is not None:
+            groups.setdefault(_without_kind(each.combination), {})[name] = each
+    found: dict[str, Beaten] = {}
+    for group in groups.values():
+        times = {name: each.time_s for name, each in group.items()}
+        found |= beaten(times, {name: each.amounts for name, each in group.items()}, margins)
+    return found
+
+
+def _without_kind(c: Combination) -> str:
+    """The options whose difference is of no kind that is known, as a text."""
+    kinds = {f.name: f.metadata.get("kind") for f in fields(strategy_class(c.strategy).Options)}
+    return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
+
+
+def amounts_of(s: Subject) -> dict[str, float]:
+    """Return what a cell has of each kind of difference."""
+    settings, mesh, options = s.settings, s.mesh, s.settings.options
+    traits = traits_of(settings.strategy, options, s.cell.gpus)
+    parts = settings.accumulate * s.strategy.parts * mesh.tensor
+    return {
+        "micro-batch": s.samples_per_step / parts,
+        "checkpointing": _share_of(settings.activation_checkpointing),
+        "sharding": _stage_of(s, traits),
+        "tensor": mesh.tensor,
+        "pipeline": mesh.stages,
+        "compile": int(settings.compile),
+        "offload": int(traits.states_on_host),
+    }
+
+
+def _stage_of(s: Subject, traits: Traits) -> int:
+    """How much is divided among replicas, counted as ZeRO's stages."""
+    options = s.settings.options
+    if s.mesh.members > 1:  # the network itself is divided, too
+        return 3 if options.get("data") == "fsdp" else 0
+    if not traits.shards_states:
+        return int(traits.optimizer_parts != 1)
+    return 2 if options.get("reshard_after_forward") == "never" else 3
+
+
+def _share_of(checkpointing: bool | str) -> float:
+    """The share of forward that is computed again."""
+    if isinstance(checkpointing, bool):
+        return float(checkpointing)
+    every = checkpointing.removeprefix("every-")
+    return 1 / int(every) if every.isdigit() else SELECTIVE_SHARE
 
 
 def study_of(
@@ -126,4 +269,17 @@ def _planned(combination: Combination, planned: Planned, memory_margin: float) -
     if fit.needed_bytes > MEMORY_FACTOR * memory_bytes:
         fate = TOO_LARGE
         why = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
-    return Sieved(combination, fate, why, fit.usual_s, fit.needed_bytes)
+    # The sweeps are of GPUs.
+    amounts = amounts_of(planned.subject) if planned.subject.request.on_cuda else None
+    s = Sieved(combination, fate, why, fit.usual_s, fit.needed_bytes, amounts)
+    s = replace(s, device_bytes=memory_bytes)
+    return s if fit.usual_s is None else replace(s, **_costs_of(planned))
+
+
+def _costs_of(planned: Planned) -> dict[str, float]:
+    """GPU-seconds of a segment of a block, and of a whole training."""
+    gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.on_cuda else "cpu"
+    step_s, start_s = planned.fit.usual_s / planned.subject.steps, SEGMENT_START_S[device]
+    steps = segment_steps(start_s, step_s, *STEP_NOISE[device])
+    segment = gpus * segment_s(start_s, step_s, steps)
+    return {"segment_s": segment, "cell_s": gpus * (start_s + planned.fit.usual_s)}

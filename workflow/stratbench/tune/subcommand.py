@@ -21,7 +21,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def run_tune(given: argparse.Namespace, others: list[str]) -> int:
     """Sieve the combinations, then measure what is left by the rounds of a verdict; returns the exit code."""
-    from stratbench.command.in_folder import QUIET, command_line, profile_folder, require, run_rules
+    from stratbench.command.in_folder import QUIET, command_line, profile_folder, require
     from stratbench.command.subcommands import pairs
 
     require("torch")
@@ -30,10 +30,28 @@ def run_tune(given: argparse.Namespace, others: list[str]) -> int:
     code = subprocess.run(sieve, check=False).returncode
     if code or given.sieve_only:
         return code
-    files = ("--configfile", "config.yaml", str(tuned_file(given.study)))
+    tuned = tuned_file(given.study)
     own = [pair for pair in pairs(given) if not pair.startswith("study=")]
-    rounds = ["verdict={rounds: all}"]
-    return run_rules("verdict", "--profile", profile, *others, *files, config=rounds + own)
+    arguments = (
+        "verdict",
+        "--profile",
+        profile,
+        *others,
+        "--configfile",
+        "config.yaml",
+        str(tuned),
+    )
+    rounds = command_line(*arguments, config=["verdict={rounds: all}", *own])
+    while not code:
+        measured = tuned.read_bytes()
+        code = subprocess.run(rounds, check=False).returncode
+        if code:
+            break
+        # What ran out of memory in a block may leave its place to others.
+        code = subprocess.run(sieve, check=False).returncode
+        if tuned.read_bytes() == measured:
+            break
+    return code
 
 
 def tuned_file(study: str | None) -> Path:

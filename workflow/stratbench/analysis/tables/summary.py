@@ -150,17 +150,15 @@ def cell_text(row: Row, measure: Measure) -> str:
 
 def doubts_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
-) -> dict[tuple[Any, ...], list[str]]:
-    """The flags of a group's time, memory or score: (what, *group) to `doubtful: RULE`."""
-    doubts: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
+) -> dict[tuple[Any, ...], dict[str, str]]:
+    """The rules that doubt a group's time, memory or score: (what, *group) to severities by rule."""
+    doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     told = [finding for finding in findings if finding["severity"] != "note"]
     for key, found in findings_by_group(told, groups):
         for finding in found:
             affects = finding["affects"]
             for what in ("time", "memory", "score") if affects == "all" else (affects,):
-                flag = f"{finding['severity']}: {finding['rule']}"
-                if flag not in doubts[what, *key]:
-                    doubts[what, *key].append(flag)
+                doubts[what, *key].setdefault(finding["rule"], finding["severity"])
     return doubts
 
 
@@ -187,7 +185,8 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
     for row in rows:
         measure = measures[row["experiment"]][row["measure"]]
         row["text"] = cell_text(row, measure)
-        flags = doubts.get((measure.concerns, *(row[name] for name in GROUP)), ())
+        told = doubts.get((measure.concerns, *(row[name] for name in GROUP)), {})
+        flags = [f"{severity}: {rule}" for rule, severity in told.items()]
         # A cell without the figure has nothing to doubt.
         row["flags"] = "" if row["text"].startswith("n/a") else "; ".join(flags)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))

@@ -6,7 +6,7 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="the combinations of strategies and settings that are worth measuring",
-    needs=("plan",),
+    needs=("plan", "verdict"),
     rules=("tune.smk",),
     commands="stratbench.tune.subcommand:add_subcommand",
 )

@@ -58,6 +58,7 @@ class FSDP(Sharded):
             "always",
             "when the parameters that a forward pass gathers are freed",
             tried=["never"],
+            kind="sharding",
         )
         mixed_precision: Literal["autocast", "policy"] = option(
             "autocast",
@@ -71,7 +72,10 @@ class FSDP(Sharded):
             tried=["node"],
         )
         offload: Literal["none", "cpu"] = option(
-            "none", "where parameters, gradients and the optimizer's state are kept", tried=["cpu"]
+            "none",
+            "where parameters, gradients and the optimizer's state are kept",
+            tried=["cpu"],
+            kind="offload",
         )
         gradient_sync: Literal["each-part", "last-part"] = option(
             "each-part",

@@ -68,13 +68,18 @@ class Pipeline(Split):
             tried=["interleaved", "zero-bubble"],
         )
         microbatches: int = option(
-            8, "parts of a replica's batch that go through one by one", least=1, tried=[4, 16]
+            8,
+            "parts of a replica's batch that go through one by one",
+            least=1,
+            tried=[4, 16],
+            kind="micro-batch",
         )
         pipeline_workers: int | Literal["all"] = option(
             "all",
             "workers that hold a network between them; several such groups are replicas",
             least=1,
             tried=[2, 4],
+            kind="pipeline",
         )
 
     def mesh(self, gpus: int) -> Mesh:

@@ -74,6 +74,7 @@ class TensorParallel(Split, Sharded):
             "workers that divide each layer between them; several such groups are replicas",
             least=1,
             tried=[2, 4, 8],
+            kind="tensor",
         )
         data: Literal["fsdp", "ddp"] = option(
             "fsdp", "whether replicas divide their states (fsdp), or each keeps its own (ddp)"

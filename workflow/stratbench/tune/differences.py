@@ -1,0 +1,149 @@
+"""How far the plan's ratios of times may be off, by what two configurations differ in: from public sweeps.
+
+A sweep is one network on one kind and number of GPUs, measured in several configurations. The sweeps are in
+workflow/reference/public_sweeps.csv, restated from the source that each row names, with the plan's one time
+of each row; benchmarks/prediction/public_sweeps.py makes that file and holds each source to the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from itertools import permutations
+from typing import NamedTuple
+
+from stratbench.cell.installation import REFERENCE
+from stratbench.cell.text.words import counted
+
+PUBLIC_SWEEPS = REFERENCE / "public_sweeps.csv"
+#: In these configurations may differ. Micro-batch: samples that a GPU computes on at once; checkpointing: the
+#: share of forward that is computed again; sharding: as ZeRO's stages; tensor, pipeline: workers that hold a
+#: network between them; compile, offload: 0 or 1.
+KINDS = ("micro-batch", "checkpointing", "sharding", "tensor", "pipeline", "compile", "offload")
+#: What selective checkpointing counts for among shares: about what it computes again.
+SELECTIVE_SHARE = 0.4
+#: The share of sweeps in which the plan may be wrong beyond a margin.
+TAIL = 0.05
+#: Evidence of fewer sweeps, or of one source alone, drops nothing.
+MIN_SWEEPS, MIN_SOURCES = 3, 2
+#: Times nearer than this are alike, and what is planned so near is kept whatever the evidence says.
+ALIKE = 1.03
+
+#: The amount of each kind that a configuration has.
+Amounts = Mapping[str, float]
+
+
+class Margin(NamedTuple):
+    """Up to which planned ratio the slower configuration is kept, and from how many sweeps and sources."""
+
+    ratio: float
+    sweeps: int
+    sources: int
+
+
+#: By kind, and whether the slower configuration has more of it.
+Margins = Mapping[tuple[str, bool], Margin]
+
+
+class Beaten(NamedTuple):
+    """By what a configuration is dropped: the planned ratio to `faster` is above the margin."""
+
+    faster: str
+    ratio: float
+    margin: float
+
+
+def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Margin]:
+    """Return the margins that the sweeps of these rows have evidence of.
+
+    Pairs of a sweep that differ in one kind alone count. A sweep says by how much the slower one of a pair
+    was planned slower although it was measured faster, at most.
+    """
+    worst: dict[tuple[str, bool], dict[str, float]] = {}
+    sources: dict[tuple[str, bool], set[str]] = {}
+    for sweep in by_sweep(row for row in rows if row["measured"]).values():
+        for slower, faster in permutations(sweep, 2):
+            kinds = [kind for kind in KINDS if float(slower[kind]) != float(faster[kind])]
+            planned = float(slower["planned"]) / float(faster["planned"])
+            if len(kinds) != 1 or planned <= 1:
+                continue
+            key = kinds[0], float(slower[kinds[0]]) > float(faster[kinds[0]])
+            is_wrong = float(slower["measured"]) * ALIKE < float(faster["measured"])
+            each = worst.setdefault(key, {})
+            each[slower["sweep"]] = max(each.get(slower["sweep"], 1.0), planned * is_wrong)
+            sources.setdefault(key, set()).add(slower["source"])
+    return {
+        key: Margin(max(ALIKE, quantile(list(each.values()))), len(each), len(sources[key]))
+        for key, each in worst.items()
+        if len(each) >= MIN_SWEEPS and len(sources[key]) >= MIN_SOURCES
+    }
+
+
+def quantile(values: list[float]) -> float:
+    """Return the value that a new one exceeds with a chance of TAIL; of few values the largest."""
+    rank = math.ceil((1 - TAIL) * (len(values) + 1))
+    return sorted(values)[min(rank, len(values)) - 1]
+
+
+def by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
+    """Return the rows of each sweep."""
+    sweeps: dict[str, list[Mapping[str, str]]] = {}
+    for row in rows:
+        sweeps.setdefault(row["sweep"], []).append(row)
+    return sweeps
+
+
+def margin_between(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
+    """Return the planned ratio up to which `slower` may win; None where no evidence says so.
+
+    Where they differ in several kinds, the plan may be wrong in each.
+    """
+    keys = [(kind, slower[kind] > faster[kind]) for kind in KINDS if slower[kind] != faster[kind]]
+    if not keys or any(key not in margins for key in keys):
+        return None
+    return math.prod(margins[key].ratio for key in keys)
+
+
+def beaten(
+    times: Mapping[str, float], amounts: Mapping[str, Amounts], margins: Margins
+) -> dict[str, Beaten]:
+    """Return the configurations that another one beats by more than the margin between them.
+
+    Args:
+        times: The planned time of each, by name.
+        amounts: What each has of each kind.
+        margins: The evidence.
+    """
+    found: dict[str, Beaten] = {}
+    for slower, faster in permutations(times, 2):
+        ratio = times[slower] / times[faster]
+        margin = margin_between(amounts[slower], amounts[faster], margins) if ratio > 1 else None
+        if margin is not None and ratio > margin and ratio > found.get(slower, (None, 0.0))[1]:
+            found[slower] = Beaten(faster, ratio, margin)
+    return found
+
+
+@cache
+def read_sweeps() -> list[dict[str, str]]:
+    """Return the rows of the table."""
+    with PUBLIC_SWEEPS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def public_margins() -> dict[tuple[str, bool], Margin]:
+    """Return the margins of all sweeps."""
+    return fit_margins(read_sweeps())
+
+
+def evidence_lines(margins: Margins) -> Iterator[str]:
+    """Yield a line for each kind: the planned ratios up to which a combination is kept, and from what."""
+    for kind in KINDS:
+        said = [
+            f"{m.ratio:.2f} times with {words} of it ({counted(m.sweeps, 'public sweep')})"
+            for more, words in ((True, "more"), (False, "less"))
+            if (m := margins.get((kind, more))) is not None
+        ]
+        yield f"  {kind}: {', '.join(said) or 'no evidence, nothing is dropped by it'}"
