@@ -145,17 +145,20 @@ def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
 
 
 @pytest.mark.parametrize(
-    ("change", "level", "why"),
+    ("change", "ratio", "level", "why"),
     [
-        ({}, "high", "told apart from its only rival"),
-        ({"host": "node0"}, "medium", "All repeats ran on host node0"),
-        ({"host": "node0; node1"}, "medium", "All repeats ran on host node0; node1"),
-        ({"device_kind": "cpu"}, "medium", "says nothing of GPUs"),
+        ({}, 1.08, "high", "told apart from its only rival"),
+        ({"host": "node0"}, 1.08, "medium", "ran on host node0: others may order them differently"),
+        ({"host": "node0; node1"}, 1.08, "medium", "All repeats ran on host node0; node1"),
+        ({"host": "node0"}, 1.5, "high", "ran on host node0: each rival takes over 10 % longer"),
+        ({"device_kind": "cpu"}, 1.5, "high", "says nothing of GPUs"),
+        ({"slowdown": "rank 0 4 times slower"}, 1.5, "high", "slowed on purpose"),
     ],
 )
-def test_high_confidence_needs_several_repeats_on_several_hosts(change, level, why):
+def test_high_confidence_needs_several_repeats_on_several_hosts(change, ratio, level, why):
+    """On one host it needs a lead beyond what nodes of one kind differ by."""
     times = [10.0, 10.2, 10.1]
-    rows = repeats("ddp", times) + repeats("fsdp", [1.5 * t for t in times])
+    rows = repeats("ddp", times) + repeats("fsdp", [ratio * t for t in times])
     found = decided([row | change for row in rows])
     assert found.confidence == level
     assert why in " ".join(found.sure)
@@ -428,6 +431,7 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
     assert unequal.confidence == "low"
     slowed = [row | {"slowdown": "rank 0 4 times slower"} for row in rows]
     assert "slowed on purpose" in " ".join(decided(slowed).sure)
+    assert decided(slowed).short.claim == "With rank 0 4 times slower: Fastest, in one run each."
 
 
 def projection(tmp_path, *rows, gpus=256):

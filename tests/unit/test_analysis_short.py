@@ -10,6 +10,7 @@ import pytest
 from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
 
 from stratbench.analysis.decision.claim import share
+from stratbench.analysis.decision.decide import named_answers
 from stratbench.analysis.decision.short import Short, duration, lead_of
 from stratbench.analysis.report.answer_rows import answer_rows, at
 
@@ -142,6 +143,17 @@ def test_with_a_price_the_cheapest_is_said():
     assert short.strategy == "single"
     assert short.claim == "Cheapest: the next costs 60 % more."
     assert short.value_note == "for 500 s"
+
+
+def test_a_sure_answer_says_by_how_much_and_which_rival_needs_less_memory():
+    rows = runs("ddp", 100.0, peak_memory_bytes=10 << 30)
+    rows += runs("fsdp", 140.0, peak_memory_bytes=6 << 30)
+    decision = decided(rows)
+    assert decision.short.runner_up == "fsdp × 4 takes 40 % longer"
+    assert decision.short.memory_note.endswith("fsdp × 4: 40 % less")
+    assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer)" in lead_of(named_answers([decision]))
+    others = [decision, replace(decision, experiment="other")]
+    assert [name for name, _ in named_answers(others)] == ["vgg16 in e", "vgg16 in other"]
 
 
 def test_one_line_says_how_many_answers_are_sure():

@@ -94,14 +94,14 @@ def claim_of(
     return Claim("apart", f"Not told apart from {named}{but}.")
 
 
-def behind(c: AgainstRival) -> str:
-    """How much longer the next takes: `the next takes 9 % longer`, `takes 3.1 times as long`."""
+def behind(c: AgainstRival, rival: str = "the next") -> str:
+    """How much longer a rival takes: `the next takes 9 % longer`, `takes 3.1 times as long`."""
     ratio, by_cost = c.ratio.value, c.rival.by_cost
     if ratio >= 2:
         many = f"{ratio:.1f} times as"
-        return f"the next costs {many} much" if by_cost else f"the next takes {many} long"
+        return f"{rival} costs {many} much" if by_cost else f"{rival} takes {many} long"
     more = share(ratio - 1)
-    return f"the next costs {more} more" if by_cost else f"the next takes {more} longer"
+    return f"{rival} costs {more} more" if by_cost else f"{rival} takes {more} longer"
 
 
 def share(part: float) -> str:

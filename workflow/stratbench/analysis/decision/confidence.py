@@ -49,9 +49,8 @@ def confidence_in(
     level, claim = level_and_claim(ranking)
     sentences.append(claim)
     limits = []
-    if bool(slowed) == given.homogeneous:
-        why = "workers were slowed on purpose" if slowed else "unequal workers were not measured"
-        limits.append((0, why))
+    if not given.homogeneous and not slowed:
+        limits.append((0, "unequal workers were not measured"))
     if not count_known:
         limits.append((0, f"nothing is known of {given.gpus} workers"))
     if first.claim is not None:
@@ -75,17 +74,20 @@ def confidence_in(
     limits += [(1, words) for words in doubts_in_short(ranking)]
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     if min(len(c.hosts) for c in (first, *rivals)) < 2:
-        limits.append((1, f"{runs} on one host"))
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
-        sentences.append(
-            f"All {first.unit}s ran on {on}: others may order them differently." if hosts else ""
-        )
+        but = "others may order them differently"
+        if is_beyond_hosts(ranking, hosts):
+            but = (
+                f"each rival takes over {share(ROUGH)} longer, and nodes of one kind differ by less"
+            )
+        else:
+            limits.append((1, f"{runs} on one host"))
+        sentences.append(f"All {first.unit}s ran on {on}: {but}." if hosts else "")
     if presence := unequal_presence(ranking, given.equivalence_margin):
         limits.append((0, "not as many workers were there for each"))
         sentences.append(presence)
     sentences += [*score_caveats(first, given), *sentences_on_doubts(ranking)]
     if first.on_cpu:
-        limits.append((1, "CPU processes, not GPUs"))
         sentences.append("It holds for CPU processes on this machine and says nothing of GPUs.")
     if slowed and given.homogeneous:
         sentences.append(
@@ -94,10 +96,19 @@ def confidence_in(
     lowest = min(cap for cap, _ in limits)
     why = next((words for cap, words in limits if cap == lowest and words), "")
     if not why and ranking.is_clear:
-        why = f"{runs} on {counted(len(hosts), 'host')}, no doubts"
+        processes = " of CPU processes" if first.on_cpu else ""
+        why = f"{runs}{processes} on {counted(len(hosts), 'host')}, no doubts"
     elif not why:
         why = f"equal within {100 * given.equivalence_margin:g} %: either will do"
     return Confidence(LEVELS[lowest], why, tuple(filter(None, sentences)))
+
+
+def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
+    """Whether the lead exceeds what nodes of one kind differ by, with every candidate on the same host."""
+    lows = [c.ratio.low for c in ranking.compared]
+    return (
+        len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
+    )
 
 
 def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) -> str:

@@ -158,7 +158,7 @@ def decide(
         confidence=sure.level,
         sure=sure.sure,
         changes=(*sentences_on_changes(found, ranking, given), *further),
-        short=short_answer(found, ranking, given, sure, unknown),
+        short=short_answer(found, ranking, given, sure, unknown, slowed),
     )
 
 
@@ -221,13 +221,22 @@ def describe_decisions(
         lines += [*(f"Of all of them: {sentence}" for sentence in common), ""]
     if queue is not None:
         lines += [queue["headline"], *(f"  {line}" for line in queue["lines"]), ""]
-    lead = lead_of([(d.model, d.short) for d in found])
+    lead = lead_of(named_answers(found))
     return folded([*lines, lead, *(answer_line(answer_of(d)) for d in found)])
 
 
 def place_of(decision: Decision) -> str:
     """What a decision is on, and its choice."""
     return f"{decision.model} ({decision.experiment}): {decision.headline}"
+
+
+def named_answers(found: Sequence[Decision]) -> list[tuple[str, Short]]:
+    """The short answers, each with its model, and with its experiment where others have that model, too."""
+    models = [d.model for d in found]
+    return [
+        (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)
+        for d in found
+    ]
 
 
 def common_sentences(found: Sequence[Decision]) -> list[str]:
@@ -250,7 +259,7 @@ def answers_as_json(
         "equivalence_margin": given.equivalence_margin,
         "by_cost": given.price_per_gpu_hour is not None,
         "across": list(notes),
-        "lead": lead_of([(d.model, d.short) for d in found]),
+        "lead": lead_of(named_answers(found)),
         "answers": [answer_of(decision) for decision in found],
         "queue": queue,
     }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import claim_of
+from stratbench.analysis.decision.claim import behind, claim_of, share
 from stratbench.analysis.decision.confidence import Confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
@@ -26,6 +26,8 @@ from stratbench.statistics.unpaired import mean_of_logs
 INTERVAL_FROM = 5
 #: From so many seconds on a time is told in hours.
 HOURS_FROM_S = 7200
+#: The share from which on less memory is worth a word.
+CLEARLY_LESS = 0.1
 #: What is said where every candidate is excluded, by the kind that most of them share.
 NONE_LEFT = {
     "does not fit": ("No candidate fits the memory.", "do not fit"),
@@ -85,6 +87,8 @@ class Short:
     memory_note: str = ""
     #: Of the card's memory, the share that the peak takes; None where no card is known.
     memory_share: float | None = None
+    #: The next of a sure answer, and by how much: `fsdp × 2 takes 40 % longer`.
+    runner_up: str = ""
     #: The one reason for the confidence.
     why: str = ""
     #: Where nothing can be recommended: what is the least that it takes, and what to try next.
@@ -130,18 +134,25 @@ def short_answer(
     given: Constraints,
     sure: Confidence,
     unknown: Sequence[str],
+    slowed: Sequence[str] = (),
 ) -> Short:
-    """The answer on the candidates `found` of one model; `unknown`: what was asked and is not known."""
+    """The answer on the candidates `found` of one model; `unknown`: what was asked and is not known.
+
+    `slowed`: how workers were slowed down on purpose.
+    """
     first = ranking.first
     score_open = first.is_score_open(given)
     claim = claim_of(found, ranking, given, score_open)
     known = "Of the rest:" if first.projected else "Of what was measured:"
     score, score_note = score_texts(found, first, given)
     memory, memory_note, share_of_card = memory_texts(first)
+    leaner = leanest(first, [c.rival for c in ranking.compared])
     return Short(
         first.strategy,
         first.gpus,
-        " ".join([*unknown, known] * bool(unknown) + [claim.text]),
+        " ".join(
+            [*unknown, known] * bool(unknown) + [f"With {text}:" for text in slowed] + [claim.text]
+        ),
         KIND_OF_LEVEL.get(sure.level, claim.kind if claim.kind in KINDS else "low"),
         *value_texts(first),
         others=tuple(
@@ -154,8 +165,11 @@ def short_answer(
         score_note=score_note,
         score_open=score_open,
         memory=memory,
-        memory_note=memory_note,
+        memory_note="; ".join(filter(None, (memory_note, leaner))),
         memory_share=share_of_card,
+        runner_up=behind(ranking.compared[0], ranking.compared[0].rival.name)
+        if sure.level == "high" and ranking.compared
+        else "",
         why=sure.why,
     )
 
@@ -248,11 +262,21 @@ def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
     return peak, f"of {first.card_bytes / GIB:.0f} GiB", taken
 
 
+def leanest(first: Candidate, others: Sequence[Candidate]) -> str:
+    """The rival that needs the least memory, where that is clearly less: `fsdp × 2: 40 % less`."""
+    own = first.sound_memory_bytes
+    known = [(c.sound_memory_bytes, c.name) for c in others if c.sound_memory_bytes is not None]
+    if not own or not known or min(known)[0] > (1 - CLEARLY_LESS) * own:
+        return ""
+    least, name = min(known)
+    return f"{name}: {share(1 - least / own)} less"
+
+
 # ---------------------------------------------------------------- all answers in a line
 
 
 def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
-    """One line on all answers: (model, answer) of each."""
+    """One line on all answers: (model, answer) of each; a sure one with its next."""
     sure = [(model, a) for model, a in answers if a.kind == "sure"]
     if not answers:
         return ""
@@ -260,7 +284,10 @@ def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
     choices = {a.name for _, a in answers}
     alike = choices.pop() if len(answers) > 2 and len(choices) == 1 else ""
     if sure:
-        names = [f"{a.name} for {model}" for model, a in sure]
+        names = [
+            f"{a.name} for {model}" + (f" ({a.runner_up})" if a.runner_up else "")
+            for model, a in sure
+        ]
         listed = "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
         listed = f"{alike} in all" if alike and len(sure) == len(answers) else listed
         verb = "answer is" if len(sure) == 1 else "answers are"
