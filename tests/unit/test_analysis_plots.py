@@ -30,7 +30,6 @@ from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.score import Score
 from stratbench.analysis.tables.summary import summarise
-from stratbench.cell.text.words import MIB
 
 
 def analysed(root, cells, statuses=None, device="cuda", change=None):
@@ -425,7 +424,7 @@ def test_a_doubted_figure_has_a_dagger_and_the_caption_says_what_it_means(tmp_pa
 
 def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
-    peak = data.rows("memory")["value"].max() * MIB
+    peak = data.cells["peak_memory_bytes"].max()
     for card, drawn in ((1.2 * peak, True), (40 * peak, False)):
         data.cells["device_memory_bytes"] = card
         found = draw(data, "memory")

@@ -70,6 +70,29 @@ def test_speedup_and_efficiency_are_against_the_right_baseline(tmp_path):
     assert pick(summary, "training_time", "ddp", 4) == "2.00"
 
 
+def test_throughput_is_told_in_total_and_per_worker(tmp_path):
+    _, summary = analysed(tmp_path, small(), change=with_throughputs(THROUGHPUTS))
+    assert pick(summary, "throughput", "ddp", 4) == "300"
+    assert pick(summary, "throughput_per_worker", "ddp", 4) == "75.0"
+    assert set(summary.loc[summary["measure"] == "throughput_per_worker", "unit"]) == {"images/s"}
+
+
+@pytest.mark.parametrize(
+    ("peak_gib", "unit", "text"), [(1.5, "MiB", "1536"), (24, "GiB", "24.0"), (150, "GiB", "150")]
+)
+def test_memory_of_gigabytes_is_in_gib_in_all_tables_of_the_experiment(
+    tmp_path, peak_gib, unit, text
+):
+    def change(cell, record):
+        record["memory"]["peak_bytes"] = int(peak_gib * 2**30 / cell.gpus)
+        return record
+
+    _, summary = analysed(tmp_path, small(), change=change)
+    assert pick(summary, "memory", "ddp", 1) == text
+    units = summary[summary["measure"].isin(["memory", "model_states"])]["unit"]
+    assert set(units) == {unit}
+
+
 def test_a_ratio_has_an_interval_paired_by_repeat_and_a_value_has_a_range(tmp_path):
     # The repeats differ a hundredfold, alike for every strategy: paired ratios do not vary.
     change = with_throughputs(THROUGHPUTS, lambda repeat: 10.0**repeat)

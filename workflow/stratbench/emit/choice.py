@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import bytes_text, counted
 from stratbench.strategies import mesh_of, traits_of
 from stratbench.strategies.mesh import Mesh
 from stratbench.workload.network.models import model_of
@@ -136,7 +136,7 @@ class Choice:
         measured = [f"a step took {step:.3g} ms (median)"] if step else []
         if memory and memory.get("peak_bytes"):
             key = "peak_over_base_bytes" if memory.get("peak_over_base_bytes") else "peak_bytes"
-            measured.append(f"a worker's peak was {memory[key] / 2**20:.0f} MiB")
+            measured.append(f"a worker's peak was {bytes_text(memory[key])}")
         if self.record["status"] != "ok":
             measured.append(f"the cell ended as {self.record['status']}: {self.record['reason']}")
         where = "CPU processes" if self.record["provenance"]["device"] == "cpu" else "GPUs"

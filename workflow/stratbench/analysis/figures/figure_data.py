@@ -47,8 +47,10 @@ class FigureData:
 
     @property
     def measures(self) -> dict[str, Measure]:
-        """The measures, with the names that the experiment gives them."""
-        return measures_of(self.cells)
+        """The measures, with the names and units that the experiment gives them."""
+        units = dict(zip(self.summary["measure"], self.summary["unit"], strict=True))
+        found = measures_of(self.cells)
+        return {name: m.in_unit(units.get(name, m.unit)) for name, m in found.items()}
 
     @property
     def on_cpu(self) -> bool:

@@ -20,7 +20,7 @@ from stratbench.analysis.figures.rows import (
     shows_intervals,
 )
 from stratbench.analysis.records.measures import DOUBT, Measure, format_number
-from stratbench.cell.text.words import GIB, MIB, plural, worker_noun
+from stratbench.cell.text.words import GIB, plural, worker_noun
 
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
@@ -90,8 +90,6 @@ def unit_of(measure: Measure, values: pd.Series) -> tuple[str, float]:
     """The unit of an axis and the factor to it from the summary's."""
     if measure.unit == "s" and values.min() >= HOURS_FROM_S:
         return "h", 1 / 3600
-    if measure.unit == "MiB" and values.max() >= 2 * GIB / MIB:
-        return "GiB", MIB / GIB
     return measure.unit, 1.0
 
 
@@ -200,7 +198,7 @@ def card_of(
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name != "memory" or data.on_cpu or cards.empty:
         return None
-    card = float(cards.min()) / MIB * factor
+    card = float(cards.min()) * measure.scale * factor
     highest = max((p.value for of in points.values() for p in of), default=0.0)
     return card if card <= FARTHEST_CARD * highest else None
 

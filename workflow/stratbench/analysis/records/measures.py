@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from stratbench.analysis.records.columns import BY_NAME
 from stratbench.analysis.records.score import Score, score_of
 from stratbench.cell.coordinates import INCOMPARABLE
-from stratbench.cell.text.words import MIB
+from stratbench.cell.text.words import GIB, MIB
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,9 +22,12 @@ DOUBT = "†"
 NO_CELL = "–"
 #: The strategy without any distribution, on one worker, which speedups are relative to.
 ALONE = "single"
+#: The bytes from which on an experiment's tables and figures show memory in GiB.
+GIB_FROM = 2 * GIB
 #: The factor from a column's unit to the unit in which it is shown.
 FACTORS = {
     ("bytes", "MiB"): 1 / MIB,
+    ("bytes", "GiB"): 1 / GIB,
     ("bytes/s", "GB/s"): 1e-9,
     ("FLOP/s", "GFLOP/s"): 1e-9,
     ("share", "%"): 100.0,
@@ -49,7 +52,7 @@ class Measure:
     baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
     #: Divide the baseline by the measure instead.
     inverted: bool = False
-    #: Divide by the number of workers too.
+    #: Divide by the number of workers, too.
     per_worker: bool = False
     #: The kind of the audit's findings that cast doubt on it.
     concerns: Literal["time", "memory", "score"] = "time"
@@ -101,6 +104,20 @@ class Measure:
             return replace(self, shown_unit=unit, own_scale=score.counts_per_sample)
         return self
 
+    def with_unit_for(self, rows: pd.DataFrame) -> Measure:
+        """The measure as shown for rows of cells.csv: memory of several GiB is not shown in MiB.
+
+        All measures of memory follow the peak, so that they share a unit.
+        """
+        column = "peak_memory_bytes" if self.concerns == "memory" else self.column
+        return (
+            self.in_unit("GiB") if self.unit == "MiB" and rows[column].max() >= GIB_FROM else self
+        )
+
+    def in_unit(self, unit: str) -> Measure:
+        """The measure in another unit of its column."""
+        return self if unit == self.unit else replace(self, shown_unit=unit, decimals=None)
+
 
 _THROUGHPUT = "throughput_samples_per_s"
 _SPEEDUP = (
@@ -114,6 +131,9 @@ MEASURES: dict[str, Measure] = {
     for m in (
         Measure("training_time", "Training time", "train_time_s"),
         Measure("throughput", "Training throughput", _THROUGHPUT, better="higher", named_by="counts"),
+        Measure("throughput_per_worker", "Training throughput per worker", _THROUGHPUT, better="higher",
+            own_definition="Training throughput divided by the number of workers.", named_by="counts",
+            per_worker=True),
         Measure("achieved", "Achieved arithmetic rate", "achieved_flops_per_s", "GFLOP/s", better="higher"),
         Measure("mfu", "Model FLOPs utilisation (MFU)", "mfu", "%", better="higher"),
         Measure("speedup", "Speedup over one worker", _THROUGHPUT,
@@ -160,7 +180,7 @@ MEASURES: dict[str, Measure] = {
 def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
     """The measures by name, with the names of one experiment's records (rows of cells.csv)."""
     score = score_of(rows)
-    return {name: measure.named(score) for name, measure in MEASURES.items()}
+    return {name: m.named(score).with_unit_for(rows) for name, m in MEASURES.items()}
 
 
 def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:

@@ -53,7 +53,8 @@ def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     found = list(groups.values(group, measure.column).values())
     if not found:
         return {"text": why_none(groups, group) or f"n/a ({why_unknown(groups, group, measure)})"}
-    median, low, high, spread = median_and_spread([value * measure.scale for value in found])
+    scale = measure.scale / (group.gpus if measure.per_worker else 1)
+    median, low, high, spread = median_and_spread([value * scale for value in found])
     row = {"value": median} | lacking(groups, group, measure, len(found))
     return row | ({"low": low, "high": high, "spread": spread} if len(found) > 1 else {})
 

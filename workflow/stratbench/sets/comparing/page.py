@@ -15,7 +15,7 @@ from stratbench.analysis.records.groups import bases_by_strategy
 from stratbench.analysis.report.answer_rows import first_screen
 from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import MIB, shortened
+from stratbench.cell.text.words import bytes_text, shortened
 from stratbench.sets.check import describe_audit, machines
 from stratbench.sets.comparing.comparison import (
     ComparedCell,
@@ -100,8 +100,8 @@ def change_sentences(found: Comparison) -> Iterator[str]:
     """Sentences on unusual changes of memory and score, one each."""
     for cell in found.with_ratio:
         if cell.memory is not None and abs(cell.memory - 1) > MEMORY_CHANGE:
-            before, after = (m / MIB for m in (cell.first.memory, cell.other.memory))
-            yield f"{cell.in_words}: peak memory {cell.memory - 1:+.0%} ({before:.0f} to {after:.0f} MiB)."
+            before, after = map(bytes_text, (cell.first.memory, cell.other.memory))
+            yield f"{cell.in_words}: peak memory {cell.memory - 1:+.0%} ({before} to {after})."
         change = cell.score_change
         if change is None or abs(change.value) <= cell.score.tolerance:
             continue
