@@ -293,7 +293,7 @@ def test_rounds_are_followed_by_a_sieve_until_it_leaves_the_study_as_it_is(tmp_p
 
     monkeypatch.setattr(subcommand.subprocess, "run", run)
     given = SimpleNamespace(profile="local", sieve_only=False, study=None, config=[], set=[])
-    monkeypatch.setattr("stratbench.command.__main__.pairs", lambda given: [])
+    monkeypatch.setattr("stratbench.command.subcommands.pairs", lambda given: [])
     assert subcommand.run_tune(given, []) == 0
     assert ran == ["tune", "verdict", "tune", "verdict", "tune"]
 
