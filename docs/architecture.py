@@ -49,7 +49,7 @@ FIRST_FILES = {
     "workflow/stratbench/cell/settings.py": "every setting that a cell is trained with, declared once",
     "workflow/stratbench/study/config/config.py": "validates config.yaml; a study becomes cells",
     "workflow/rules/train.smk": "one Snakemake job per cell, and the resources that it requests",
-    "workflow/stratbench/train/launch.py": "one job: starts processes, waits, classifies the ending",
+    "workflow/stratbench/train/launch.py": "one job; `running/runner.py` beside it runs the processes",
     "workflow/stratbench/train/worker.py": "one worker: joins its group, builds, warms up, trains",
     "workflow/stratbench/train/loop.py": "the timed loop: epochs, steps, phases, evaluation",
     "workflow/stratbench/strategies/base.py": "the protocol of a strategy; `ddp.py` beside it is an example",

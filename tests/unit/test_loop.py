@@ -26,7 +26,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
-from stratbench.train.beside.beside import Beside
+from stratbench.train.beside.beside import Beside, Start
 from stratbench.train.restarts import attempts
 from stratbench.train.restarts.keeping import Keeper
 from stratbench.workload.data.device_data import DeviceData
@@ -313,6 +313,37 @@ def test_a_test_loss_that_is_not_finite_is_divergence(data, tmp_path):
     assert result.progress.per_epoch[0]["test_loss"] is None
     assert result.progress.per_epoch[0]["train_loss"] is not None
     assert loop.Progress(None).per_epoch == []
+
+
+class Noting(Beside):
+    """Has the clock stand after every so many steps, and notes when it was asked and told."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.asked, self.told = every, 0, []
+
+    def begin(self, clock: StepClock, epochs: list[dict]) -> Start:
+        self.clock = clock
+        return Start()
+
+    def next_stop(self) -> int:
+        self.asked += 1
+        return (len(self.told) + 1) * self.every
+
+    def between(self, step: int, losses: list[torch.Tensor]) -> None:
+        assert not self.clock.running
+        self.told.append((step, len(losses)))
+
+
+def test_what_happens_beside_is_asked_between_stretches_alone(data, tmp_path):
+    """Epochs have four steps; after the last of one the evaluation comes first, and after all nothing."""
+    strategy, worker = single(network(), epochs=3)
+    third, eighth = Noting(3), Noting(8)
+    train(strategy, worker, data, tmp_path, lambda _: third, lambda _: eighth)
+    assert third.told == [(3, 3), (6, 2), (9, 1)]
+    assert eighth.told == [(8, 0)]
+    never = Noting(100)
+    train(*single(network(), epochs=3), data, tmp_path, lambda _: never)
+    assert never.asked <= 2 * 3  # per epoch, not per step
 
 
 class Ended(Exception):

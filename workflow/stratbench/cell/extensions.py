@@ -27,6 +27,10 @@ class Extension:
     #: Classes of `cell.settings.Keys` by their place in config.yaml: `experiment`, `top`, or the name of a
     #: block of the top level.
     keys: Mapping[str, str] = field(default_factory=dict)
+    #: Who runs its cells: a `train.running.runner.Runner`.
+    runner: str | None = None
+    #: What happens beside the loop of a worker: a `train.beside.beside.Beside`.
+    beside: str | None = None
     #: Files of `workflow/rules`; they add to the lists at the top of common.smk.
     rules: tuple[str, ...] = ()
     #: A function that adds subcommands: it is given a `command.subcommands.Adder`.

@@ -6,6 +6,7 @@ a fork server. The agent itself never imports torch, so that it can act whatever
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -14,8 +15,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from stratbench.telemetry.timeline import read_phases
 from stratbench.train import gpu_locks, standing
 from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
+from stratbench.train.locks import scratch
 from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.paused import keep_pauses
 
@@ -92,17 +95,17 @@ def processes_of(job: Job, node: int) -> Iterator[Processes]:
         yield servers, workers
 
 
-def run_node(
-    job: Job,
-    node: int,
-    making: Callable[[Job, int], AbstractContextManager[Processes]] = processes_of,
-) -> Exits:
-    """Start the processes that `making` makes of this node, and wait for their end or the deadline.
+def run_node(job: Job, node: int, processes: str = f"{__name__}:processes_of") -> Exits:
+    """Start this node's processes and wait for their end or the deadline; returns how they exited.
 
-    Returns how they exited.
+    Args:
+        job: The cell's.
+        node: The node's number.
+        processes: What makes them, as `processes_of` does: "module:function".
     """
     set_environment(job, job.n_nodes == 1)
-    with making(job, node) as (servers, workers):
+    module, _, name = processes.partition(":")
+    with getattr(import_module(module), name)(job, node) as (servers, workers):
         processes = [*servers, *workers]
         gpus = gpus_of(job, node)
         job.folder.write_places(node, places_of([p.name for p in processes], gpus))
@@ -300,3 +303,32 @@ def raise_stopped(signum: int) -> None:
     """Signal action: raise Stopped, once. Later signals must not interrupt the clean-up."""
     on_signals(lambda _: None)
     raise Stopped(signum)
+
+
+def main() -> None:
+    """Agent of one node of several; started by `srun` with the job's file as argument."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("job", type=Path, help="JSON file written by the launcher")
+    parser.add_argument("spent_s", type=float, help="of the cell's time, when srun was called")
+    parser.add_argument("processes", help="what makes the node's processes, as module:function")
+    args = parser.parse_args()
+    job = Job.from_json(args.job.read_text(encoding="utf-8"))
+    on_signals(raise_stopped)
+    node = int(os.environ["SLURM_NODEID"])
+    try:
+        with scratch() as local:
+            exits = run_node(job.on_another_node(args.spent_s, local), node, args.processes)
+    except Stopped as stopped:
+        sys.exit(128 + stopped.signum)
+    for p in exits.processes:
+        print(f"node {node}: {p}", flush=True)
+    # A worker lost to a parameter server ends nobody else's node; one that it never had does.
+    failed = [p.name for p in exits.processes if p.exit_code != 0]
+    if job.has_servers:
+        ranks = {name: rank_of(name) for name in failed}
+        failed = [name for name, rank in ranks.items() if rank is None or not has_joined(job, rank)]
+    sys.exit(1 if exits.timed_out or exits.hung or failed else 0)
+
+
+if __name__ == "__main__":
+    main()

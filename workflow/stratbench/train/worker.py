@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stratbench.cell.extensions import at
 from stratbench.cell.run_folder import RunFolder, server_name, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.server import serve
@@ -41,7 +42,7 @@ from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 from stratbench.telemetry.pulse import STACK_SIGNAL, Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.train.beside.beside import make_besides
+from stratbench.train.beside.profile import Profile
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.train.nodes.rendezvous import tcp_store
@@ -194,7 +195,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         built, worker = ready.built, ready.worker
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
     progress = loop.Progress(job.folder if keeps else None)
-    besides = make_besides(job, strategy, data, worker, phases)
+    classes = [*(beside for _, beside in at("beside")), Profile]
+    besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.takes(job)]
     if strategy.kind == "server":
         result = loop.train_with_server(strategy, data, worker, phases, log, memory, progress)
     else:

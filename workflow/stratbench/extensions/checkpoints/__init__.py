@@ -7,4 +7,6 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="cells that resume after a kill",
     keys={"experiment": "stratbench.train.restarts.keys:Checkpoints"},
+    runner="stratbench.train.restarts.runner:RestartRunner",
+    beside="stratbench.train.restarts.keeping:Keeper",
 )

@@ -10,6 +10,7 @@ EXTENSION = Extension(
     strategies={
         "command": "stratbench.strategies.command:Command",
     },
+    runner="stratbench.train.commands.runner:CommandRunner",
     judge="stratbench.analysis.records.same_work:judge_same_work",
     audited=("stratbench.analysis.audit.commands",),
     reading="stratbench.analysis.records.same_work:READING",

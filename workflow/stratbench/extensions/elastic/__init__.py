@@ -7,4 +7,5 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="workers that come and go",
     needs=("checkpoints",),
+    runner="stratbench.train.elastic.runner:ElasticRunner",
 )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.telemetry.clock import Phases, StepClock
-from stratbench.train import BESIDES, find_taking
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
 
@@ -62,10 +61,3 @@ class Beside:
             chosen: Whether this worker speaks for all: rank 0, or of a server's workers who evaluated.
         """
         return {}
-
-
-def make_besides(
-    job: Job, strategy: Strategy, data: DeviceData, worker: Worker, phases: Phases
-) -> list[Beside]:
-    """Make all that happens beside this worker's training."""
-    return [cls(job, strategy, data, worker, phases) for cls in find_taking(BESIDES, job)]

@@ -8,6 +8,8 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -87,6 +89,12 @@ class Command:
         if self.exitcode is None:
             self._process.kill()
             self.join()
+
+
+@contextmanager
+def processes_of(job: Job, node: int) -> Iterator[tuple[list[Any], list[Command]]]:
+    """What runs on a node in the place of servers and workers, not yet started."""
+    yield [], [Command(job, node)]
 
 
 def end_marked(mark: str) -> None:

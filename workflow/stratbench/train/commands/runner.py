@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratbench.cell.run_folder import command_name
@@ -12,7 +11,6 @@ from stratbench.strategies import strategy_class
 from stratbench.telemetry.timeline import Interval
 from stratbench.train import agent, efficiency
 from stratbench.train.commands import results
-from stratbench.train.commands.process import Command
 from stratbench.train.ending import KILLED_FOR_MEMORY, Ending, failed_or_slow, has_killed
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import trained_of
@@ -24,14 +22,11 @@ class CommandRunner(Runner):
     """The command is started once on each node, and reports as one worker."""
 
     section = "program"
+    processes = "stratbench.train.commands.process:processes_of"
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
         return strategy_class(s.strategy).kind == "own"
-
-    @contextmanager
-    def processes(self, job: Job, node: int) -> Iterator[agent.Processes]:
-        yield [], [Command(job, node)]
 
     def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
         ends = {e["node"]: e["exit_code"] for e in job.folder.command_ends(job.n_nodes)}

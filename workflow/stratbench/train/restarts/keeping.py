@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratbench.strategies.base import Collective, Worker
-from stratbench.telemetry.clock import Phases, StepClock
+from stratbench.strategies.base import Collective
+from stratbench.telemetry.clock import StepClock
 from stratbench.train.beside.beside import Beside, Start
 from stratbench.train.job import Job
 from stratbench.train.restarts import attempts, checkpoints
 from stratbench.train.restarts.keys import Checkpoints
-from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.generators import Generators
 
 
@@ -35,16 +34,6 @@ class Keeper(Beside):
     def takes(cls, job: Job) -> bool:
         return "checkpoints" in job.settings.more and not job.in_block
 
-    def __init__(
-        self, job: Job, strategy: Collective, data: DeviceData, worker: Worker, phases: Phases
-    ) -> None:
-        super().__init__(job, strategy, data, worker, phases)
-        self._every = worker.settings.of(Checkpoints).checkpoint_every
-        self._folder = attempts.folder_of(worker.folder, worker.rank)
-        self._writer = checkpoints.Writer(self._folder, self._forget)
-        #: Checkpoints of this attempt and those before it, as far as their work counts.
-        self._before = {"count": 0, "held_up_s": 0.0, "written_s": 0.0}
-
     def begin(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
         """Make the training what it was where the attempt before is gone on from.
 
@@ -52,6 +41,11 @@ class Keeper(Beside):
         attempt takes the one before.
         """
         self._clock, self._epochs = clock, epochs
+        self._every = self.worker.settings.of(Checkpoints).checkpoint_every
+        self._folder = attempts.folder_of(self.worker.folder, self.worker.rank)
+        self._writer = checkpoints.Writer(self._folder, self._forget)
+        #: Checkpoints of this attempt and those before it, as far as their work counts.
+        self._before = {"count": 0, "held_up_s": 0.0, "written_s": 0.0}
         step = self.job.attempts[-1]["next_step"] if self.job.attempts else 0
         self._next_due = step + self._every
         if not step:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.extensions import at
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import mesh_of, strategy_class
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import Interval
-from stratbench.train import RUNNERS, agent, efficiency, find_taking, gpu_locks
+from stratbench.train import agent, efficiency, gpu_locks
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import spoiled_by_pauses, trained_of
@@ -35,6 +36,8 @@ class Runner:
     section: ClassVar[str | None] = None
     #: Whether all workers are there from the start to the end: then figures of all of them together stand.
     is_gang: ClassVar[bool] = True
+    #: What makes the processes of a node (`agent.run_node`), by name: the agents of other nodes are told it.
+    processes: ClassVar[str] = "stratbench.train.agent:processes_of"
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
@@ -106,7 +109,7 @@ class Runner:
     def launch_with_srun(self, job: Job, cpus_per_node: int) -> agent.Exits:
         """Run one agent on each node of the SLURM job; each agent and this function keep the time limit."""
         path = job.folder.write_job(job.to_json())
-        agent_of_job = [str(path), str(job.elapsed_s)]
+        agent_of_job = [str(path), str(job.elapsed_s), self.processes]
         watch = PauseWatch()
 
         def left_s(beyond_s: float = 15.0) -> float:
@@ -116,7 +119,7 @@ class Runner:
 
         try:
             code = run_on_nodes(
-                job.n_nodes, cpus_per_node, f"{__package__}.node", agent_of_job, left_s
+                job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, left_s
             )
             late = left_s(beyond_s=0) <= 0
         finally:
@@ -125,10 +128,6 @@ class Runner:
         hung = ended and why_hung(standings_of(job)) is not None
         exits = self.exits(job, lost=1 if ended and not late else None)
         return agent.Exits(exits, timed_out=late and ended, hung=hung and not late)
-
-    def processes(self, job: Job, node: int) -> AbstractContextManager[agent.Processes]:
-        """Make the servers and workers of a node, not yet started."""
-        return agent.processes_of(job, node)
 
     def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
         """Read how the processes of all nodes exited; srun does not pass on the exit codes of each.
@@ -194,4 +193,4 @@ def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
 
 def runner_of(s: Settings) -> Runner:
     """Find who runs a cell with these settings."""
-    return next(find_taking(RUNNERS, s), Runner)()
+    return next((runner for _, runner in at("runner") if runner.takes(s)), Runner)()
