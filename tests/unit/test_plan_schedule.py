@@ -405,6 +405,12 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     )  # with a MiB for each sample
 
 
+def test_nothing_sent_is_told_in_the_unit_of_the_networks_weights(plan_of):
+    told = plan_text(plan_of(strategies=["single"], gpus=[1]))
+    assert "KiB that a worker sends" not in told
+    assert "MiB that a worker sends" in told or "GiB that a worker sends" in told
+
+
 def test_amounts_have_units_in_which_they_are_at_least_one():
     assert bytes_text(3 * GIB / 2) == "1.50 GiB"
     assert bytes_text(5 << 20) == "5 MiB"

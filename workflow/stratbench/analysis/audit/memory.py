@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from stratbench.analysis.audit.rule import Case, Evidence, rows_of, rule
 from stratbench.analysis.records.groups import GROUP, Group
-from stratbench.cell.text.words import MIB
+from stratbench.cell.text.words import MIB, bytes_text
 
 #: A reduction by more than this times the number of workers cannot come from sharding alone.
 REDUCED = 1.05
@@ -36,9 +36,7 @@ def memory_reduced_too_much(evidence: Evidence) -> Iterator[Case]:
             if not whole or not held or (on_cpu and column != "model_states_bytes"):
                 continue
             if whole / held > REDUCED * group.gpus:
-                sizes = (
-                    f"{other.strategy} {whole / MIB:.4g} MiB, {group.strategy} {held / MIB:.4g} MiB"
-                )
+                sizes = f"{other.strategy} {bytes_text(whole)}, {group.strategy} {bytes_text(held)}"
                 yield group, f"{name}: {sizes}: {whole / held:.2f} times on {group.gpus}"
 
 
@@ -77,5 +75,5 @@ def repeats_uneven_memory(evidence: Evidence) -> Iterator[Case]:
         ):
             yield (
                 group,
-                f"{peaks.min() / MIB:.4g} to {peaks.max() / MIB:.4g} MiB over {len(peaks)} repeats",
+                f"{bytes_text(peaks.min())} to {bytes_text(peaks.max())} over {len(peaks)} repeats",
             )

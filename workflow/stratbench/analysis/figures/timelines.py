@@ -26,7 +26,7 @@ from stratbench.analysis.figures.sheet import (
     stroke,
     write,
 )
-from stratbench.cell.text.words import MIB
+from stratbench.cell.text.words import MIB, bytes_text
 
 #: The most points in a line; longer ones are thinned out, since a panel shows no more.
 MOST_POINTS = 80
@@ -97,9 +97,7 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
 
 def highest_text(value: float, unit: str) -> str:
     """The end of the vertical axes with its unit."""
-    if unit == "MiB" and value >= 1024:
-        return f"{value / 1024:.3g} GiB"
-    return f"{value:.3g} {unit}"
+    return bytes_text(value * MIB) if unit == "MiB" else f"{value:.3g} {unit}"
 
 
 def cell_of(data: FigureData, strategy: str) -> pd.Series:

@@ -155,7 +155,10 @@ def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
     }
     unit, n_bytes = "", 0
     if column.unit is not RANGE:
-        unit, n_bytes = unit_for(max(map(column.value, first.values()), default=0))
+        most = max(map(column.value, first.values()), default=0)
+        # Where nothing is sent, 0 is told in the unit of the network's weights.
+        weights = COLUMNS["state_parameters_bytes"]
+        unit, n_bytes = unit_for(most or max(map(weights.value, first.values()), default=0))
 
     def field(c: Planned) -> str:
         if not n_bytes:
