@@ -51,7 +51,7 @@ $(DEV_STAMP): envs/requirements-dev.txt envs/constraints.txt $(RUN_STAMP)
 	@touch $@
 
 demo: $(RUN_STAMP)
-	@echo "training the demo study: CPU processes on this machine, some minutes"
+	@echo "training the demo study: CPU processes on this machine, three minutes on two idle cores"
 	$(BIN)/snakemake --profile profiles/local --config study=demo
 	@echo "report: results/demo/report.html"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import re
@@ -898,3 +899,16 @@ def test_a_removed_key_is_answered_by_what_took_its_place(key):
     message = refusal(config_)
     assert f"{name} = 1: was removed; {REMOVED_KEYS[key]}" in message
     assert "Allowed" not in message
+
+
+def test_the_demo_runs_every_strategy_of_the_paper_and_repeats_what_it_is_to_answer():
+    found = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
+    cells = config.load_config(found | {"study": "demo"})[1].cells
+    assert len(cells) <= 32, "make demo takes three minutes on two cores"
+    by_experiment = {name: [c for c in cells if c.experiment == name] for name in
+                     dict.fromkeys(c.experiment for c in cells)}  # fmt: skip
+    matrix = {(c.strategy, c.gpus) for c in by_experiment["strategies"]}
+    names = ["ddp", "fsdp", "ps-sync", "ps-async", "ps-async-modified", "ps-ormo"]
+    assert matrix == {("single", 1), *itertools.product(names, (1, 2, 4))}
+    repeated = [name for name, of in by_experiment.items() if {c.repeat for c in of} >= {0, 1, 2}]
+    assert repeated == ["memory", "straggler"]

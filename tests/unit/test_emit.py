@@ -421,7 +421,7 @@ def test_the_page_shows_what_is_written():
         optimizer="adamw", betas=[0.9, 0.999], eps=1e-8, global_batch=32, per_worker_batch=16,
     )  # fmt: skip
     record["data"]["train_samples"] = 1024
-    record["cell"] |= {"study": "demo", "experiment": "text"}
+    record["cell"] |= {"study": "model-parallel", "experiment": "text"}
     record["time"] = {"step_ms": {"p50": 109.9}}
     record["memory"] = {"peak_bytes": 2**30, "peak_over_base_bytes": 45 * 2**20}
     assert table.emit(Choice(record), "accelerate") == shown
