@@ -156,6 +156,14 @@ def test_a_sure_answer_says_by_how_much_and_which_rival_needs_less_memory():
     assert [name for name, _ in named_answers(others)] == ["vgg16 in e", "vgg16 in other"]
 
 
+def test_an_answer_on_text_has_tokens_per_second_in_total_and_per_worker():
+    text = {"throughput_samples_per_s": 10.05, "counts": "tokens", "counts_per_sample": 1024}
+    decision = decided(runs("ddp", 100.0, **text, mfu=0.384))
+    assert decision.short.value_note.endswith("; 10,300 tokens/s (2,570 a worker, MFU 38 %)")
+    assert "It trains in 100.0 s at 10,300 tokens/s (2,570 a worker, MFU 38 %)" in decision.reason
+    assert "tokens" not in decided(runs("ddp", 100.0, throughput_samples_per_s=10.0)).reason
+
+
 def test_one_line_says_how_many_answers_are_sure():
     sure, tie = Short("ddp", 8, "Fastest.", "sure"), Short("zero1", 8, "As fast.", "condition")
     one, none = Short("fsdp", 4, "Fastest.", "one run"), Short(None, None, "None.", "none")

@@ -25,6 +25,11 @@ EXCLUDED = {
 DIVERGED = "training diverged"
 
 
+def _three_digits(value: float) -> str:
+    """A number with three digits and commas between thousands."""
+    return f"{float(f'{value:.3g}'):,.{0 if value >= 100 else 1}f}"
+
+
 @dataclass(eq=False)
 class Candidate:
     """A strategy on a number of workers; `kind` and `why` say what excludes it, if anything does."""
@@ -55,6 +60,9 @@ class Candidate:
     states_bytes: float | None = None
     #: The memory of the GPU; None: not known, or no GPU.
     card_bytes: float | None = None
+    #: Tokens per second of all workers, where text is trained, and the model FLOPs utilisation as a share.
+    tokens_per_s: float | None = None
+    mfu: float | None = None
     test_samples: float | None = None
     on_cpu: bool = False
     served: bool = False  # by parameter servers
@@ -90,6 +98,17 @@ class Candidate:
     def diverged(self) -> bool:
         """Whether it is excluded because a training of it diverged."""
         return self.why.endswith(DIVERGED)
+
+    @property
+    def rate_text(self) -> str:
+        """The rate on text and MFU: `41,300 tokens/s (5,160 a worker, MFU 38 %)`; else empty."""
+        if self.tokens_per_s is None:
+            return ""
+        each = [f"{_three_digits(self.tokens_per_s / self.gpus)} a worker"] * (self.gpus > 1)
+        each += [] if self.mfu is None else [f"MFU {100 * self.mfu:.0f} %"]
+        return f"{_three_digits(self.tokens_per_s)} tokens/s" + (
+            f" ({', '.join(each)})" if each else ""
+        )
 
     @property
     def reach(self) -> tuple[float, float]:

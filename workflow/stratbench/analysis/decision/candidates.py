@@ -63,6 +63,10 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
     def most(column: str) -> float | None:
         return max(groups.values(group, column).values(), default=None)
 
+    def middle(column: str, factor: float = 1.0) -> float | None:
+        values = list(groups.values(group, column).values())
+        return factor * float(np.median(values)) if values else None
+
     cards = groups.values(group, "device_memory_bytes").values()
     score = score_of(frame)
     error = most("score_error")
@@ -78,6 +82,10 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
         score_error=None if error is None else score.factor * error,
         unscored=bool(frame["steps"].notna().any()),
         test_samples=most("test_samples"),
+        tokens_per_s=middle("throughput_samples_per_s", score.counts_per_sample)
+        if score.counts == "tokens"
+        else None,
+        mfu=middle("mfu"),
         memory_bytes=most("peak_memory_bytes"),
         states_bytes=most("model_states_bytes"),
         card_bytes=None if on_cpu else min(cards, default=None),

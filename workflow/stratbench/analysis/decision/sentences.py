@@ -97,6 +97,8 @@ def figures_of(first: Candidate) -> str:
     if first.projected:
         return first.projected_figures
     parts = [f"It trains in {describe_amount(first)}{unit_of_cost(first)}"]
+    if first.rate_text:
+        parts[0] += f" at {first.rate_text}"
     if first.mean_score is not None:
         parts.append(f"reaches {first.score.name} {first.score.text(first.mean_score)}")
     if first.memory_bytes is not None:

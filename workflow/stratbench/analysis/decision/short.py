@@ -154,7 +154,7 @@ def short_answer(
             [*unknown, known] * bool(unknown) + [f"With {text}:" for text in slowed] + [claim.text]
         ),
         KIND_OF_LEVEL.get(sure.level, claim.kind if claim.kind in KINDS else "low"),
-        *value_texts(first),
+        *with_rate(first, *value_texts(first)),
         others=tuple(
             {"strategy": c.rival.strategy, "gpus": c.rival.gpus}
             | dict(zip(("ratio", "low", "high"), c.ratio, strict=True))
@@ -191,6 +191,11 @@ def value_texts(c: Candidate) -> tuple[str, str]:
     note = "95 %" if len(c.times) >= INTERVAL_FROM else f"in {counted(len(c.times), c.run)}"
     span = f"{amount(low, high)}–{duration(high)}"
     return duration(c.time_s), f"{span} ({note})" if note == "95 %" else f"{span} {note}"
+
+
+def with_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
+    """The texts of a value; the note also has the tokens per second where text is trained."""
+    return value, "; ".join(filter(None, (note, c.rate_text)))
 
 
 def interval_of(values_s: np.ndarray) -> tuple[float, float]:
