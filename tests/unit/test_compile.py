@@ -14,6 +14,7 @@ import torch
 
 from launching import LaunchedCell, settings
 from stratbench.cell import record
+from stratbench.cell.text.help_page import help_address
 from stratbench.strategies import compiled
 from stratbench.strategies.base import Worker
 from stratbench.strategies.single import Single
@@ -118,7 +119,9 @@ def test_code_that_computes_other_gradients_is_refused(
     rec = record.read(cell.record)
     assert rec["status"] == "refused"
     assert "compile = true: the code that PyTorch" in rec["reason"]
-    assert rec["reason"].endswith("set compile to false")
+    assert rec["reason"].endswith(
+        f"set compile to false {help_address('computes wrong gradients')}"
+    )
 
 
 @pytest.mark.timeout(900)

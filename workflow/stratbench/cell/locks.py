@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from stratbench.cell.text.help_page import help_address
+
 #: What a file system without locks answers.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 #: The file in a folder by which the folder is held: NFS locks no folders.
@@ -48,7 +50,8 @@ def lock(descriptor: int, how: int, path: Path) -> None:
         raise NoLocks(
             f"{path.parent}: its file system has no locks ({e.strerror}), which keep a cell from being "
             "trained twice at a time; mount it with locks (Lustre: -o flock; NFS: version 4, or rpc.statd on "
-            "client and server), or use a folder elsewhere (results in config.yaml; TMPDIR)"
+            "client and server), or use a folder elsewhere (results in config.yaml; TMPDIR) "
+            f"{help_address('its file system has no locks')}"
         ) from e
 
 

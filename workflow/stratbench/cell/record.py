@@ -14,6 +14,7 @@ from stratbench.cell.extensions import installed
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings, schema_of_settings
+from stratbench.cell.text.help_page import help_address
 
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"
@@ -132,7 +133,8 @@ def describe_other_settings(record: Record, settings: Settings) -> str | None:
     if not differing:
         return None
     each = (f"{key} {stated.get(key)} (config: {wanted.get(key)})" for key in differing)
-    return f"was trained with {', '.join(each)}; delete it to train its cell again"
+    told = f"was trained with {', '.join(each)}; delete it to train its cell again"
+    return f"{told} {help_address('delete it to train its cell again')}"
 
 
 def cell_of(record: Record) -> Cell:

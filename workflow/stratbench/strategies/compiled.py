@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from stratbench.cell.text.help_page import help_address
 from stratbench.workload.generators import Generators
 from stratbench.workload.users_code import Refused
 
@@ -52,7 +53,8 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
     if not (worst := _largest(error, worker)) <= bound:
         raise Refused(
             f"model {worker.settings.model!r}: compile = true: the code that PyTorch {torch.__version__} "
-            f"compiles computes wrong gradients, {apart.format(worst)}; set compile to false"
+            f"compiles computes wrong gradients, {apart.format(worst)}; set compile to false "
+            f"{help_address('computes wrong gradients')}"
         )
 
 

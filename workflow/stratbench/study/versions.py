@@ -9,6 +9,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from stratbench.cell.installation import INSTALLED, ROOT
+from stratbench.cell.text.help_page import help_address
 
 
 def requirements() -> list[str]:
@@ -36,6 +37,6 @@ def describe_old_packages(needed: Iterable[str]) -> list[str]:
         if not requirement.specifier.contains(found, prereleases=True):
             sentences.append(
                 f"{requirement.name} {found} is too old: stratbench needs {requirement}; "
-                f"pip install '{requirement}'"
+                f"pip install '{requirement}' {help_address('is too old')}"
             )
     return sentences

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import rank_of, worker_name
+from stratbench.cell.text.help_page import help_address
 from stratbench.telemetry.pulse import STACK_SIGNAL, read_calls, read_pulse
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.forkserver import Process
@@ -179,7 +180,7 @@ def why_no_timeout(job: Job) -> str | None:
     ranks = range(job.world_size)
     if not any(_has_stepped(job, rank, standings.get(rank), results.get(rank)) for rank in ranks):
         known = {rank: standings.get(rank) or Standing(0, phase_of(job, rank)) for rank in ranks}
-        return f"no step within {limit}; {_ranks_text(known)}"
+        return f"no step within {limit}; {_ranks_text(known)} {help_address('no step within')}"
     return why_hung(standings) if len(standings) == job.world_size else None
 
 
@@ -213,7 +214,7 @@ def why_hung(standings: Mapping[int, Standing]) -> str | None:
     longest_s = max(s.longest_step_s for s in running.values())
     return (
         f"it hangs: no worker got on for {quiet_s:.1f} s, and no step before had taken longer than "
-        f"{longest_s:.3g} s; {_ranks_text(running)}"
+        f"{longest_s:.3g} s; {_ranks_text(running)} {help_address('no worker got on')}"
     )
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from stratbench.cell.extensions import at
 from stratbench.cell.run_folder import RunFolder, server_name, worker_name
 from stratbench.cell.settings import Settings
+from stratbench.cell.text.help_page import help_address
 from stratbench.ps.server import serve
 from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.wire.handshake import load_secret
@@ -404,7 +405,8 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
         name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         raise RuntimeError(
             f"this machine's network interface {name} is missing or down, and gloo connects workers "
-            f"through it; bring it up (ip link set {name} up), or name another one in GLOO_SOCKET_IFNAME"
+            f"through it; bring it up (ip link set {name} up), or name another one in GLOO_SOCKET_IFNAME "
+            f"{help_address('is missing or down')}"
         ) from error
     # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
     dist.all_reduce(torch.zeros(1, device=device))

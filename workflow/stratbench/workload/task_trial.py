@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stratbench.cell.text.help_page import help_address
 from stratbench.workload.tasks import (
     LossKind,
     OwnTask,
@@ -35,7 +36,8 @@ TRIED_POSITIONS = 16
 #: Why strategies train different things where a loss does not add up, and the remedy.
 NO_SUM = (
     "its loss over a batch is not the mean over the batch's parts: workers, parts (accumulate) and "
-    "micro-batches of other sizes train something else; return (sum, weight), or compare equal parts only"
+    "micro-batches of other sizes train something else; return (sum, weight), or compare equal parts only "
+    f"{help_address('is not the mean over')}"
 )
 
 

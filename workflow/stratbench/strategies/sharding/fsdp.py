@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
+from stratbench.cell.text.help_page import help_address
 from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
 from stratbench.strategies.mesh import refuse_uneven
@@ -153,7 +154,7 @@ class FSDP(Sharded):
             yield (
                 f"{names_text(trial.written_views)} gives a view, which forward then changes in place "
                 "(h += r), so that FSDP does not gather it for backward; return .clone() of it, add out of "
-                "place, or set reshard_after_forward to never"
+                f"place, or set reshard_after_forward to never {help_address('gives a view')}"
             )
         if trial.at_times and worker.settings.accumulate > 1:
             yield from self._refusals_of_parts(trial.at_times, worker)

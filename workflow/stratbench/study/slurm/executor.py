@@ -16,6 +16,7 @@ from typing import Any
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 
+from stratbench.cell.text.help_page import help_address
 from stratbench.cell.text.words import counted
 from stratbench.study.slurm import job_states, submission
 from stratbench.study.slurm.commands import ask_slurm, printed_by
@@ -88,7 +89,8 @@ class FollowsJobs(RemoteExecutor):
             f.tell(
                 f"SLURM refuses {first} for the same reason"
                 if known
-                else f"SLURM refuses it: {why}. {f.asks.get(first, first)}."
+                else f"SLURM refuses it: {why}. {f.asks.get(first, first)} "
+                f"{help_address('SLURM refuses it')}."
             )
             # Without Snakemake's report, a page of its command line.
             fail_silently(self.workflow, job_info.job)
@@ -121,12 +123,13 @@ class FollowsJobs(RemoteExecutor):
         if kind == "silence":
             return (
                 f"sbatch fails for now ({why}); what is left is submitted later: it is tried again for "
-                f"{submission.SILENCE_S / 60:.0f} minutes"
+                f"{submission.SILENCE_S / 60:.0f} minutes {help_address('sbatch fails for now')}"
             )
         live = len(self.followed.waiting.cells) or 1
         return (
             f"SLURM takes no more jobs of yours at a time ({why}); the others are submitted as these end; "
-            f"`jobs: {live}` in the profile asks for no more at a time"
+            f"`jobs: {live}` in the profile asks for no more at a time "
+            f"{help_address('SLURM takes no more jobs of yours')}"
         )
 
     def _submit_postponed(self) -> None:
@@ -249,7 +252,8 @@ class FollowsJobs(RemoteExecutor):
         if word == "NODE_FAIL" and state:
             avoid_nodes(self, state.nodes)
         if not word:
-            said = "SLURM does not know it any more, and it left no result"
+            said = "SLURM does not know it any more, and it left no result "
+            said += help_address("SLURM does not know it any more")
         else:
             where = f" on {state.nodes}" if state and state.nodes else ""
             said = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
@@ -271,7 +275,7 @@ class FollowsJobs(RemoteExecutor):
             f.silence_told = True
             f.tell(
                 f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; {counted(jobs, 'job')} of this "
-                "run may train on, and they are waited for"
+                f"run may train on, and they are waited for {help_address('SLURM has not answered')}"
             )
 
     def _progress(self, live: Mapping[str, JobState]) -> str:

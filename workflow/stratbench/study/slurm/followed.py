@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.text.help_page import help_address
 from stratbench.study.slurm import submission
 from stratbench.study.slurm.live_jobs import tell
 from stratbench.study.slurm.waiting import Waiting
@@ -20,10 +21,12 @@ ENDS = {
     "DEADLINE": "its deadline passed",
     "NODE_FAIL": "node failure; it is tried again elsewhere if `retries` in the profile allows",
     "OUT_OF_MEMORY": "it used more memory than it asked for: raise cluster.mem_mib_per_gpu or "
-    "cluster.mem_mib_per_cpu_worker",
-    "PREEMPTED": "SLURM gave its node to another job; it is tried again if `retries` in the profile allows",
+    f"cluster.mem_mib_per_cpu_worker {help_address('it used more memory than it asked for')}",
+    "PREEMPTED": "SLURM gave its node to another job; it is tried again if `retries` in the profile allows "
+    f"{help_address('SLURM gave its node to another job')}",
     "TIMEOUT": "SLURM's time limit came before the cell's own; if its log does not say where it hung, raise "
-    "cluster.startup_allowance_s",
+    "cluster.startup_allowance_s "
+    f"{help_address('time limit came before')}",
 }
 
 

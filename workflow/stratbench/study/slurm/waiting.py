@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from stratbench.cell.text.help_page import help_address
 from stratbench.cell.text.words import counted
 from stratbench.study.slurm.job_states import QUEUED, JobState
 
@@ -89,7 +90,7 @@ class Waiting:
         text = f"{what} {'wait' if len(jobs) > 1 else 'waits'} for the reason {reason}"
         text += f": {meaning.replace('JOB', first)}" if meaning else ""
         text += f"; SLURM expects it to start at {start}" if "T" in start else ""
-        return f"{text}; `scancel {first}` gives it up"
+        return f"{text}; `scancel {first}` gives it up {help_address('for the reason')}"
 
 
 def describe_progress(

@@ -16,6 +16,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import at
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
+from stratbench.cell.text.help_page import help_address
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import mesh_of, strategy_class
 from stratbench.telemetry.pauses import PauseWatch
@@ -75,7 +76,8 @@ class Runner:
         if paused is None:
             return job, exits, ending
         reason = f"; {ending.reason}" if ending.reason else ""
-        print(f"cell {job.cell}: {paused} while it trained; it trains again{reason}", flush=True)
+        told = f"cell {job.cell}: {paused} while it trained; it trains again{reason}"
+        print(f"{told} {help_address('paused for')}", flush=True)
         folder = job.folder
         folder.create()
         if folder.local is not None:
