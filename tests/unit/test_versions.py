@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import versions as ends
+from stratbench.cell.text.help_page import help_address
 from stratbench.study import versions
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,8 @@ def test_an_older_package_is_named_with_what_is_needed(monkeypatch: pytest.Monke
     monkeypatch.setattr(versions.metadata, "version", version)
     needed = ["torch>=2.12", "snakemake>=9.18", "numpy>=2.4.5", "tqdm>=4.67"]
     assert versions.describe_old_packages(needed) == [
-        "torch 2.8.0+cpu is too old: stratbench needs torch>=2.12; pip install 'torch>=2.12'"
+        "torch 2.8.0+cpu is too old: stratbench needs torch>=2.12; pip install 'torch>=2.12' "
+        + help_address("is too old")
     ]
 
 
