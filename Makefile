@@ -76,6 +76,7 @@ pages: $(DEV_STAMP)
 	PYTHONPATH=workflow $(BIN)/python docs/architecture.py
 	PYTHONPATH=workflow $(BIN)/python docs/config_tables.py
 	PYTHONPATH=workflow $(BIN)/python docs/record_tables.py
+	PYTHONPATH=workflow $(BIN)/python docs/command_tables.py
 
 $(DOCS_STAMP): envs/requirements-docs.txt envs/constraints.txt | $(DOCS_VENV)/bin/python
 	@echo "installing envs/requirements-docs.txt into $(DOCS_VENV)"

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
 import architecture  # noqa: E402
+import command_tables  # noqa: E402
 import config_tables  # noqa: E402
 import record_tables  # noqa: E402
 from stratbench.cell.record import SCHEMA_PATH  # noqa: E402
@@ -134,9 +135,15 @@ def test_a_generated_page_is_current(path):
     assert path.read_text(encoding="utf-8") == text, "run: make docs"
 
 
-def test_the_page_of_the_record_is_current():
-    text = config_tables.fill(record_tables.PAGE, record_tables.field_tables())
-    assert record_tables.PAGE.read_text(encoding="utf-8") == text, "run: make docs"
+@pytest.mark.parametrize(
+    ("page", "tables"),
+    [
+        (record_tables.PAGE, record_tables.field_tables),
+        (command_tables.PAGE, command_tables.command_tables),
+    ],
+)
+def test_the_tables_of_a_page_are_current(page, tables):
+    assert page.read_text(encoding="utf-8") == config_tables.fill(page, tables()), "run: make docs"
 
 
 def test_every_key_of_a_block_is_in_its_example():

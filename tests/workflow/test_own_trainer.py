@@ -84,7 +84,7 @@ X, Y = get_batch("train")
 """
 
 
-def block(kind: str, after: str = "## A trainer of your own") -> str:
+def block(kind: str, after: str = "# Benchmark a trainer of your own") -> str:
     """The first block of this kind after a heading of the page."""
     return re.search(rf"```{kind}\n(.*?)```", PAGE.split(after)[1], re.DOTALL)[1]
 
