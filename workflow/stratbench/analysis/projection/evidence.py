@@ -85,6 +85,8 @@ def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> C
         may_lose=None,
         held_s=None,
         present=None,
+        tokens_per_s=None,
+        mfu=None,
         claim=None,
         doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
     )
