@@ -26,7 +26,7 @@ from test_analysis_audit import ELSEWHERE, PLANTED
 from test_invariants import SPLIT, served_elastic
 
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.rule import SEVERITIES
+from stratbench.analysis.records.findings import SEVERITIES
 from stratbench.cell.coordinates import Cell
 
 DDP, FSDP, SINGLE = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0), ("main", "single", 1, 0)
