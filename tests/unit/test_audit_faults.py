@@ -280,7 +280,7 @@ FAULTS = [
     Fault(
         "a loss that nothing can reach",
         DDP,
-        put("task.least_loss", 9.0),
+        both(put("task.unit", "nats/token"), put("task.least_loss", 9.0)),
         "loss-below-least",
         "the least possible 9.0000",
     ),
