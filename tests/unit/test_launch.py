@@ -57,9 +57,10 @@ from stratbench.telemetry import pulse as pulse_module
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.pulse import Pulse, read_pulse
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import agent, assemble, ending, forkserver, launch, loop, standing
+from stratbench.train import agent, assemble, ending, forkserver, launch, standing
 from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
+from stratbench.train.beside.profile import RECORDED_STEPS
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
@@ -163,7 +164,7 @@ def test_a_profiled_cell(start_cell, warm, strategy):
     with gzip.open(launched.logs / found["profile"]["trace"], "rt") as f:
         names = [event.get("name", "") for event in json.load(f)["traceEvents"]]
     steps = {name for name in names if name.startswith("ProfilerStep#")}
-    assert len(steps) == loop.PROFILED_STEPS
+    assert len(steps) == RECORDED_STEPS
     assert any("allreduce" in name for name in names) == (strategy == "ddp")
     assert found["energy"] is None  # no GPU
     compute, communication = found["compute"], found["communication"]
