@@ -315,7 +315,7 @@ def batches(told: Told) -> None:
     if told.finished:
         told.same("len(time.epoch_times_s) and the number of scores", passes, entries)
     told.most("the number of scores, at most settings.epochs", entries, asked)
-    if told.status == "ok" and told("settings.ends_at") is None:
+    if told.status == "ok" and told("settings.more.elastic.ends_at") is None:
         told.same("the number of scores and settings.epochs", entries, asked)
 
 
@@ -950,9 +950,9 @@ def time_of_server(told: Told, server: Record, of: str, i: int) -> None:
 
 def elastic(told: Told) -> None:
     """Jobs, generations, pauses and the seconds that were used agree."""
-    if told.elastic != bool(told("settings.elastic")):
+    if told.elastic != bool(told("settings.more.elastic.elastic")):
         told.wrong(
-            f"settings.elastic is {told('settings.elastic')}, with elastic {told('elastic')!r:.40}"
+            f"settings.more.elastic is {told('settings.more.elastic')}, with elastic {told('elastic')!r:.40}"
         )
     if not told.elastic:
         return

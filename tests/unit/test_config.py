@@ -24,6 +24,7 @@ from stratbench.strategies import option_defaults
 from stratbench.study.config import config, messages, schema, validation, yaml_traps
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.removed_keys import REMOVED_KEYS
+from stratbench.train.elastic import Elastic
 from stratbench.train.restarts.keys import Checkpoints
 from stratbench.workload.data.datasets import SPECS
 
@@ -615,7 +616,8 @@ def test_what_is_declared_of_a_setting_is_said_nowhere_else():
     by_hand = json.loads(schema.SCHEMA_PATH.read_text())["$defs"]["experiment"]["properties"]
     assert by_hand.keys() & set(GIVEN) == set()
     known = schema.schema()["$defs"]["experiment"]
-    of_extensions = [f.name for _, keys in keys_of("experiment") for f in fields(keys)]
+    declared = [f for _, keys in keys_of("experiment") for f in fields(keys)]
+    of_extensions = [f.name for f in declared if f.metadata["given"]]
     assert list(known["properties"]) == [*by_hand, *GIVEN, *of_extensions]
     assert "lr" in known["required"]
     names = {field.name for field in fields(Settings)}
@@ -666,6 +668,16 @@ def test_settings_hold_of_an_extension_only_what_a_study_gives(given, kept):
     assert ("more" in s.as_dict()) == bool(kept)
     assert s.of(Checkpoints).checkpoint_every == kept.get("checkpoint_every")
     assert Settings.from_json(s.as_json()) == s
+
+
+@pytest.mark.parametrize("target", [None, 0.5])
+def test_a_target_score_is_a_setting_of_elastic_cells_alone(target):
+    (rigid, *_) = settings_of(study(strategies=["ddp"], target_score=target))
+    (elastic, *_) = settings_of(study(strategies=["ddp"], target_score=target, elastic=True))
+    assert rigid.more == {}
+    assert elastic.without("elastic") == rigid
+    assert elastic.of(Elastic) == Elastic(elastic=True, ends_at=target)
+    assert elastic.more == {"elastic": {"elastic": True} | ({"ends_at": target} if target else {})}
 
 
 def test_weak_scaling():

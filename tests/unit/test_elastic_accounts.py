@@ -29,7 +29,7 @@ def cell(tmp_path: Path) -> Any:
 def job_of(tmp_path: Path, *lives: dict[str, Any]) -> Job:
     """A job of 2 epochs of 4 steps that had these lives."""
     job = job_in(tmp_path, epochs=2)
-    s = replace(job.settings, elastic=True, more={}, epochs=2, global_batch=16)
+    s = replace(job.settings, more={"elastic": {"elastic": True}}, epochs=2, global_batch=16)
     job = replace(job, settings=s, data={"train_samples": 64})
     for number, life in enumerate(lives):
         job.folder.write_life(number, life)

@@ -27,7 +27,7 @@ from stratbench.strategies import option_defaults
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: Slow enough to be disturbed.
-SLOW = {"gpus": 2, "elastic": True, "warmup_steps": 1, "lr": 0.002}
+SLOW = {"gpus": 2, "more": {"elastic": {"elastic": True}}, "warmup_steps": 1, "lr": 0.002}
 SLOW |= {"slowdown": {"workers": [0, 1], "factor": 6}}
 
 
@@ -134,7 +134,12 @@ def bump(counts: list[int]) -> None:
 def test_a_cell_ends_at_its_target_and_a_late_worker_with_it(
     start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
 ) -> None:
-    launched = start_cell(settings("ps-ormo", epochs=500, ends_at=0.9, **SLOW), env=warm)
+    launched = start_cell(
+        settings(
+            "ps-ormo", epochs=500, **SLOW | {"more": {"elastic": {"elastic": True, "ends_at": 0.9}}}
+        ),
+        env=warm,
+    )
     code, output = launched.finish()
     assert code == 0, output
     found = launched.read_record()

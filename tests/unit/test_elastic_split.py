@@ -107,7 +107,14 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     alone = start_cell(settings("single", gpus=1, per_worker_batch=15, **EXACT), env=warm)
     assert alone.finish()[0] == 0
     slow = {"workers": [0, 1, 2], "factor": 8}
-    s = settings("ddp", gpus=3, per_worker_batch=5, elastic=True, slowdown=slow, **EXACT)
+    s = settings(
+        "ddp",
+        gpus=3,
+        per_worker_batch=5,
+        more={"elastic": {"elastic": True}},
+        slowdown=slow,
+        **EXACT,
+    )
     launched = start_cell(s, env=warm)
     seed = random.randrange(1 << 30)
     print("seed:", seed)
@@ -381,7 +388,9 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
 ) -> None:
     """A stopped process stands for a node that is gone: its connections stay open, and no collective ends."""
     slow = {"workers": [0, 1], "factor": 5}
-    s = settings("ddp", gpus=2, elastic=True, epochs=FOREVER, lr=1e-6, slowdown=slow)
+    s = settings(
+        "ddp", gpus=2, more={"elastic": {"elastic": True}}, epochs=FOREVER, lr=1e-6, slowdown=slow
+    )
     launched = start_cell(s, env=warm)
     until(lambda: together(launched, 2))
     silent = generations(launched)[-1]["members"][1]

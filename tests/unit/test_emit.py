@@ -142,7 +142,7 @@ def test_a_strategy_that_no_engine_knows_is_refused_with_its_targets(strategy):
 
 def test_workers_that_come_and_go_are_refused():
     with pytest.raises(EmitError, match="come and go"):
-        emitted("ddp", "pytorch", elastic=True)
+        emitted("ddp", "pytorch", more={"elastic": {"elastic": True}})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "single", "local-sgd", "ps-sync"])

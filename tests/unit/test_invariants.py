@@ -127,7 +127,7 @@ def elastic(**block: Any) -> Change:
     """A change to a cell whose two workers were jobs of their own; its training was resumed once."""
 
     def change(record: Record) -> None:
-        record["settings"]["elastic"] = True
+        record["settings"]["more"] = {"elastic": {"elastic": True}}
         record["strategy"]["traits"]["ends_with_a_worker"] = False
         dates = {"joined_s": 14.5, "first_step_s": 15.0, "allocated_s": 61.0, "reason": "COMPLETED"}
         jobs = [
@@ -333,7 +333,8 @@ BROKEN: dict[str, tuple[Place, Change, str]] = {
     "a restart that went nowhere": (DDP, both(started_again, put("restarts.count", 2)), "restarts.count"),
     "a restart between checkpoints": (
         DDP, both(started_again, put("restarts.from_steps.0", 11)), "checkpoints after each 10"),
-    "elastic without jobs": (DDP, put("settings.elastic", True), "settings.elastic"),
+    "elastic without jobs": (
+        DDP, put("settings.more", {"elastic": {"elastic": True}}), "settings.more.elastic"),
     "a generation that skips steps": (DDP, both(SPLIT, put("elastic.generations.1.from_step", 1005)),
                                       "the one before stopped"),
     "a pause left out": (DDP, both(SPLIT, put("elastic.pauses.count", 0)), "pauses.count"),

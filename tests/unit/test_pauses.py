@@ -207,7 +207,15 @@ def test_a_cell_that_is_stopped_while_it_trains_trains_again(
 def test_an_elastic_cell_that_is_stopped_while_it_trains_says_so(start_cell, strategy):
     """The pause counts towards no limit, and the audit calls the times unusable."""
     slow = {"workers": [0], "factor": 10}
-    s = settings(strategy, gpus=2, elastic=True, epochs=15, lr=1e-6, slowdown=slow, warmup_steps=1)
+    s = settings(
+        strategy,
+        gpus=2,
+        more={"elastic": {"elastic": True}},
+        epochs=15,
+        lr=1e-6,
+        slowdown=slow,
+        warmup_steps=1,
+    )
     launched = start_cell(s, time_limit_s=LIMIT_S)
     trains = ("join", "train")
     until(

@@ -112,7 +112,7 @@ def test_strategies_train_in_it(start_cell, warm, strategy):
 )
 def test_who_cannot_says_why(strategy, options, remedy):
     values = settings(strategy if strategy != "ps-sync" else "ddp", precision=PRECISION)
-    given = vars(values) | {"compile": False, "elastic": False, "gpus": [2]}
+    given = vars(values) | {"compile": False, "gpus": [2]}
     found = strategy_class(strategy).refusals(option_defaults(strategy) | options, given)
     assert any(remedy in why for why in found)
 

@@ -13,7 +13,6 @@ from stratbench.cell.extensions import installed
 from stratbench.cell.installation import INSTALLED
 from stratbench.cell.settings import Settings
 from stratbench.study import job_values, reasons
-from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import faults
 from stratbench.study import resume
@@ -79,6 +78,8 @@ BEFORE_JOBS, AFTER_JOBS = [], []
 TRAINING_JOBS = []
 # By the name of a rule that trains, a function that names what a job's wildcards stand for.
 TRAINED_BY = {}
+# Functions that give what each worker job of a cell asks SLURM for, by its cell and resources, or an empty text.
+WORKER_JOBS = []
 # By its name, a function that gives the path of a file for the analysis; an empty text where there is none.
 EVIDENCE = {}
 
@@ -157,18 +158,6 @@ def history_of(wildcards):
 def asking(wildcards):
     """The config, for a decision on a number of GPUs that is projected to; of no use to others."""
     return json.dumps(STUDY_CONFIG, sort_keys=True) if ASKS_PROJECTION else ""
-
-
-def worker_job_of(cell, resources):
-    """What each worker job of an elastic cell asks SLURM for, as JSON; empty for other cells and without SLURM.
-
-    Worker jobs have the partition, account and the like of the cell's own job. Only in a job that SLURM runs is
-    Snakemake not the main process.
-    """
-    if not JOBS.settings_of(cell).elastic or internals.is_main(workflow):
-        return ""
-    asked = JOBS.request_of(cell).worker
-    return WorkerJob.of(asked, resources, CLUSTER["worker_partition"]).as_json()
 
 
 def description(wildcards):

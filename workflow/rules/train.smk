@@ -80,7 +80,9 @@ rule train_cell:
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
         # Of an elastic cell the jobs that its own job submits, at most so many at a time; and in words.
         worker_jobs=lambda w: JOBS.request_of(cell_of(w)).workers,
-        as_jobs=lambda w: " (jobs of their own)" * JOBS.settings_of(cell_of(w)).elastic,
+        as_jobs=lambda w: (
+            " (jobs of their own)" if JOBS.request_of(cell_of(w)).workers else ""
+        ),
         # The record says how many repeats were planned; more of them retrain none.
         repeats=lambda w: STUDY.experiments[w.experiment].matrix["repeats"],
         gpu_slots=1,
@@ -90,7 +92,9 @@ rule train_cell:
         # What depends on `input` is no reason to run again: the parameters above are, one by one.
         settings=lambda w, input: JOBS.settings_of(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
-        worker_job=lambda w, resources: worker_job_of(cell_of(w), resources),
+        worker_job=lambda w, resources: "".join(
+            ask(cell_of(w), resources) for ask in WORKER_JOBS
+        ),
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
     message:
         "train {wildcards.study}/{wildcards.experiment}: {wildcards.strategy}, {wildcards.model},"

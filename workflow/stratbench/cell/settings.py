@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from stratbench.cell.extensions import keys_of
@@ -72,6 +72,11 @@ class Keys:
     extension: ClassVar[str]
 
     @classmethod
+    def settled(cls, given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        """What `Settings.more` holds of an experiment with these `values`, of which some are `given`."""
+        return given
+
+    @classmethod
     def faults(cls, block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
         """Yield what contradicts the keys in a block, each from the block's name on.
 
@@ -113,9 +118,6 @@ class Settings:
     data_spec: dict[str, Any] | None = derived(default=None,
         help="What decides the samples of the data set: source, sizes and seed, or a user's kind and keys "
         "with the hash of the files or code; null: its name says all.")
-    ends_at: float | None = derived(default=None,
-        help="Of an elastic cell the target_score at which its training ends, that of the first epoch that "
-        "reaches it. null: after all epochs, as that of any other cell.")
     epochs: int | None = setting(None, minimum=1,
         help="Passes over the training set, each followed by an evaluation; null: `steps` says how long.")
     steps: int | None = setting(None, minimum=1,
@@ -179,11 +181,6 @@ class Settings:
         "rounding. Servers and `deepspeed` refuse it.")
     augment: bool = setting(False,
         help="The data set's standard augmentation (random crop; flip for natural images).")
-    elastic: bool = setting(False,
-        help="Whether each worker is a SLURM job of its own, which trains from when it starts and may end "
-        "and come again (docs/elastic.md). `gpus` is then the most workers at a time. The cell's own job has "
-        "no GPU: it submits the workers and is their server, or brings them together. Without SLURM, workers "
-        "are processes of this machine.")
     placement: Literal["device", "host"] = setting("device",
         help="Where the data set lies: whole on each worker's device; or in host memory, for what does not "
         "fit there. Then a thread of each worker gathers the next batch and copies it while the device "
@@ -212,6 +209,10 @@ class Settings:
     def of(self, keys: type[Given]) -> Given:
         """The keys of an extension: what the study gives over their defaults."""
         return keys(**self.more.get(keys.extension, {}))
+
+    def without(self, extension: str) -> Settings:
+        """The same, of a cell that does not use an extension."""
+        return replace(self, more={k: v for k, v in self.more.items() if k != extension})
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by in `step` (from 0) of `steps`."""
@@ -285,7 +286,7 @@ def schema_of_given() -> dict[str, Any]:
     """The JSON Schema of the settings that an experiment gives, with their defaults."""
     whole = schema_of(Settings, GIVEN)
     for _, keys in keys_of("experiment"):
-        each = schema_of(keys)
+        each = schema_of(keys, [f.name for f in fields(keys) if f.metadata["given"]])
         whole["required"] += each["required"]
         whole["properties"] |= each["properties"]
     return whole

@@ -20,7 +20,7 @@ from stratbench.workload.network.registry import FAMILIES, facts_of
 #: Settings that say how a cell is measured, and what it trains: a trainer has its own.
 OF_THE_MEASUREMENT = {
     *("strategy", "options", "model", "dataset", "own_model", "own_task", "task", "data_spec"),
-    *("ends_at", "warmup_steps", "profile", "more", "elastic"),
+    *("warmup_steps", "profile", "more"),
 }
 #: How a record says which classes were sharded (`workload.network.sharding.rule_of`).
 INSTANCES_OF = "instances of "

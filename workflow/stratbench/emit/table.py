@@ -64,7 +64,7 @@ def emit(choice: Choice, target: str) -> str:
             f"{choice.cell.strategy} cannot be said as {engine}: strategy {strategy} has the target"
             f"{'s' if len(known) > 1 else ''} {', '.join(known)}"
         )
-    if choice.settings.elastic and target != "variant":
+    if "elastic" in choice.settings.more and target != "variant":
         raise EmitError(
             f"{choice.cell.strategy} has workers that come and go (elastic: true), which stratbench alone "
             "trains; it has the target variant"

@@ -116,12 +116,12 @@ class DDP(base.Collective):
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         kind, precision = options.get("compress", "none"), values["precision"]
-        if values["elastic"] and kind == "powersgd":
+        if values.get("elastic") and kind == "powersgd":
             yield (
                 ".elastic = true: each worker keeps what PowerSGD lost of its own gradients, which ends with "
                 "the worker (compress: powersgd)"
             )
-        if values["elastic"] and precision == "fp16":
+        if values.get("elastic") and precision == "fp16":
             yield (
                 ".elastic = true: the loss scale of precision 'fp16' would begin anew whenever a worker "
                 "comes or goes; use bf16"

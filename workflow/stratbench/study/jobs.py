@@ -66,7 +66,7 @@ class Jobs:
         def asked(nodes: int) -> JobRequest:
             workers = nodes * self._cluster["gpus_per_node"]
             full = {
-                replace(c, gpus=workers, repeat=0): replace(self.settings_of(c), elastic=False)
+                replace(c, gpus=workers, repeat=0): self.settings_of(c).without("elastic")
                 for c in self._cells.values()
             }
             requests = [job_request(c, s, self._cluster, LINKS_S) for c, s in full.items()]

@@ -85,11 +85,11 @@ def job_request(
     """
     minutes = runtime_min(time_limit_s, cluster, longest_s)
     of_node = workers_of_node(cell, cluster)
-    if settings.elastic:
+    if "elastic" in settings.more:
         share = {k: v for k, v in settings.options.items() if k != "servers"}
         each = job_request(
             replace(cell, gpus=1),
-            replace(settings, elastic=False, gpus=1, options=share),
+            replace(settings.without("elastic"), gpus=1, options=share),
             cluster,
             time_limit_s,
             -(-host_mem_mib // of_node),

@@ -133,7 +133,7 @@ COMMAND = "a command of yours cannot be stopped and begun in segments"
 
 def not_raced(study: Study) -> dict[str, str]:
     """Paths of the cells that blocks cannot time, with the reason."""
-    elastic = {cell.path: ELASTIC for cell in study.cells if study.settings(cell).elastic}
+    elastic = {cell.path: ELASTIC for cell in study.cells if "elastic" in study.settings(cell).more}
     own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
     return elastic | dict.fromkeys(own, COMMAND)
 

@@ -6,6 +6,7 @@ from dataclasses import MISSING, fields
 
 import yaml
 
+from stratbench.cell.extensions import keys_of
 from stratbench.cell.settings import GIVEN, OF_A_VARIANT, Settings
 from stratbench.emit.choice import Choice, commented
 from stratbench.strategies import option_defaults
@@ -22,8 +23,11 @@ def write(choice: Choice, called: str) -> str:
     variants = {cell.strategy: {"strategy": s.strategy, **options}}
     default = {f.name: f.default for f in fields(Settings)}
     given = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
-    for block in s.more.values():
-        given |= block
+    for _, keys in keys_of("experiment"):
+        block = s.more.get(keys.extension, {})
+        given |= {
+            f.name: block[f.name] for f in fields(keys) if f.name in block and f.metadata["given"]
+        }
     if s.optimizer == "adamw":
         given.pop("momentum", None)
     if cell.strategy != s.strategy and (

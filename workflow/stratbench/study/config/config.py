@@ -103,7 +103,6 @@ class Study:
             task=made.task if made else None,
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
-            ends_at=values.get("target_score") if values["elastic"] else None,
             global_batch=batch,
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
             more=dict(_given_to_extensions(values)),
@@ -213,7 +212,7 @@ class Study:
     @staticmethod
     def _apart(values: Mapping[str, Any]) -> set[str]:
         """The keys of an experiment that do not affect its training; an elastic one ends at its target."""
-        return {"time_limit_s"} | (set() if values["elastic"] else {"target_score"})
+        return {"time_limit_s"} | (set() if values.get("elastic") else {"target_score"})
 
     def target_scores(self) -> dict[str, float]:
         """The score to reach, by experiment, where there is one; changing it retrains elastic cells alone."""
@@ -238,9 +237,10 @@ class Study:
 def _given_to_extensions(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each extension with what an experiment gives for its keys, other than their defaults."""
     for name, keys in keys_of("experiment"):
-        default = {f.name: f.default for f in fields(keys)}
-        if given := {k: values[k] for k in default if values.get(k, default[k]) != default[k]}:
-            yield name, given
+        default = {f.name: f.default for f in fields(keys) if f.metadata["given"]}
+        given = {k: values[k] for k in default if values.get(k, default[k]) != default[k]}
+        if held := keys.settled(given, values):
+            yield name, held
 
 
 def cell_seed(study_seed: int, model: str, repeat: int) -> int:

@@ -161,7 +161,6 @@ def check_experiment(
             ),
             _model_faults(each, dataset, config["models"]),
             _slowdown_faults(each),
-            _elastic_faults(each),
             *(_all_at_once(where, keys.faults(each, study)) for _, keys in keys_of("experiment")),
         )
         for fault in faults:
@@ -367,11 +366,6 @@ def _strategy_faults(
                     strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
-        if block["elastic"] and strategy.rigid is not None:
-            yield (
-                f".elastic = true: {name}: {strategy.rigid}; remove {name} from strategies, or give it an "
-                "experiment of its own"
-            )
         for why in strategy.refusals(options, {**block, "networks": networks}):
             yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
 
@@ -445,24 +439,3 @@ def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
                 f".slowdown.workers = {slowdown['workers']}: no cell has a rank {rank} "
                 f"(gpus = {block['gpus']}); ranks count from 0"
             )
-
-
-#: What an experiment with elastic workers cannot have, with the value that it must be, and why.
-_RIGID_SETTINGS = {
-    "accumulate": (1, "workers share a batch by how many they are, so that it has no equal parts"),
-    "compile": (
-        False,
-        "each number of workers has shares of another size, and would compile again",
-    ),
-    "profile": (False, "no worker is sure to be there at the end"),
-    "checkpoint_every": (
-        None,
-        "split synchronous workers and servers keep their state every minute",
-    ),
-}
-
-
-def _elastic_faults(block: Mapping[str, Any]) -> Iterator[str]:
-    for key, (value, why) in _RIGID_SETTINGS.items() if block["elastic"] else ():
-        if block.get(key, value) != value:
-            yield f".{key} = {json.dumps(block[key])} with elastic = true: {why}; remove one of the two"

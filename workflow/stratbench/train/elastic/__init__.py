@@ -1,1 +1,65 @@
 """Cells whose workers are jobs of their own: who keeps them, and how synchronous ones meet again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from stratbench.cell.settings import Keys, derived, setting
+
+#: What an experiment with elastic workers cannot have, with the value that it must be, and why.
+_RIGID_SETTINGS = {
+    "accumulate": (1, "workers share a batch by how many they are, so that it has no equal parts"),
+    "compile": (
+        False,
+        "each number of workers has shares of another size, and would compile again",
+    ),
+    "profile": (False, "no worker is sure to be there at the end"),
+    "checkpoint_every": (
+        None,
+        "split synchronous workers and servers keep their state every minute",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic(Keys):
+    """The keys of an experiment."""
+
+    extension: ClassVar[str] = "elastic"
+
+    # fmt: off
+    elastic: bool = setting(False,
+        help="Whether each worker is a SLURM job of its own, which trains from when it starts and may end "
+        "and come again (docs/elastic.md). `gpus` is then the most workers at a time. The cell's own job has "
+        "no GPU: it submits the workers and is their server, or brings them together. Without SLURM, workers "
+        "are processes of this machine.")
+    ends_at: float | None = derived(default=None,
+        help="Of an elastic cell the target_score at which its training ends, that of the first epoch that "
+        "reaches it. null: after all epochs, as that of any other cell.")
+    # fmt: on
+
+    @classmethod
+    def settled(cls, given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        target = values.get("target_score")
+        return given | {"ends_at": target} if given and target is not None else given
+
+    @classmethod
+    def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what elastic workers of an experiment cannot have."""
+        from stratbench.strategies import strategy_class
+        from stratbench.study.config.consistency import strategies_of
+
+        if not block["elastic"]:
+            return
+        for name, base, _ in strategies_of(block, study):
+            if (why := strategy_class(base).rigid) is not None:
+                yield (
+                    f".elastic = true: {name}: {why}; remove {name} from strategies, or give it an "
+                    "experiment of its own"
+                )
+        for key, (value, why) in _RIGID_SETTINGS.items():
+            if block.get(key, value) != value:
+                yield f".{key} = {json.dumps(block[key])} with elastic = true: {why}; remove one of the two"

@@ -22,6 +22,7 @@ from stratbench.telemetry.machine.busy import busy_check
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
+from stratbench.train.elastic import Elastic
 from stratbench.train.elastic.coordinator import Coordinator, reaches
 from stratbench.train.elastic.keeper import Backend, GaveUp, Keeper
 from stratbench.train.elastic.local_jobs import LocalJobs
@@ -181,7 +182,7 @@ def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
         lambda: newest_kept(folder),
         len(folder.read_epochs()),
         folder.add_epoch,
-        lambda score: reaches(score, job.settings.ends_at, better),
+        lambda score: reaches(score, job.settings.of(Elastic).ends_at, better),
     )
     coordinator.start()
     listeners.publish(folder.rendezvous, 0)

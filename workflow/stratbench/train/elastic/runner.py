@@ -35,7 +35,7 @@ class ElasticRunner(Runner):
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
-        return s.elastic
+        return "elastic" in s.more
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
         launch.prepare(folder, cell, s, prepared.read_meta(data_dir))

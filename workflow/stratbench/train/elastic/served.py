@@ -23,6 +23,7 @@ from stratbench.strategies.ps import server_configs
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
+from stratbench.train.elastic import Elastic
 from stratbench.train.elastic.keeper import Keeper
 from stratbench.train.elastic.launch import (
     LAST_WORDS_S,
@@ -73,7 +74,7 @@ def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
         str(own),
         life=1 + last_life(own),
         resumes=has_state(own, job.n_servers),
-        target_score=s.ends_at,
+        target_score=s.of(Elastic).ends_at,
         higher_is_better=task_of(s, job.data_shape).better == "higher",
     )
     if elastic.life > 1:

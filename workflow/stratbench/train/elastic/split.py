@@ -25,6 +25,7 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.train import loop
+from stratbench.train.elastic import Elastic
 from stratbench.train.elastic.coordinator import reaches
 from stratbench.train.elastic.group import Group, broadcast
 from stratbench.train.elastic.member import Gone, Over, Seat
@@ -382,7 +383,9 @@ class Split:
         if self._rank == 0:
             score = loop.describe_score(self._task, entry["score"])
             print(f"epoch {epoch}/{s.epochs}: {self._world} members, {score}", flush=True)
-        if reaches(evaluated[1], s.ends_at, self._task.better):  # the coordinator finds so, too
+        if reaches(
+            evaluated[1], s.of(Elastic).ends_at, self._task.better
+        ):  # the coordinator finds so, too
             self._total = self._step
         if not isfinite(evaluated[0]):
             self._status = "diverged", f"the test loss became {evaluated[0]} in epoch {epoch}"

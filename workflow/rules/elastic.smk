@@ -1,0 +1,16 @@
+from stratbench.study.slurm.worker_job import WorkerJob
+
+
+def worker_job_of(cell, resources):
+    """What each worker job of an elastic cell asks SLURM for, as JSON; empty for other cells and without SLURM.
+
+    Worker jobs have the partition, account and the like of the cell's own job. Only in a job that SLURM runs is
+    Snakemake not the main process.
+    """
+    if "elastic" not in JOBS.settings_of(cell).more or internals.is_main(workflow):
+        return ""
+    asked = JOBS.request_of(cell).worker
+    return WorkerJob.of(asked, resources, CLUSTER["worker_partition"]).as_json()
+
+
+WORKER_JOBS.append(worker_job_of)
