@@ -47,7 +47,6 @@ MODULES = {
     "splitting": ("strategies.splitting",),
     "local": ("strategies.local",),
     "deepspeed": ("strategies.deepspeed",),
-    "compression": ("strategies.compression",),
     "explore": ("analysis.report.explore",),
 }
 

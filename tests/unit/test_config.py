@@ -534,8 +534,10 @@ def as_text(value: Any) -> Any:
 
 def test_a_config_of_text_alone_is_the_same_config():
     given = yaml.safe_load((ROOT / "config.yaml").read_text())
-    given["studies"]["demo"]["variants"] = {
-        "v": {"strategy": "ddp", "bucket_cap_mb": 5, "gradient_as_bucket_view": False}
+    given["studies"]["demo"].setdefault("variants", {})["v"] = {
+        "strategy": "ddp",
+        "bucket_cap_mb": 5,
+        "gradient_as_bucket_view": False,
     }
     given["datasets"] |= {"mine": {"source": "synthetic", "size": 8}}
     assert validation.validate(as_text(given)) == validation.validate(given)

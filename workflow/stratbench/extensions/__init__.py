@@ -20,6 +20,5 @@ NAMES = (
     "commands",
     "splitting",
     "local",
-    "compression",
     "explore",
 )

@@ -26,9 +26,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from stratbench.cell import record
-from stratbench.cell.blocks import BlockPlan
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import last_lines, write_atomic
 from stratbench.cell.parent import end_with
@@ -82,8 +82,14 @@ class Failure(RuntimeError):
         self.processes = [str(p) for p in processes]
 
 
+class Launched(Protocol):
+    """What a launcher trains: a cell or a block."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
 def run_to_end(
-    of: Cell | BlockPlan,
+    of: Launched,
     begun: str,
     parent: int | None,
     work: Callable[[ExitStack], None],
@@ -118,7 +124,7 @@ def run_to_end(
             return fail(logs(), of, f"{type(e).__name__}: {e}", [], trace)
 
 
-def title_of(of: Cell | BlockPlan) -> str:
+def title_of(of: Launched) -> str:
     """A cell or a block, in the first words of a line about it."""
     return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
 
@@ -244,7 +250,7 @@ def job_of(
 
 def fail(
     log_dir: Path,
-    cell: Cell | BlockPlan,
+    cell: Launched,
     reason: str,
     processes: list[str],
     trace: Sequence[str] = (),
