@@ -125,9 +125,12 @@ def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
     Those without a default are required.
     """
     rules = rules_of(cls)
-    known = {f.name: {"default": f.default} for f in fields(cls) if f.default is not MISSING}
-    made = {f.name: f.default_factory for f in fields(cls) if f.default_factory is not MISSING}
-    known |= {name: {"default": make()} for name, make in made.items()}
+    known: dict[str, dict[str, Any]] = {}
+    for f in fields(cls):
+        if f.default is not MISSING:
+            known[f.name] = {"default": f.default}
+        elif f.default_factory is not MISSING:
+            known[f.name] = {"default": f.default_factory()}
     names = list(rules if names is None else names)
     return {
         "required": [name for name in names if name not in known],

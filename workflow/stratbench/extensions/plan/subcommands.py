@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from stratbench.command import CommandError
 from stratbench.command.in_folder import require
@@ -71,7 +72,8 @@ def plan_model(given: argparse.Namespace, others: list[str]) -> int:
     from stratbench.study.config.yaml_traps import check_duplicate_keys, check_syntax
 
     refuse([*others, *(["--study"] if given.study else [])])
-    path, config = Path("config.yaml"), {}
+    path = Path("config.yaml")
+    config: dict[str, Any] = {}
     if path.is_file():
         try:
             check_syntax(path)
