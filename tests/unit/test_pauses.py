@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry import pauses
 from stratbench.telemetry.pauses import Pause, pauses_of_workers
 from stratbench.telemetry.pulse import Pulse
-from stratbench.telemetry.timeline import SAMPLE_COLUMNS, PhaseLog
+from stratbench.telemetry.timeline import SAMPLE_COLUMNS, PhaseLog, read_phases
 from stratbench.train import agent, forkserver, standing
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending
@@ -217,10 +218,11 @@ def test_an_elastic_cell_that_is_stopped_while_it_trains_says_so(start_cell, str
         warmup_steps=1,
     )
     launched = start_cell(s, time_limit_s=LIMIT_S)
-    trains = ("join", "train")
+    # Members of a group train once they have joined.
     until(
         lambda: any(
-            phase in path.read_text() for path in launched.folder.phase_logs() for phase in trains
+            p.phase == "train" or (p.phase == "join" and math.isfinite(p.end_s))
+            for p in read_phases(launched.folder.phase_logs())
         )
     )
     tree = [launched.process, *psutil.Process(launched.process.pid).children(recursive=True)]

@@ -86,7 +86,7 @@ def server_configs(
     """What each server process of a cell is told.
 
     `host`: the name by which other nodes reach this one; None: there are none, and the servers listen
-    on loopback only. `elastic`: of a cell whose workers come and go; None: they are a gang.
+    on loopback only.
     """
     strategy = strategy_class(s.strategy)
     options = strategy.Options(**s.options)
