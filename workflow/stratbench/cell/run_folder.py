@@ -27,11 +27,6 @@ def server_name(server: int) -> str:
     return f"server{server}"
 
 
-def command_name(node: int) -> str:
-    """The name of a user's command on a node, used like a worker's."""
-    return f"command{node}"
-
-
 def rank_of(name: str) -> int | None:
     """The rank of the worker with this name; None if it is not a worker's name."""
     match = re.fullmatch(r"rank(\d+)", name)
@@ -241,25 +236,6 @@ class RunFolder:
         """The statistics of the parameter servers that reached their end, by number."""
         each = (self.read_server(k) for k in range(n_servers))
         return [statistics for statistics in each if statistics is not None]
-
-    @property
-    def report(self) -> Path:
-        """What a user's command says of its training (`stratbench.report`), one JSON object a line."""
-        return self.path / "report.jsonl"
-
-    def command_end(self, node: int) -> Path:
-        """How a user's command ended on a node (`train.commands.supervisor`)."""
-        return self.path / f"{command_name(node)}.json"
-
-    def command_ends(self, n_nodes: int) -> list[dict[str, Any]]:
-        """The same of the nodes on which it ended by itself, with their numbers."""
-        ends = {node: _read(self.command_end(node)) for node in range(n_nodes)}
-        return [end | {"node": node} for node, end in ends.items() if end is not None]
-
-    @property
-    def command_out(self) -> Path:
-        """The folder for what a user's command writes."""
-        return self.path / "out"
 
     @property
     def progress(self) -> Path:

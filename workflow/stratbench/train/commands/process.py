@@ -17,9 +17,9 @@ import psutil
 
 from stratbench.cell.files import read_json
 from stratbench.cell.installation import INSTALLED, PACKAGE
-from stratbench.cell.run_folder import command_name
 from stratbench.report import VARIABLE
 from stratbench.strategies.command import arguments_of, filled, placeholders
+from stratbench.train.commands.files import command_name, end_path, out_path, report_path
 from stratbench.train.job import Job
 
 #: In the environment of all that belongs to a command: what is found with it after the end is killed.
@@ -51,7 +51,7 @@ class Command:
         )
         supervisor = [sys.executable, "-m", "stratbench.train.commands.supervisor"]
         supervisor += ["--logs", os.fspath(folder.logs), "--log", os.fspath(folder.log(self.name))]
-        supervisor += ["--end", os.fspath(folder.command_end(self._node))]
+        supervisor += ["--end", os.fspath(end_path(folder, self._node))]
         supervisor += ["--origin-s", repr(self._job.origin_s), "--", *arguments]
         # A session of its own: a signal to the launcher's group must not reach it.
         self._process = subprocess.Popen(
@@ -74,7 +74,7 @@ class Command:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout)
-            end = self._job.folder.command_end(self._node)
+            end = end_path(self._job.folder, self._node)
             self.exitcode = read_json(end)["exit_code"] if end.exists() else code
             end_marked(self._mark)
 
@@ -110,7 +110,7 @@ def environment_of(job: Job, mark: str) -> dict[str, str]:
     code = [] if INSTALLED else [os.fspath(PACKAGE.parent)]
     path = [*code, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
-        VARIABLE: os.fspath(job.folder.report),
+        VARIABLE: os.fspath(report_path(job.folder)),
         MARK: mark,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONUNBUFFERED": "1",  # so that its log is whole when it is killed
@@ -120,7 +120,7 @@ def environment_of(job: Job, mark: str) -> dict[str, str]:
 def values_of(job: Job, node: int) -> dict[str, Any]:
     """What the names in braces stand for on a node; where all meet only where it is asked for."""
     s, folder = job.settings, job.folder
-    folder.command_out.mkdir(exist_ok=True)
+    out_path(folder).mkdir(exist_ok=True)
     values = asdict(s) | {
         "workers": job.world_size,
         "nodes": job.n_nodes,
@@ -128,7 +128,7 @@ def values_of(job: Job, node: int) -> dict[str, Any]:
         "node": node,
         "total_steps": s.total_steps(job.train_samples),
         "data": job.data_dir,
-        "out": folder.command_out,
+        "out": out_path(folder),
     }
     if {"host", "port"} & set(placeholders(arguments_of(s.options))):
         values["host"], values["port"] = meeting_place(job, node)

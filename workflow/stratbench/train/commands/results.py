@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from stratbench.cell.files import last_lines
-from stratbench.cell.run_folder import command_name
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.machine import environment
@@ -15,6 +14,7 @@ from stratbench.telemetry.machine.node import facts_of_node
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.machine.tenants import gpu_at
 from stratbench.telemetry.timeline import PhaseLog, read_samples
+from stratbench.train.commands.files import command_name, read_ends, report_path
 from stratbench.train.commands.reading import CommandReport, ReportError, read_report
 from stratbench.train.inputs import files_entry, unbuilt_model
 from stratbench.train.job import Job
@@ -29,7 +29,7 @@ EVALUATED_ON = "what the command says that it evaluated"
 def keep_results(job: Job) -> None:
     """Keep what a command that has ended says of its training, as that of worker 0; a fault as its reason."""
     try:
-        report = read_report(job.folder.report)
+        report = read_report(report_path(job.folder))
     except ReportError as e:
         job.folder.write_worker(0, {"status": "error", "reason": str(e)})
         return
@@ -132,7 +132,7 @@ def epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
 
 def origin_of(job: Job) -> float:
     """The origin of the cell's times by the clock of node 0, where rank 0 wrote the report."""
-    ends = job.folder.command_ends(1)
+    ends = read_ends(job.folder, 1)
     return ends[0]["origin_s"] if ends else job.origin_s
 
 
@@ -146,7 +146,7 @@ def write_phases(job: Job, report: CommandReport) -> None:
 
 def memory_of(job: Job) -> dict[str, Any]:
     """The peak of the process that used most, as the kernel counted it from the process' start."""
-    most = max((end["max_rss_bytes"] for end in job.folder.command_ends(job.n_nodes)), default=None)
+    most = max((end["max_rss_bytes"] for end in read_ends(job.folder, job.n_nodes)), default=None)
     return {
         "method": "maxrss-since-process-start",
         "peak_bytes": most,
@@ -182,7 +182,7 @@ def program_entry(job: Job) -> dict[str, Any]:
 
 def outside(job: Job) -> dict[str, Any]:
     """What was measured from outside of the command's processes on all nodes; None where it is not known."""
-    ends = job.folder.command_ends(job.n_nodes)
+    ends = read_ends(job.folder, job.n_nodes)
     processes, gpus = (
         samples_of(job, "process", "rss_bytes"),
         samples_of(job, "gpu", "mem_used_bytes"),
@@ -228,7 +228,7 @@ def why_no_timeout(job: Job) -> str | None:
     """
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     try:
-        report = read_report(job.folder.report)
+        report = read_report(report_path(job.folder))
     except ReportError as e:
         return f"no step within {limit}: {e}"
     quiet_s = origin_of(job) + job.time_limit_s - report.latest_s

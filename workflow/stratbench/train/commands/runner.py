@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stratbench.cell.run_folder import command_name
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.timeline import Interval
 from stratbench.train import agent, efficiency
 from stratbench.train.commands import results
+from stratbench.train.commands.files import command_name, read_ends
 from stratbench.train.ending import KILLED_FOR_MEMORY, Ending, failed_or_slow, has_killed
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import trained_of
@@ -29,7 +29,7 @@ class CommandRunner(Runner):
         return strategy_class(s.strategy).kind == "own"
 
     def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
-        ends = {e["node"]: e["exit_code"] for e in job.folder.command_ends(job.n_nodes)}
+        ends = {e["node"]: e["exit_code"] for e in read_ends(job.folder, job.n_nodes)}
         return [agent.ProcessExit(command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
