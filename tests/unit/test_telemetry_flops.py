@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from stratbench.telemetry.flops import counted_flops
+from stratbench.workload.known_values import KnownFakes
 from stratbench.workload.network import models
+from stratbench.workload.torch_internals import count_uncounted
 
 #: torchvision's own figures: billions of multiply-adds, and the image size they are for.
 PUBLISHED = {
@@ -118,3 +122,30 @@ def test_counting_draws_no_random_number():
     before = torch.get_rng_state()
     counted_flops(lambda: models.build("vgg-compact", 10, (1, 32, 32)), (1, 28, 28))
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Experts(nn.Module):
+    """A matrix for each group of rows, as transformers computes experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 16, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 5, 8], dtype=torch.int32)
+        return F.grouped_mm(x.reshape(8, 16), self.up, offs=ends)
+
+
+def test_grouped_products_of_any_format_are_followed_and_counted():
+    """PyTorch's rule for tensors without memory takes bfloat16 alone, and it counts none of them."""
+    assert counted_flops(Experts, (8, 16))["forward_flops_per_sample"] == 2 * 8 * 16 * 32
+    shapes = []
+    for mode in (contextlib.nullcontext(), KnownFakes()):
+        with mode, FlopCounterMode(display=False, custom_mapping=count_uncounted()) as counter:
+            model, x = Experts(), torch.randn(8, 16, requires_grad=True)
+            made = model(x)
+            made.square().sum().backward()
+        tensors = (made, model.up.grad, x.grad)
+        shapes.append([(t.shape, t.dtype) for t in tensors] + [counter.get_total_flops()])
+    assert shapes[0] == shapes[1]
+    assert shapes[0][-1] == 3 * 2 * 8 * 16 * 32

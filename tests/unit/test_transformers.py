@@ -51,6 +51,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": TINY | {"sliding_window": 5},
     "GemmaForCausalLM": TINY,
 }
+MIXTRAL = TINY | {"num_local_experts": 4, "num_experts_per_tok": 2}
+#: name -> how experts are computed. "grouped_mm", transformers' own choice, has no kernel for fp64.
+EXPERTS = {"MixtralEager": "eager", "MixtralBatched": "batched_mm"}
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 BERT = SIZES | {"intermediate_size": 24}
 BERT |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -87,6 +90,13 @@ OF_IMAGES = {*OF_TIMM, VIT}
 #: name -> its entry in `models`
 ENTRIES: dict[str, dict[str, Any]] = {
     **{name: {"transformers": name, "arguments": given} for name, given in KINDS.items()},
+    **{
+        name: {
+            "transformers": "MixtralForCausalLM",
+            "arguments": MIXTRAL | {"experts_implementation": how},
+        }
+        for name, how in EXPERTS.items()
+    },
     **{name: {"timm": name, "arguments": given} for name, given in OF_TIMM.items()},
     VIT: {"transformers": VIT, "arguments": OF_VIT},
     **{name: {"transformers": name, "arguments": given} for name, (_, given) in OTHERS.items()},
@@ -106,6 +116,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
 SPLIT = {"tensor", "pipeline"}
 #: What cannot be divided, and a part of the sentence that says why.
 REFUSED = {
+    **{(name, "tensor"): "says 'packed_colwise' of network.model.layers" for name in EXPERTS},
+    ("MixtralEager", "pipeline"): "and forward asks for values (aten.nonzero.default); experts of",
     ("Adapted", "tensor"): "`tensor` does not divide layers with adapters; remove lora",
     ("GPT2LMHeadModel", "tensor"): "transformers states no plan by which the layers of GPT2LM",
     ("GPT2LMHeadModel", "pipeline"): "transformers states no plan by which GPT2LMHeadModel can",
@@ -301,6 +313,13 @@ def check_cells(cells: list[test_zoo.Cell], folder: Path) -> None:
 @with_transformers
 def test_models_of_transformers_train_as_a_plain_loop_does(tmp_path):
     check_cells([(name, way, "") for name in KINDS for way in WAYS], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@with_transformers
+def test_a_mixture_of_experts_trains_as_a_plain_loop_does(tmp_path):
+    check_cells([(name, way, "") for name in EXPERTS for way in WAYS], tmp_path)
 
 
 @pytest.mark.slow
@@ -523,12 +542,13 @@ def test_files_show_the_keys_that_a_config_has():
     import transformers
 
     folder = libraries._folder_of("transformers")
+    implementations = {"attn_implementation", "experts_implementation"}
     for name in KINDS:
         kind = getattr(transformers, name).config_class
         keys = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
         found = libraries._keys_of_config(folder, libraries._file_of_class(folder, name), name)
         assert keys <= found, name
-        assert {key for key in found if not hasattr(kind(), key)} <= {"attn_implementation"}
+        assert {key for key in found if not hasattr(kind(), key)} <= implementations
 
 
 @with_timm

@@ -29,24 +29,24 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     from torch.utils.flop_counter import FlopCounterMode
 
     from stratbench.workload.known_values import KnownFakes
-    from stratbench.workload.torch_internals import count_attention
+    from stratbench.workload.torch_internals import count_uncounted
 
     # Not the meta device: networks know of fake tensors that these have no values.
     with KnownFakes():
         model = build().eval()  # in training, BatchNorm refuses a single sample
         text = len(input_shape) == 1
         x = torch.empty(1, *input_shape, dtype=torch.int64 if text else torch.float32)
-        attention = count_attention()
+        uncounted = count_uncounted()
         with (
             torch.no_grad(),
-            FlopCounterMode(display=False, custom_mapping=attention) as counter,
+            FlopCounterMode(display=False, custom_mapping=uncounted) as counter,
         ):
             model(x)
         forward = training = counter.get_total_flops()
         if all(p.requires_grad for p in model.parameters()):
             training = TRAINING_FLOPS * forward
         else:
-            own = attention | {torch.ops.aten.convolution_backward: _of_convolutions_backward}
+            own = uncounted | {torch.ops.aten.convolution_backward: _of_convolutions_backward}
             with FlopCounterMode(display=False, custom_mapping=own) as counter:
                 model(x).sum().backward()
             training = min(counter.get_total_flops(), TRAINING_FLOPS * forward)

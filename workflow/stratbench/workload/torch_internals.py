@@ -6,6 +6,7 @@ Importing it imports torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -46,6 +47,8 @@ __all__ = [
 #: The fused attention that tensors on a CPU take, real or fake.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+#: The product of a matrix for each group of rows, by which experts are computed.
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 #: Operators beside products whose results `activation_checkpointing: selective` keeps, as in torchtitan.
 KEPT_BY_SELECTIVE = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -116,10 +119,11 @@ def writes_arguments(op: OpOverload) -> bool:
     return op._schema.is_mutable
 
 
-def count_attention() -> dict[Any, Callable[..., int]]:
-    """Return formulas of the operations of fused attention on CPU tensors, real or fake.
+def count_uncounted() -> dict[Any, Callable[..., int]]:
+    """Return formulas of operations that PyTorch does not count: attention on CPU tensors, grouped products.
 
-    PyTorch counts those of CUDA alone, up to 2.14. All scores count as there, also those under a causal mask.
+    Of fused attention it counts that of CUDA alone, up to 2.14. All scores count as there, also those under a
+    causal mask.
 
     Returns:
         Per operator a function of its arguments' shapes.
@@ -132,7 +136,24 @@ def count_attention() -> dict[Any, Callable[..., int]]:
     def count_backward(*shapes: Any, **_: Any) -> int:
         return sdpa_backward_flop_count(*shapes[:4])
 
-    return {CPU_ATTENTION: count_forward, CPU_ATTENTION_BACKWARD: count_backward}
+    def count_grouped(a: Sequence[int], b: Sequence[int], *_: Any, **_named: Any) -> int:
+        # The groups of a three-dimensional operand divide the rows of a two-dimensional one.
+        groups = a[0] if len(a) > len(b) else 1
+        return 2 * math.prod(a) // groups * b[-1]
+
+    return {
+        CPU_ATTENTION: count_forward,
+        CPU_ATTENTION_BACKWARD: count_backward,
+        GROUPED_PRODUCT: count_grouped,
+    }
+
+
+def shape_of_grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[int]:
+    """Return the shape of a grouped product, whose groups end at `offsets`."""
+    if a.dim() == b.dim():
+        groups = a.shape[:1] if a.dim() == 3 else offsets.shape
+        return [*groups, a.shape[-2], b.shape[-1]]
+    return [a.shape[-2], b.shape[-1]]
 
 
 @contextmanager

@@ -26,13 +26,13 @@ from stratbench.workload.known_values import KnownFakes
 from stratbench.workload.torch_internals import (
     FakeTensor,
     FakeTensorMode,
-    count_attention,
+    count_uncounted,
     replaced,
     unset_fake_temporarily,
 )
 
 #: The operations of an operator, by its arguments and its result.
-FLOP_FORMULAS = flop_registry | {op: shape_wrapper(f) for op, f in count_attention().items()}
+FLOP_FORMULAS = flop_registry | {op: shape_wrapper(f) for op, f in count_uncounted().items()}
 _CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 #: A reduce-scatter's names, from PyTorch 2.13 on and before.

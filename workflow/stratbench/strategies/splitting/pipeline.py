@@ -15,6 +15,7 @@ from stratbench.strategies.mesh import Mesh, Place, refuse_uneven
 from stratbench.strategies.splitting.split import Split, these_do
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import autocast, batch_format
+from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -263,18 +264,29 @@ class Pipeline(Split):
                 dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
 
     def measure(self, model: nn.Module, units: list[list[Piece]]) -> list[Measured]:
-        """What each unit of the network computes, counted on tensors without memory."""
+        """What each unit of the network computes, counted on tensors without memory.
+
+        Raises:
+            ModelError: It asks for values, which these tensors do not have.
+        """
         import torch
 
         from stratbench.strategies.splitting.stages import measure_units
         from stratbench.workload.data.device_data import example_batch
-        from stratbench.workload.known_values import KnownFakes
+        from stratbench.workload.known_values import ASKS_FOR_VALUES, KnownFakes
 
         like = next(model.parameters())
         cpu, layout = torch.device("cpu"), torch.contiguous_format
         with KnownFakes():
             x, _ = example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
-            return measure_units(model, units, x)
+            try:
+                return measure_units(model, units, x)
+            except ASKS_FOR_VALUES as e:
+                raise ModelError(
+                    f"model {self.worker.settings.model!r}: pipeline cuts it by the work of its layers, "
+                    f"which is counted without data, and forward asks for values ({e.func}); experts of "
+                    "transformers do not with arguments: {experts_implementation: batched_mm}"
+                ) from e
 
     def _share_gradients(self, model: nn.Module) -> set[nn.Parameter]:
         """Find the parameters that several stages use, and make the groups of workers that have them."""

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratbench.workload.network.pieces import Piece
-from stratbench.workload.torch_internals import get_storage_key, is_view
+from stratbench.workload.torch_internals import count_uncounted, get_storage_key, is_view
 
 #: The class of each schedule.
 SCHEDULES = {
@@ -62,7 +62,10 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
                 kept[key] = storage.nbytes()
             return t
 
-        with saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False) as counter:
+        with (
+            saved_tensors_hooks(keep, lambda t: t),
+            FlopCounterMode(display=False, custom_mapping=count_uncounted()) as counter,
+        ):
             for piece in unit:
                 x = piece.call(like, x)
         n_bytes = sum(p.nbytes for p in own)

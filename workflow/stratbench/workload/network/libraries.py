@@ -306,7 +306,7 @@ def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
         if file.is_file():
             tree = ast.parse(file.read_text(encoding="utf-8"))
             classes |= {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
-    keys, left = {"attn_implementation", "num_labels"}, [named[1]]
+    keys, left = {"attn_implementation", "experts_implementation", "num_labels"}, [named[1]]
     while left:
         found = classes.get(left.pop())
         if found is None:  # made elsewhere
