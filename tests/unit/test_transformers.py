@@ -26,6 +26,7 @@ from stratbench.strategies import mesh_of, option_defaults
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
+from stratbench.workload.data import own_files
 from stratbench.workload.data.device_data import DeviceData, Texts, Waveforms
 from stratbench.workload.network import libraries, models
 from stratbench.workload.users_code import ModelError
@@ -441,6 +442,29 @@ def test_it_starts_from_a_folders_weights_only_if_asked_for_and_unpickles_nothin
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"weights = true: .* is no folder with \*\.safetensors"):
         study_of(entry | {"weights": True})
+
+
+def test_weights_are_read_again_only_where_their_files_changed(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    shards = [folder / f"model-{number}.safetensors" for number in (1, 2)]
+    for shard in shards:
+        shard.write_bytes(b"weights")
+    read = []
+    file_sha256 = own_files._file_sha256
+    monkeypatch.setattr(own_files, "_file_sha256", lambda f: read.append(f) or file_sha256(f))
+
+    def sha256() -> str:
+        raw = config_of({"transformers": str(folder), "weights": True})
+        study = load_config(raw | {"results": str(tmp_path / "results")})[1]
+        return study.own_model("mine")["kwargs"]["weights_sha256"]
+
+    first = sha256()
+    assert (sha256(), len(read)) == (first, 2)
+    shards[1].write_bytes(b"others.")
+    assert sha256() != first
+    assert len(read) == 4
 
 
 @with_transformers

@@ -80,11 +80,13 @@ def check_models(config: Mapping[str, Any]) -> None:
 
     Entries that name a model of a library become calls, in place.
     """
+    hashes = Path(config["results"]) / "data" / ".hashes"
     for name, spec in config["models"].items():
         if name in models.MODELS:
             raise ConfigError(f"config: models.{name}: {name!r} is built in; choose another name")
         try:
-            spec = config["models"][name] = libraries.as_call(spec)
+            known = hashes / f"weights-{name}.json"
+            spec = config["models"][name] = libraries.as_call(spec, known)
         except ValueError as e:
             raise ConfigError(f"config: models.{name}{e}") from e
         if fault := users_code.fault_of_call(spec["call"]):

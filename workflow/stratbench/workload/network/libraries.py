@@ -6,7 +6,6 @@ Imported on every parse of the Snakefile: the libraries' files are read, and nei
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.text.words import repr_of
+from stratbench.workload.data.own_files import content_sha256
+from stratbench.workload.data.sources import DataError
 from stratbench.workload.users_code import Unsuitable
 
 #: Keys that name a model in a library, each the name of its package.
@@ -45,10 +46,11 @@ BUILT_BY_COMMAND = (
 )
 
 
-def as_call(spec: Mapping[str, Any]) -> dict[str, Any]:
+def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
     """The entry of `models` as one that names a call. ValueError for what cannot be, as `.key = value: why`.
 
     The content of a config file becomes an argument, so that cells depend on it and not on its place.
+    `known`: the file that keeps the hash of its weights while these are unchanged.
     """
     given = [key for key in ("call", *LIBRARIES) if key in spec]
     if not given and not any(spec.values()):
@@ -68,7 +70,7 @@ def as_call(spec: Mapping[str, Any]) -> dict[str, Any]:
     if spec["kwargs"]:
         raise ValueError(f".kwargs: belongs to `call`; with `{kind}` write arguments")
     call = {key: spec[key] for key in ("shard", "tensor_plan", "heads", "pieces")}
-    return call | (_of_transformers if kind == "transformers" else _of_timm)(spec)
+    return call | (_of_transformers(spec, known) if kind == "transformers" else _of_timm(spec))
 
 
 def name_alone() -> None:
@@ -88,7 +90,7 @@ def _of_timm(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {"call": "timm:create_model", "kwargs": kwargs}
 
 
-def _of_transformers(spec: Mapping[str, Any]) -> dict[str, Any]:
+def _of_transformers(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
     named, arguments = spec["transformers"], dict(spec.get("arguments", {}))
     path = Path(named).expanduser()
     name, config = _class_and_config(named, path)
@@ -96,7 +98,7 @@ def _of_transformers(spec: Mapping[str, Any]) -> dict[str, Any]:
     if arguments:
         kwargs["arguments"] = arguments
     if spec.get("weights"):
-        kwargs |= _weights_of(named, path)
+        kwargs |= _weights_of(named, path, known)
     if spec.get("lora"):
         kwargs["lora"] = spec["lora"]
     made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
@@ -179,20 +181,22 @@ def _class_of(config: Mapping[str, Any]) -> str:
     return named if re.search(r"For[A-Z]|LMHead", named) else "AutoModelForCausalLM"
 
 
-def _weights_of(named: str, folder: Path) -> dict[str, Any]:
-    """The folder of weights, and a hash of them: other weights are another cell."""
+def _weights_of(named: str, folder: Path, known: Path) -> dict[str, Any]:
+    """The folder of weights, and a hash of them: other weights are another cell.
+
+    Every start of a run asks for it: files of the size and time of change that `known` states are not read.
+    """
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         raise ValueError(
             f".weights = true: {named} is no folder with *.safetensors, and no other file of weights is "
             "read; convert them with transformers (save_pretrained), or remove `weights`"
         )
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            digest.update(f"{file.name}\0".encode())
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return {"weights": str(folder.resolve()), "weights_sha256": digest.hexdigest()}
+    try:
+        sha256 = content_sha256([file.resolve() for file in files], known)
+    except DataError as e:
+        raise ValueError(f".weights = true: {e}") from e
+    return {"weights": str(folder.resolve()), "weights_sha256": sha256}
 
 
 # --- what the files of an installed library say ----------------------------------------------------
