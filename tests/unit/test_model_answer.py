@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from importlib import util
 
@@ -15,7 +16,7 @@ from torch import nn
 import stratbench
 from stratbench.cell.text.words import COLUMNS
 from stratbench.command.__main__ import main as stratbench_main
-from stratbench.plan import model_answer, one_network
+from stratbench.plan import model_answer, one_network, public_runs
 from stratbench.plan.__main__ import main as plan_main
 from stratbench.plan.device_rates import find_gpu, gpu_device
 from stratbench.plan.footprint import drawn_out, equal_blocks
@@ -93,6 +94,39 @@ def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_l
     assert full.micro_batch == 3
     huge = choose_batch(s, footprint, device, cluster, batch=1 << 20)
     assert huge.verdict == DOES_NOT_FIT
+
+
+def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monkeypatch):
+    known = public_runs.band()
+    monkeypatch.setattr(public_runs, "band", lambda: known._replace(least_s=0.0))
+    question = replace(QUESTION, gpu="H100 80GB", gpus=1)
+    config = CONFIG | {"results": str(tmp_path)}
+    given = model_answer._template_for(replace(question, gpus=2), config)
+    config, study, _ = one_network.study_of(config, "gpt-compact", "text", 64, given)
+    choices = {}
+    for name in ("ddp", "fsdp-zero3", "fsdp-offload"):
+        cell = next(c for c in study.cells if c.strategy == name)
+        s = model_answer._unevaluated(subject_of(config, study, cell))
+        device = gpu_device(find_gpu(question.gpu), "bf16", config["cluster"])
+        if name == "fsdp-zero3":  # no time goes by on links
+            device = replace(device, link_bytes_per_s=1e15, network_bytes_per_s=1e15)
+        choices[name] = choose_batch(s, make_footprint(s.request), device, config["cluster"])
+    sources = {name: c.time_source for name, c in choices.items()}
+    assert sources == {"ddp": "", "fsdp-zero3": known.source, "fsdp-offload": ""}
+    best_s, worst_s, usual_s = choices["fsdp-zero3"].step_s
+    assert (best_s, worst_s) == pytest.approx((usual_s * known.low, usual_s * known.high))
+    best_s, worst_s, usual_s = choices["ddp"].step_s
+    assert worst_s / best_s > known.high / known.low
+    sheet = find_gpu(question.gpu)
+    text = answer_text(
+        model_answer.Answer(question, sheet, config["cluster"], s.data, "adamw", "bf16", 10**6,
+                            [choices["fsdp-zero3"], choices["ddp"]], given["variants"], [])
+    )  # fmt: skip
+    assert f"from {known.source})." in " ".join(text.split())
+    assert f"and the range, with * from {known.source};" in " ".join(text.split())
+    rows = {line.split()[0]: line for line in text.splitlines() if "fits" in line.split()[:4]}
+    assert ")*" in rows["fsdp-zero3"]
+    assert ")*" not in rows["ddp"]
 
 
 @pytest.mark.parametrize(

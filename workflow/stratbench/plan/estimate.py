@@ -64,6 +64,7 @@ class Estimate:
         largest_batch: The most samples that fit on a GPU at once; 0 if none do.
         step_s: Seconds of a step, as one time to compare by; None if the GPU's rate is not known.
         step_range_s: Seconds of a step at best and at worst; None as `step_s`.
+        time_source: The public runs that the range comes from; empty if it is the datasheet's.
     """
 
     strategy: str
@@ -79,6 +80,7 @@ class Estimate:
     largest_batch: int
     step_s: float | None
     step_range_s: tuple[float, float] | None
+    time_source: str
 
     def __str__(self) -> str:
         memory = (self.allocated_bytes, self.reserved_bytes, self.shown_bytes)
@@ -166,7 +168,8 @@ def estimate(
     cell = Cell("estimate", "", name, request.settings.model, "", gpus, 0)
     nothing = Dataset(shape=(0,), classes=0, train_samples=0, test_samples=0)
     subject = Subject(cell, request.settings, nothing, request.served, None, request)
-    chosen = partial(choose_batch, subject, footprint, device, cluster)
+    is_text = not x.is_floating_point()
+    chosen = partial(choose_batch, subject, footprint, device, cluster, reads_text=is_text)
     samples = len(x) * request.parts
     found, largest = chosen(batch=samples), chosen()
     peak = footprint.fullest(samples, device.resident_threads).training_peak(
@@ -187,6 +190,7 @@ def estimate(
         largest_batch=largest.micro_batch if fits else 0,
         step_s=found.step_s and found.step_s[2],
         step_range_s=found.step_s and found.step_s[:2],
+        time_source=found.time_source,
     )
 
 

@@ -21,6 +21,7 @@ from stratbench.plan.duration import BEST, USUAL, WORST, step_on
 from stratbench.plan.footprint.footprint import Footprint
 from stratbench.plan.needs import Subject, data_bytes_of, needs_of, subject_of
 from stratbench.plan.one_network import study_of
+from stratbench.plan.public_runs import span_from_runs
 from stratbench.plan.schedule import FITS, verdict_of
 from stratbench.strategies import acceptance
 from stratbench.study import resources
@@ -28,7 +29,7 @@ from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
 from stratbench.study.model_question import Question
 from stratbench.telemetry.machine.hardware import Datasheet
-from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.dataset import Dataset, kind_of
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
 #: GPUs per node where no config says it.
@@ -66,6 +67,7 @@ class Choice:
         memory: What a GPU holds then.
         step_s: Seconds of a step at best, at worst, and as one time to compare by; None if the GPU's rate is
             not known.
+        time_source: The public runs that the range comes from; empty if it is the datasheet's.
     """
 
     strategy: str
@@ -76,6 +78,7 @@ class Choice:
     global_batch: int = 0
     memory: Memory | None = None
     step_s: tuple[float, float, float] | None = None
+    time_source: str = ""
 
     @property
     def samples_per_s(self) -> tuple[float, float, float] | None:
@@ -103,8 +106,8 @@ class Answer:
 
     @property
     def counts(self) -> str:
-        """What a throughput counts: tokens or images."""
-        return "tokens" if self.data.is_text else "images"
+        """What a throughput counts: tokens, images or waveforms."""
+        return "tokens" if self.data.is_text else kind_of(self.data.shape)
 
     @property
     def amount(self) -> float:
@@ -185,7 +188,7 @@ def _check_amount(question: Question, data: Dataset) -> None:
     """ConfigError where the length of a training is given in what the data do not have."""
     amount, kind, other = question.samples, "texts", "tokens"
     if not data.is_text:
-        amount, kind, other = question.tokens, "images", "samples"
+        amount, kind, other = question.tokens, kind_of(data.shape), "samples"
     if amount is not None:
         wrong = "samples" if data.is_text else "tokens"
         raise ConfigError(
@@ -232,6 +235,7 @@ def choose_batch(
     cluster: Mapping[str, Any],
     least: int = 1,
     batch: int | None = None,
+    reads_text: bool | None = None,
 ) -> Choice:
     """Return what a cell is on a device at the largest batch that fits, or else at the least.
 
@@ -242,6 +246,7 @@ def choose_batch(
         cluster: The config's block.
         least: Samples that a copy of the network must compute on at once.
         batch: Samples of a copy of the network in a step, in place of the largest that fits.
+        reads_text: Whether its samples are texts; None if its data set says so.
     """
     threads, parts = device.resident_threads, s.request.parts
     margin = cluster["memory_margin"]
@@ -256,7 +261,12 @@ def choose_batch(
     needs = needs_of(s, fullest, resources.node_count(s.cell, cluster))
     needed_bytes = fullest.needed_bytes(batch, threads) + needs.data_bytes
     reserved_bytes = fullest.reserved_bytes(batch, threads) + needs.data_bytes
-    steps = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+    step_s, runs = None, None
+    if device.flops_per_s is not None:
+        *ends, usual = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+        is_text = s.data.is_text if reads_text is None else reads_text
+        runs = span_from_runs(device.name, settings, is_text, usual, steps=1)
+        step_s = (*(runs or (step.seconds for step in ends)), usual.seconds)
     return Choice(
         s.cell.strategy,
         settings.activation_checkpointing,
@@ -268,7 +278,8 @@ def choose_batch(
             reserved_bytes,
             reserved_bytes + device.reserve_bytes,
         ),
-        step_s=None if device.flops_per_s is None else tuple(step.seconds for step in steps),
+        step_s=step_s,
+        time_source=runs.source if runs else "",
     )
 
 

@@ -36,7 +36,7 @@ class Band(NamedTuple):
 
 def is_like(s: Settings, reads_text: bool) -> bool:
     """Whether a cell is like the runs: of decoders that read texts, in bf16, sharded by FSDP's policy."""
-    if not reads_text or s.precision != "bf16" or s.compile:
+    if not reads_text or s.task is not None or s.precision != "bf16" or s.compile:
         return False
     return s.options.get("mixed_precision") == "policy" and s.options["offload"] == "none"
 

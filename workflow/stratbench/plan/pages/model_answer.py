@@ -11,11 +11,11 @@ from stratbench.study.resources import node_count_of
 
 NOTES = """\
 micro: the most samples that fit on a GPU at once, or on the GPUs that share one copy of the model. \
-fits: in 81 % of the GPU's memory; tight: in 94 %, a short run tells. \
+fits: in 81 % of the GPU's memory; tight: in 103 %, a short run tells. \
 alloc.: what torch.cuda.max_memory_allocated shows; reserv.: what PyTorch's allocator holds with \
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, without it up to a third more; smi: what nvidia-smi shows, \
-with the CUDA context and NCCL. {counts}/s: one time to compare by, and the range; GPU-hours follow from \
-the first."""
+with the CUDA context and NCCL. {counts}/s: one time to compare by, and the range{runs}; GPU-hours follow \
+from the first."""
 #: The columns that are words or ranges, which begin at the left.
 LEFT = (0, 1, 2, 7)
 
@@ -26,7 +26,9 @@ def answer_text(answer: Answer) -> str:
     below = [f"{told}: {why}" for why, told in _reasons(answer).items()]
     below += [f"left out: {why}" for why in answer.left_out]
     below += ["", f"In config.yaml: variants: {{{_variants(answer)}}}", ""]
-    below.append(NOTES.format(counts=answer.counts))
+    sources = {c.time_source for c in answer.choices if c.time_source}
+    runs = f", with * from {sources.pop()}" if sources else ""
+    below.append(NOTES.format(counts=answer.counts, runs=runs))
     return "\n".join([above, *_table(answer), folded(below)])
 
 
@@ -40,7 +42,7 @@ def _heading(answer: Answer) -> str:
     samples = (
         f"texts of {shape[0]} tokens"
         if answer.data.is_text
-        else f"images of {'x'.join(map(str, shape))}"
+        else f"{answer.counts} of {'x'.join(map(str, shape))}"
     )
     nodes = node_count_of(gpus, answer.cluster)
     where = f" on {nodes} nodes" if nodes > 1 else ""
@@ -85,7 +87,7 @@ def _sentence(answer: Answer, choice: Choice) -> str:
     low, high, usual = answer.rates_of(choice)
     return (
         f"{text}, {choice.global_batch} in a step of all GPUs: {usual:,.0f} {answer.counts} per second "
-        f"({low:,.0f} to {high:,.0f})."
+        f"({low:,.0f} to {high:,.0f}{f', from {choice.time_source}' if choice.time_source else ''})."
     )
 
 
@@ -121,7 +123,8 @@ def _row(answer: Answer, c: Choice) -> list[str]:
         return [*row, "", "", ""]
     low, high, usual = map(_short, answer.rates_of(c))
     gpu_hours = _gpu_hours(answer, c)
-    return [*row, f"{usual} ({low}-{high})", hours_text(gpu_hours), _cost(answer, gpu_hours)]
+    mark = "*" if c.time_source else ""
+    return [*row, f"{usual} ({low}-{high}){mark}", hours_text(gpu_hours), _cost(answer, gpu_hours)]
 
 
 def _gpu_hours(answer: Answer, choice: Choice) -> float:
