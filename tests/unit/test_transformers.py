@@ -108,6 +108,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     "single": ("single", {}, 1),
     "ddp": ("ddp", {}, 2),
     "fsdp": ("fsdp", {}, 2),
+    "fsdp-kept": ("fsdp", {"reshard_after_forward": "never"}, 2),
     "zero1": ("zero1", {}, 2),
     "ps-sync": ("ps-sync", {}, 2),
     "tensor": ("tensor", {}, 2),
