@@ -1,0 +1,77 @@
+"""`tune` by the real Snakemake: sieves, rounds of blocks of what they leave, and the answer."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_study import Workflow, tiny_config
+
+from stratbench.cell.files import read_json
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+FILES = ("--configfile", "config.yaml", "results/tiny/tune/config.yaml")
+
+
+@pytest.fixture(scope="module")
+def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
+    """A GPT on two processes, on whose batch of two samples accumulating can only lose."""
+    config = tiny_config()
+    experiments = config["studies"]["tiny"]["experiments"]
+    del experiments["second"]
+    text = {"source": "markov-text", "train_samples": 64, "test_samples": 32}
+    config["datasets"]["text"] = text | {"vocabulary": 64, "sequence": 32}
+    experiments["first"] |= {
+        "dataset": "text",
+        "strategies": ["ddp"],
+        "models": ["gpt-compact"],
+        "gpus": [2],
+        "global_batch": 4,
+    }
+    config["tune"] = {"include": ["ddp"], "keep_within": 100}
+    workflow = Workflow(tmp_path_factory.mktemp("tuning"), config)
+    rules = "workflow/stratbench/cell/block_rules.py"
+    workflow.change_code(rules, "MOST_STEPS = 50, 300", "MOST_STEPS = 8, 12")
+    workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
+    race = "workflow/stratbench/analysis/race/judging.py"
+    workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2, 3)")
+    return workflow
+
+
+def fates(workflow: Workflow) -> dict[str, str]:
+    with (workflow.folder / "results/tiny/tune/tune.csv").open(newline="") as file:
+        return {row["variant"]: row["fate"] for row in csv.DictReader(file)}
+
+
+def test_the_known_best_is_found_and_said_on_one_screen_and_a_page(tuning):
+    done = tuning.run("tune")
+    assert done.returncode == 0, done.stdout
+    assert "12 combinations: 0 refused, 0 do not fit" in done.stdout
+    assert set(fates(tuning).values()) == {"measured"}
+    done = tuning.run("verdict", *FILES, "--config", "verdict={rounds: all}")
+    assert done.returncode == 0, done.stdout
+    done = tuning.run("tune")
+    assert done.returncode == 0, done.stdout
+    (bout,) = read_json(tuning.folder / "results/tiny-tune/verdict/verdict.json")["bouts"]
+    assert bout["leader"] in ("ddp", "ddp_bucket-cap-mb-100")
+    slower = {r["strategy"]: r["ratio"] for r in bout["ratios"] if r["ratio"] is not None}
+    assert min(slower["ddp_accumulate-2"], slower["ddp_accumulate-2_checkpointing"]) > 1.1
+    told = " ".join(done.stdout.split())
+    for choice in ("accumulate 2", "activation_checkpointing true"):
+        assert float(re.search(rf"{choice}: (\d+\.\d+)", told)[1]) > 1.1
+    assert "has it all." in told
+    page = (tuning.folder / "results/tiny/tune/index.html").read_text()
+    assert "svg" in page
+    assert "accumulate-2" in page
+
+
+def test_a_budget_leaves_the_slowest_for_later(tuning):
+    config = yaml.safe_load(Path(tuning.folder, "config.yaml").read_text())
+    tuning.write_config(config | {"tune": config["tune"] | {"budget_gpu_hours": 1e-6}})
+    assert tuning.run("tune").returncode == 0
+    assert sorted(fates(tuning).values()) == ["beyond the budget"] * 10 + ["measured"] * 2
+    tuned = yaml.safe_load((tuning.folder / "results/tiny/tune/config.yaml").read_text())
+    assert tuned["verdict"] == {"budget_gpu_hours": 1e-6}
