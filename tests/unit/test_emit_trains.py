@@ -178,6 +178,23 @@ def test_the_plain_script_reaches_the_cells_losses(start_cell, tiny_data, tmp_pa
     assert found == pytest.approx(losses_of_cell(launched), rel=2e-5)
 
 
+def test_the_plain_script_takes_the_cells_memory(start_cell, tiny_data, tmp_path):
+    """A network of 134 million parameters, beside which the interpreter's own memory is small."""
+    launched = trained(start_cell, "ddp", {}, {**ADAMW, "model": "vgg16", "epochs": 1})
+    script = emit(launched, "pytorch", tmp_path)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [sys.executable, "-m", *torchrun, script, launched.record, tiny_data]
+    environment = os.environ | {"PYTHONPATH": str(WORKFLOW), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=environment)
+    _, status, used = os.wait4(process.pid, 0)
+    assert status == 0
+    process.returncode = status
+    memory = launched.read_record()["memory"]
+    assert memory["method"] == "vmhwm"
+    # The most of all processes that torchrun started; the record's peak is that of the largest rank.
+    assert used.ru_maxrss * 1024 == pytest.approx(memory["peak_bytes"], rel=0.03)
+
+
 @with_deepspeed
 @pytest.mark.parametrize(
     ("strategy", "options"),
