@@ -27,23 +27,23 @@ def sweeps_of(wrong: dict[str, float]) -> list[dict]:
 
 
 def test_a_margin_is_the_largest_ratio_by_which_the_plan_was_wrong():
-    margins = fit_margins(sweeps_of({"a": 1.1, "b": 1.4, "c": 1.2}))
-    assert margins == {("compile", True): Margin(1.4, 3, 3)}
+    margins = fit_margins(sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7}))
+    assert margins == {("compile", True): Margin(1.9, 3, 3)}
     # A few sweeps do not show rarer errors.
     nearly_right = fit_margins(sweeps_of({"a": 1.01, "b": 1.02, "c": 1.03}))
     assert nearly_right["compile", True].ratio == differences.MIN_MARGIN
     # Pairs that are alike, or that the plan orders well, say that it was not wrong.
     alike = [row("d", 1.0, 1.0), row("d", 0.99, 3.0, compile=1)]
     right = [row("e", 1.0, 1.0), row("e", 2.0, 5.0, compile=1)]
-    more = fit_margins(sweeps_of({"a": 1.1, "b": 1.4, "c": 1.2}) + alike + right)
-    assert more["compile", True] == Margin(1.4, 5, 5)
+    more = fit_margins(sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7}) + alike + right)
+    assert more["compile", True] == Margin(1.9, 5, 5)
 
 
 def test_too_little_evidence_is_none():
-    assert not fit_margins(sweeps_of({"a": 1.1, "b": 1.4}))
-    one_source = [r | {"source": "s"} for r in sweeps_of({"a": 1.1, "b": 1.4, "c": 1.2})]
+    assert not fit_margins(sweeps_of({"a": 1.6, "b": 1.9}))
+    one_source = [r | {"source": "s"} for r in sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7})]
     assert not fit_margins(one_source)
-    out_of_memory = sweeps_of({"a": 1.1, "b": 1.4, "c": 1.2})
+    out_of_memory = sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7})
     assert not fit_margins(r | {"measured": ""} for r in out_of_memory)
 
 
