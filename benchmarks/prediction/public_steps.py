@@ -164,7 +164,7 @@ def main() -> None:
         writer = csv.DictWriter(file, runs[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(runs)
-    public_runs.bands.cache_clear()
+    public_runs.band.cache_clear()
     print(page(runs), end="")
 
 
