@@ -15,6 +15,7 @@ from stratbench.cell.text.pages import render
 from stratbench.cell.text.words import bytes_text, counted, short_time
 from stratbench.tune.answer import (
     Answer,
+    Effect,
     Measured,
     against_baseline,
     effects_of,
@@ -86,12 +87,12 @@ def _chart(answer: Answer) -> Markup:
     )  # fmt: skip
 
 
-def _effect_row(effect: Any) -> dict[str, Any]:
-    over = effect.over or "what it has without"
+def _effect_row(effect: Effect) -> dict[str, Any]:
+    over = f" over {effect.over}" if effect.over else ""
     ratio = effect.ratio.text("{:.3f}".format)
     if effect.ratio.low is None:
         ratio += " (no interval)"
-    return vars(effect) | {"over": over, "ratio": ratio}
+    return vars(effect) | {"choice": f"{effect.choice}{over}", "ratio": ratio}
 
 
 def _row(answer: Answer, m: Measured) -> dict[str, str]:
