@@ -79,11 +79,12 @@ class Answer:
     @property
     def front(self) -> list[Measured]:
         """Those that no other beats in both time and memory, fastest first."""
-        known = [m for m in self.measured if m.step_s and m.memory_bytes]
         found: list[Measured] = []
-        for m in sorted(known, key=lambda m: (m.step_s, m.memory_bytes)):
-            if not found or m.memory_bytes < found[-1].memory_bytes:
+        least = math.inf
+        for m in sorted(self.measured, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)):
+            if m.step_s and m.memory_bytes and m.memory_bytes < least:
                 found.append(m)
+                least = m.memory_bytes
         return found
 
 
@@ -184,8 +185,8 @@ def answer_lines(answer: Answer) -> Iterator[str]:
         yield f"Nothing is known yet: {answer.bout['text']}"
         return
     yield answer.bout["text"]
-    yield f"  {against_baseline(answer)}"
-    yield f"  {memory_left(answer)}"
+    yield f"  {against_baseline(answer, winner)}"
+    yield f"  {memory_left(answer, winner)}"
     yield f"  {further_cost(answer)}"
     effects = effects_of(answer.measured, answer.baseline)
     if effects:
@@ -193,10 +194,10 @@ def answer_lines(answer: Answer) -> Iterator[str]:
         yield from (f"  {effect_text(effect)}" for effect in effects)
 
 
-def against_baseline(answer: Answer) -> str:
+def against_baseline(answer: Answer, winner: Measured) -> str:
     """Return how much faster the winner is than the baseline."""
     name = answer.baseline
-    if answer.winner.name == name:
+    if winner.name == name:
         return f"It is the baseline, {name}."
     ratio = next((r for r in answer.bout["ratios"] if r["strategy"] == name), None)
     if ratio is None or ratio["ratio"] is None:
@@ -204,13 +205,13 @@ def against_baseline(answer: Answer) -> str:
         return f"The baseline, {name}, has no time to hold it against: {why or 'no block'}."
     interval = "" if ratio["low"] is None else f" (95 %: {ratio['low']:.3f} to {ratio['high']:.3f})"
     against = ratio["against"]
-    of = "" if against == answer.winner.name else f" of {against}, which led then"
+    of = "" if against == winner.name else f" of {against}, which led then"
     return f"The baseline, {name}, takes {ratio['ratio']:.3f} times the time{of}{interval}."
 
 
-def memory_left(answer: Answer) -> str:
+def memory_left(answer: Answer, winner: Measured) -> str:
     """Return how much of a worker's memory the winner leaves."""
-    peak, room = answer.winner.memory_bytes, answer.device_bytes
+    peak, room = winner.memory_bytes, answer.device_bytes
     if peak is None:
         return "Its memory was not measured."
     if room is None:

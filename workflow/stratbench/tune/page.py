@@ -53,9 +53,10 @@ def page(answer: Answer, sieved: Sequence[Sieved], model: str) -> str:
 
 
 def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
-    if answer.winner is not None:
-        yield "Against the baseline", against_baseline(answer)
-        yield "Memory", memory_left(answer)
+    winner = answer.winner
+    if winner is not None:
+        yield "Against the baseline", against_baseline(answer, winner)
+        yield "Memory", memory_left(answer, winner)
         yield "What is left to gain", further_cost(answer)
     verdict = answer.verdict
     ended = f" Done: {verdict['reason']}." if verdict["done"] else ""
@@ -77,7 +78,7 @@ def _chart(answer: Answer) -> Markup:
         if dots:
             mark = marks.get(strategy) or mark_of("other", 0)
             series.append(Series(strategy, mark.variable, dots, mark=mark))
-    front = [(m.memory_bytes, m.step_s) for m in answer.front]
+    front = [(m.memory_bytes, m.step_s) for m in answer.front if m.memory_bytes and m.step_s]
     series.append(Series("", "muted", full=front))
     sizes = [m.memory_bytes for m in answer.measured if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})

@@ -117,17 +117,18 @@ def drop_slow(
             what it differs in from a faster one.
         margins: Of planned ratios, by what combinations differ in.
     """
-    left = {name: s for name, s in by_name.items() if s.fate == MEASURED and s.time_s is not None}
+    left = (each for each in by_name.items() if each[1].fate == MEASURED)
+    times = {name: s.time_s for name, s in left if s.time_s is not None}
     if keep_within is None:
-        found = beaten_of(left, margins)
+        found = beaten_of(times, by_name, margins)
     else:
-        fastest = min(left, key=lambda name: left[name].time_s, default="")
-        ratios = {name: s.time_s / left[fastest].time_s for name, s in left.items()}
+        fastest = min(times, key=times.__getitem__, default="")
+        ratios = {name: time_s / times[fastest] for name, time_s in times.items()}
         found = {n: Beaten(fastest, r, keep_within) for n, r in ratios.items() if r > keep_within}
     for name, (faster, ratio, margin) in found.items():
         if name != baseline:
             why = f"planned {ratio:.2f} times as long as {faster} (kept up to {margin:.2f})"
-            by_name[name] = replace(left[name], fate=TOO_SLOW, why=why)
+            by_name[name] = replace(by_name[name], fate=TOO_SLOW, why=why)
 
 
 def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None) -> None:
@@ -138,7 +139,7 @@ def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float |
     timed = [s for s in by_name.values() if s.fate == MEASURED and s.time_s is not None]
     if budget_gpu_hours is None or not timed:
         return
-    timed.sort(key=lambda s: (s.combination.name != baseline, s.time_s))
+    timed.sort(key=lambda s: (s.combination.name != baseline, s.time_s or 0.0))
     paid = timed[:2]
     for s in timed[2:]:
         costs = [(p.segment_s, p.cell_s) for p in (*paid, s)]
@@ -167,16 +168,18 @@ def out_of_memory_in(results: str, study: str) -> set[tuple[str, str]]:
     return found
 
 
-def beaten_of(left: Mapping[str, Sieved], margins: Margins) -> dict[str, Beaten]:
+def beaten_of(
+    times: Mapping[str, float], by_name: Mapping[str, Sieved], margins: Margins
+) -> dict[str, Beaten]:
     """Return what each combination is beaten by, among those with the same options of no known kind."""
-    groups: dict[str, dict[str, Sieved]] = {}
-    for name, each in left.items():
+    groups: dict[str, dict[str, Amounts]] = {}
+    for name in times:
+        each = by_name[name]
         if each.amounts is not None:
-            groups.setdefault(_without_kind(each.combination), {})[name] = each
+            groups.setdefault(_without_kind(each.combination), {})[name] = each.amounts
     found: dict[str, Beaten] = {}
     for group in groups.values():
-        times = {name: each.time_s for name, each in group.items()}
-        found |= beaten(times, {name: each.amounts for name, each in group.items()}, margins)
+        found |= beaten({name: times[name] for name in group}, group, margins)
     return found
 
 
@@ -273,13 +276,16 @@ def _planned(combination: Combination, planned: Planned, memory_margin: float) -
     amounts = amounts_of(planned.subject) if planned.subject.request.on_cuda else None
     s = Sieved(combination, fate, why, fit.usual_s, fit.needed_bytes, amounts)
     s = replace(s, device_bytes=memory_bytes)
-    return s if fit.usual_s is None else replace(s, **_costs_of(planned))
+    if fit.usual_s is None:
+        return s
+    segment, cell = _costs_of(planned, fit.usual_s)
+    return replace(s, segment_s=segment, cell_s=cell)
 
 
-def _costs_of(planned: Planned) -> dict[str, float]:
+def _costs_of(planned: Planned, usual_s: float) -> tuple[float, float]:
     """GPU-seconds of a segment of a block, and of a whole training."""
     gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.on_cuda else "cpu"
-    step_s, start_s = planned.fit.usual_s / planned.subject.steps, SEGMENT_START_S[device]
+    step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
     steps = segment_steps(start_s, step_s, *STEP_NOISE[device])
     segment = gpus * segment_s(start_s, step_s, steps)
-    return {"segment_s": segment, "cell_s": gpus * (start_s + planned.fit.usual_s)}
+    return segment, gpus * (start_s + usual_s)
