@@ -149,9 +149,11 @@ def test_a_sure_answer_says_by_how_much_and_which_rival_needs_less_memory():
     rows = runs("ddp", 100.0, peak_memory_bytes=10 << 30)
     rows += runs("fsdp", 140.0, peak_memory_bytes=6 << 30)
     decision = decided(rows)
-    assert decision.short.runner_up == "fsdp × 4 takes 40 % longer"
+    assert decision.short.runner_up == "fsdp × 4 takes 40 % longer, with 40 % less memory"
     assert decision.short.memory_note.endswith("fsdp × 4: 40 % less")
-    assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer)" in lead_of(named_answers([decision]))
+    assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer, with" in lead_of(
+        named_answers([decision])
+    )
     others = [decision, replace(decision, experiment="other")]
     assert [name for name, _ in named_answers(others)] == ["vgg16 in e", "vgg16 in other"]
 

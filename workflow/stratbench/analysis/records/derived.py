@@ -141,7 +141,7 @@ def slowdown(record: Record) -> str | None:
     parts = []
     if setting.get("workers") and setting.get("factor"):
         ranks = ", ".join(str(rank) for rank in setting["workers"])
-        parts.append(f"rank {ranks} {setting['factor']:g} times slower")
+        parts.append(f"rank {ranks} slowed {setting['factor']:g}-fold")
     if setting.get("sigma"):
         parts.append(f"random delays (sigma {setting['sigma']:g})")
     return "; ".join(parts) or None
