@@ -158,6 +158,13 @@ def test_a_sure_answer_says_by_how_much_and_which_rival_needs_less_memory():
     assert [name for name, _ in named_answers(others)] == ["vgg16 in e", "vgg16 in other"]
 
 
+def test_memory_is_weighed_only_against_rivals_that_are_told_apart():
+    rows = runs("ddp", 100.0, peak_memory_bytes=10 << 30)
+    rows += runs("fsdp", 101.0, peak_memory_bytes=9.9 * 2**30)
+    rows += runs("zero1", 140.0, peak_memory_bytes=6 << 30)
+    assert decided(rows).short.memory_note == ""
+
+
 def test_an_answer_on_text_has_tokens_per_second_in_total_and_per_worker():
     text = {"throughput_samples_per_s": 10.05, "counts": "tokens", "counts_per_sample": 1024}
     decision = decided(runs("ddp", 100.0, **text, mfu=0.384))

@@ -146,7 +146,8 @@ def short_answer(
     known = "Of the rest:" if first.projected else "Of what was measured:"
     score, score_note = score_texts(found, first, given)
     memory, memory_note, share_of_card = memory_texts(first)
-    leaner = leanest(first, [c.rival for c in ranking.compared])
+    # Among those as fast, the one that needs less memory was chosen already.
+    leaner = "" if ranking.tied else leanest(first, [c.rival for c in ranking.compared])
     return Short(
         first.strategy,
         first.gpus,
