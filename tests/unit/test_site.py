@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")]
+#: The first page, and one that is a list of modules.
+WITHOUT_PURPOSE = ("index.md", "modules.md")
 CODE = re.compile(r"^(`{3,}).*?^\1$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
@@ -47,6 +49,17 @@ def test_every_page_is_in_a_table_of_contents():
 )
 def test_links_of_a_page_lead_to_files(page):
     assert missing_targets(page) == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.relative_to(DOCS).as_posix() not in WITHOUT_PURPOSE],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_the_first_sentence_of_a_page_names_its_kind(page):
+    title, _, rest = page.read_text(encoding="utf-8").partition("\n\n")
+    assert title.startswith("# ")
+    assert re.match(r"This (tutorial|how-to|explanation|reference|page) ", rest)
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path):
