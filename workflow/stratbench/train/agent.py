@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.extensions import resolve
 from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
 from stratbench.ps.server_config import ServerConfig
 from stratbench.telemetry.machine.busy import busy_check
@@ -95,17 +95,16 @@ def processes_of(job: Job, node: int) -> Iterator[Processes]:
         yield servers, workers
 
 
-def run_node(job: Job, node: int, processes: str = f"{__name__}:processes_of") -> Exits:
+def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> Exits:
     """Start this node's processes and wait for their end or the deadline; returns how they exited.
 
     Args:
         job: The cell's.
         node: The node's number.
-        processes: What makes them, as `processes_of` does: "module:function".
+        making: What makes them, as `processes_of` does: "module:function".
     """
     set_environment(job, job.n_nodes == 1)
-    module, _, name = processes.partition(":")
-    with getattr(import_module(module), name)(job, node) as (servers, workers):
+    with resolve(making)(job, node) as (servers, workers):
         processes = [*servers, *workers]
         gpus = gpus_of(job, node)
         job.folder.write_places(node, places_of([p.name for p in processes], gpus))

@@ -161,7 +161,8 @@ class Runner:
         s = job.settings
         if not servers:
             return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
-        per_epoch = next((w["per_epoch"] for w in workers if w["per_epoch"]), [])
+        each = (w["per_epoch"] for w in workers if w["per_epoch"])
+        per_epoch: list[dict[str, Any]] = next(each, [])
         return served_run(
             workers, servers, strategy_class(s.strategy).samples_per_step(s), per_epoch
         )
