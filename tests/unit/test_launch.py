@@ -467,8 +467,8 @@ def enter(job: AbstractContextManager[Job]) -> None:
         ({}, None),
         ({"strategy": "ps-async"}, None),
         ({"strategy": "command"}, "program"),
-        ({"elastic": True}, "elastic"),
-        ({"strategy": "ps-async", "elastic": True}, "elastic"),
+        ({"more": {"elastic": {"elastic": True}}}, "elastic"),
+        ({"strategy": "ps-async", "more": {"elastic": {"elastic": True}}}, "elastic"),
         ({"more": {"checkpoints": {"checkpoint_every": 10}}}, "restarts"),
     ],
 )
