@@ -124,16 +124,13 @@ def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) ->
         return f"{once}: may be chance"
     if level and (ranking.is_clear or ranking.at_most <= given.equivalence_margin):
         return f"{runs} each" if ranking.is_clear and ranking.repeats < 3 else ""
-    quickest = min(
-        (c for c in ranking.compared if c.ratio.low is not None and c.ratio.low < 1),
-        key=lambda c: c.ratio.low,
-        default=None,
-    )
-    if quickest is None:
+    lows = [(c.ratio.low, c.rival) for c in ranking.compared if c.ratio.low is not None]
+    low, quickest = min(lows, key=lambda pair: pair[0], default=(1.0, None))
+    if quickest is None or low >= 1:
         return ""
-    least = 1 - quickest.ratio.low
+    least = 1 - low
     less = "much less" if least > ROUGH * 5 else f"{share(least)} less"
-    return f"{quickest.rival.name} may {'cost' if first.cost is not None else 'take'} {less}"
+    return f"{quickest.name} may {'cost' if first.cost is not None else 'take'} {less}"
 
 
 def doubts_in_short(ranking: Ranking) -> Iterator[str]:
