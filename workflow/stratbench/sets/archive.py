@@ -189,7 +189,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     if total > RATIO_FROM_BYTES and total > MOST_RATIO * max(1, packed):
         raise SetError(f"{path} unpacks to more than {MOST_RATIO} times its size; no bundle does")
     if MANIFEST not in seen:
-        raise SetError(f"{path} has no {MANIFEST}; `snakemake bundle` writes one")
+        raise SetError(f"{path} has no {MANIFEST}; `stratbench bundle` writes one")
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The sets of a config that `snakemake compare` puts side by side, and the checks on them."""
+"""The sets of a config that `stratbench compare` puts side by side, and the checks on them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Sets(Keys):
     # fmt: off
     sets: dict[str, str] = setting({}, propertyNames={"$ref": "#/$defs/name"},
         additionalProperties={"type": "string", "minLength": 1, "maxLength": 1000},
-        help="Result sets that `snakemake compare` puts side by side, by the names that the page gives them: "
-        "each a bundle (`<study>.stratbench.zip`), a folder `results/<study>`, or the paper's tables "
+        help="Result sets that `stratbench compare` puts side by side, by the names that the page gives "
+        "them: each a bundle (`<study>.stratbench.zip`), a folder `results/<study>`, or the paper's tables "
         "(`paper:v1`, `paper:v2`). Ratios are against the first.")
     export: list[str] = setting(["parquet"], minItems=1, uniqueItems=True,
         items={"enum": ["parquet", "mlflow", "tensorboard", "wandb"]},
-        help="The formats that `snakemake export` writes below `results/<study>/export`: Parquet tables, "
+        help="The formats that `stratbench export` writes below `results/<study>/export`: Parquet tables, "
         "MLflow's SQLite store, events for TensorBoard, offline runs for Weights & Biases. Their packages: "
         "envs/requirements-export.txt.")
     # fmt: on
@@ -67,12 +67,12 @@ class Sets(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Keys):
-    """How `snakemake compare` judges the sets."""
+    """How `stratbench compare` judges the sets."""
 
     # fmt: off
     fail_above: float | None = setting(None, minimum=0, maximum=1,
         help="Share by which a strategy may be slower than in the first set; beyond it, and beyond noise, "
-        "`snakemake compare` fails. 0.05 is 5 %. null: it does not judge.")
+        "`stratbench compare` fails. 0.05 is 5 %. null: it does not judge.")
     prices: dict[str, float] = setting({}, additionalProperties={"type": "number", "exclusiveMinimum": 0},
         help="Price of a GPU for an hour in each set, by its name: the decision over all sets is then by "
         "cost.")
@@ -81,7 +81,7 @@ class Compare(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle(Keys):
-    """What `snakemake bundle` writes."""
+    """What `stratbench bundle` writes."""
 
     # fmt: off
     hosts: Literal["named", "replaced"] = setting("named",
