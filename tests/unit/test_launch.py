@@ -235,7 +235,8 @@ def test_a_time_limit_before_the_first_step_is_an_error(start_cell, strategy):
     assert not launched.record.exists()
     evidence = json.loads((launched.logs / "failure.json").read_text())
     assert evidence["reason"] == (
-        "no step within the cell's limit of 0.5 s; ranks 0, 1: 0 steps, in phase start"
+        "no step within the cell's limit of 0.5 s; ranks 0, 1: 0 steps, in phase start "
+        "[docs/troubleshooting.md#no-step-within]"
     )
     assert evidence["places"]["rank1"] == {"host": socket.gethostname()}
     assert f"rank1 ran on {socket.gethostname()}" in output
@@ -1083,7 +1084,8 @@ def test_a_cell_that_was_ended_because_it_hung_is_an_error(tmp_path):
     job.folder.write_standing(0, {"rank0": stood(3, True), "rank1": stood(2, True)})
     assert ending.classify(job, exits).reason == (
         "it hangs: no worker got on for 50.0 s, and no step before had taken longer than 0.2 s; "
-        "rank 1: 2 steps, in phase train; rank 0: 3 steps, in phase train"
+        "rank 1: 2 steps, in phase train; rank 0: 3 steps, in phase train "
+        "[docs/troubleshooting.md#no-worker-got-on]"
     )
 
 
@@ -1097,7 +1099,7 @@ def test_who_did_not_come_to_a_collective_is_named(tmp_path):
     found = ending.classify(job, exits)
     assert found.status == "error"
     assert found.reason.startswith(f"{reason}; it hangs: no worker got on for 50.0 s")
-    assert found.reason.endswith("; rank 1: 3 steps, in phase train")
+    assert "; rank 1: 3 steps, in phase train [docs/troubleshooting.md" in found.reason
 
 
 #: Two threads as faulthandler wrote them, in a backward that FSDP's collective stopped.

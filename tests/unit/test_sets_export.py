@@ -16,10 +16,12 @@ import pytest
 
 from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME
 from stratbench.cell.files import MARK
+from stratbench.cell.options import rules_of
 from stratbench.sets.__main__ import main
 from stratbench.sets.export import EXPORTS, REQUIREMENTS, export_set
 from stratbench.sets.export.runs import runs_of
 from stratbench.sets.reading import read_set
+from stratbench.study.config.result_sets import Sets
 
 ROOT = Path(__file__).parents[2]
 STATUSES = {("fsdp", "vgg16", 2): "oom", ("ps-async", "vgg16", 2): "diverged"}
@@ -46,8 +48,7 @@ def nothing_of_this_machine(folder: Path) -> None:
 
 
 def test_the_config_names_the_formats_that_there_are():
-    schema = json.loads((ROOT / "workflow/schemas/config.schema.json").read_text())
-    assert schema["properties"]["export"]["items"]["enum"] == list(EXPORTS)
+    assert rules_of(Sets)["export"]["items"]["enum"] == list(EXPORTS)
 
 
 def test_a_format_without_its_package_is_one_sentence_and_writes_nothing(
