@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ class Files:
         started = datetime.fromisoformat(found["provenance"]["started"])
         ended = started + timedelta(seconds=14.0 + wanted_s)
         found["provenance"]["finished"] = ended.isoformat(timespec="seconds")
-        found["settings"] = asdict(settings)
+        found["settings"] = settings.as_dict()
         return found
 
     def write_record(self, cell: Cell) -> Path:
