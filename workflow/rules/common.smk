@@ -211,6 +211,12 @@ def missing_needs(cells):
     ]
 
 
+def existing(*names):
+    """The path of a file of the study, where it is there; else an empty text."""
+    path = Path(RESULTS, STUDY.name, *names)
+    return str(path) if path.exists() else ""
+
+
 def evidence(name):
     """A function that gives the path of a file for the analysis; an empty text where there is none."""
     return lambda wildcards: EVIDENCE[name]() if name in EVIDENCE else ""

@@ -2,22 +2,13 @@ from functools import cache
 
 from stratbench.study.slurm.nodes import cluster_nodes
 
-
-@cache
-def links_request():
-    """What the measurement of links asks a scheduler for; of one node where there is no SLURM."""
-    return JOBS.links_request(
+# What the measurement asks a scheduler for; of one node where there is no SLURM.
+links_request = cache(
+    lambda: JOBS.links_request(
         cluster_nodes() if internals.is_on_slurm(workflow) else []
     )
-
-
-def measured_links():
-    """What `links` has measured for the study, where it has; else an empty text."""
-    path = Path(RESULTS, STUDY.name, "links", "links.csv")
-    return str(path) if path.exists() else ""
-
-
-EVIDENCE["links"] = measured_links
+)
+EVIDENCE["links"] = lambda: existing("links", "links.csv")
 
 
 # What links cost, measured by processes of their own: on this machine, or on SLURM by a job on two nodes

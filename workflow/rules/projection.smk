@@ -1,10 +1,4 @@
-def made_projection():
-    """What `project` has projected of the study, where it has; else an empty text."""
-    path = Path(RESULTS, STUDY.name, "projection.csv")
-    return str(path) if path.exists() else ""
-
-
-EVIDENCE["projection"] = made_projection
+EVIDENCE["projection"] = lambda: existing("projection.csv")
 
 
 # Step times on counts that nobody has, from the study's records, and from its links.csv where `links` has

@@ -3,11 +3,6 @@
 from stratbench.study.config.result_sets import existing_sets
 
 
-def compared_sets(wildcards):
-    """The sets of the config, all of them there, for `compare`."""
-    return json.dumps(or_workflow_error(existing_sets, CONFIG))
-
-
 # `snakemake bundle`: records, timelines, resolved config and environment in results/<study>/<study>.stratbench.zip.
 rule bundle:
     input:
@@ -45,7 +40,7 @@ rule compare:
     conda:
         ENV
     params:
-        sets=compared_sets,
+        sets=lambda w: json.dumps(or_workflow_error(existing_sets, CONFIG)),
         compare=lambda w: json.dumps(CONFIG["compare"]),
         constraints=constraints,
         out=f"{RESULTS}/compare",

@@ -9,7 +9,7 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="which strategy is fastest, by paired blocks",
     needs=("audit", "plan"),
-    rules=("verdict.smk",),
+    rules=("verdict_common.smk", "verdict.smk"),
     commands="stratbench.extensions.verdict:add_subcommands",
     audited=("stratbench.analysis.audit.across_cells.full_runs",),
     reading="stratbench.analysis.report.verdict:READING",

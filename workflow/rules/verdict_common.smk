@@ -1,0 +1,64 @@
+# Helpers of verdict.smk: the round, its blocks, and what of them is done before and after all jobs.
+from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
+from stratbench.study.verdict_round import Round
+
+BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
+NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
+ROUND = Round(
+    STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not internals.is_main(workflow)
+)
+
+
+def block_of(wildcards):
+    """The block of a verdict's round that a job's wildcards name."""
+    return or_workflow_error(ROUND.block_of, wildcards)
+
+
+def block_request(wildcards):
+    """What the block asks a scheduler for."""
+    return ROUND.request_of(block_of(wildcards))
+
+
+def data_of_block(wildcards):
+    """The data that all cells of a block are trained on. A block of other data is made anew."""
+    plan = block_of(wildcards)
+    settings = JOBS.settings_of(plan.cell(plan.order[0]))
+    resume.forget_other_data(workflow, plan.folder(RESULTS) / BLOCK_FILE, settings)
+    return prepared_data(plan.dataset)
+
+
+def told_verdict():
+    """The study's verdict, where there is one of the config's settings; else an empty text."""
+    path = ROUND.file.with_name("verdict.json")
+    return str(path) if ROUND.has_current_verdict else ""
+
+
+def block_jobs():
+    """Yield each planned block's job, its cells, and what it asks a scheduler for."""
+    for job in internals.get_jobs(workflow, rules.run_block):
+        if internals.is_planned(workflow, job):
+            plan = block_of(job.wildcards)
+            yield job, list(map(plan.cell, plan.order)), ROUND.request_of(plan)
+
+
+def begin_round():
+    """Once the jobs are planned: keep the round for those of its jobs that run elsewhere."""
+    if internals.get_jobs(workflow, rules.verdict):
+        ROUND.keep()
+
+
+def end_round():
+    """After a round: start the next, where the config says so and something is open."""
+    if (
+        internals.get_jobs(workflow, rules.verdict)
+        and CONFIG["verdict"]["rounds"] == "all"
+    ):
+        if not ROUND.content["done"] and or_workflow_error(ROUND.goes_on):
+            internals.restart(workflow)
+
+
+TRAINED_BY["run_block"] = block_of
+TRAINING_JOBS.append(block_jobs)
+BEFORE_JOBS.append(begin_round)
+AFTER_JOBS.append(end_round)
+EVIDENCE["verdict"] = told_verdict
