@@ -17,6 +17,7 @@ from launching import each_strategy, settings, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan.footprint.request import buffer_bytes
 from stratbench.plan.needs import data_bytes_of
+from stratbench.ps.tickets import Ticket
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.needs import faults
@@ -188,7 +189,7 @@ def test_the_likely_ticket_is_the_same_slice_of_the_next_step():
     strategy._samples_of = lambda step, part: cls._samples_of(strategy, step, part)
     found = []
     for epoch, step in ((0, 0), (0, 2), (1, 2)):
-        strategy.ticket = SimpleNamespace(epoch=epoch, step=step, slice=1)
+        strategy.ticket = mock.Mock(spec=Ticket, epoch=epoch, step=step, slice=1)
         found.append(cls.likely_ticket(strategy, 50))
     assert found == [(0, slice(24, 32)), (1, slice(8, 16)), None]
 

@@ -317,6 +317,7 @@ class ParameterServer(base.Strategy):
         really is, is known after the push only.
         """
         s, t = self.worker.settings, self.ticket
+        assert isinstance(t, Ticket)  # it trains, and evaluates nothing
         steps = train_samples // s.global_batch
         following = t.epoch * steps + t.step + 1
         if following >= self.worker.total_steps:

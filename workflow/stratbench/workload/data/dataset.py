@@ -63,15 +63,20 @@ class Dataset:
     @property
     def stored_bytes(self) -> int:
         """Bytes of a value of an image, or of a token: of the smallest type that holds every one."""
-        return 4 if self.floats or (self.is_text and (self.vocabulary or self.classes) > 256) else 1
+        return (
+            4
+            if self.floats or (self.is_text and (self.vocabulary or self.classes or 0) > 256)
+            else 1
+        )
 
     @property
     def target(self) -> tuple[str, tuple[int, ...]]:
         """The stored type and the shape of a sample's target."""
+        shape = self.shape or ()
         if self.values:
-            return "float32", (self.classes,)
+            return "float32", (self.classes or 0,)
         if not self.is_text or self.vocabulary:
             return "int64", ()
         if self.task == "masked-token":  # the label of what is not asked for is negative
-            return "int32", self.shape
-        return {1: "uint8", 4: "int32"}[self.stored_bytes], self.shape
+            return "int32", shape
+        return {1: "uint8", 4: "int32"}[self.stored_bytes], shape

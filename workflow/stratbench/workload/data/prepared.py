@@ -57,7 +57,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
     """
     import numpy as np
 
-    shape = facts.shape
+    shape = facts.shape or ()
     what = kind_of(shape)
     value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
     moments = None if facts.is_text else (_Sums if facts.floats else _Counts)(shape[0])
