@@ -732,7 +732,7 @@ def rings_of(told: Told, sent: float, total_ms: float | None) -> None:
     told.most(f"{copies} copies, at most sent_bytes_per_step", least, sent, 0.01)
     # A sharded one may gather twice, and reduce, for each part of a batch; one that divides gradients
     # alone may reduce each. A training ends with an exchange, even if the next one is not due yet.
-    parts, more = told("settings.accumulate") or 1, 0.0
+    parts, more = told("settings.gradient_accumulation_steps") or 1, 0.0
     if shards:
         more = (3 * parts - 2) * gathered
     elif told("strategy.traits.weight_parts") is None:
@@ -781,7 +781,7 @@ def counted_by_servers(told: Told, nodes: int) -> tuple[int, int]:
     """Bytes within nodes, and over the busiest link between nodes (one way), by the servers' count."""
     out, back, local = [0] * nodes, [0] * nodes, 0
     for k, server in enumerate(told.servers):
-        here = node_by_placement(told("strategy.options.placement"), k, told.gpus, nodes)
+        here = node_by_placement(told("strategy.options.server_placement"), k, told.gpus, nodes)
         for link in server["workers"]:
             there, pushed, pulled = (
                 told.node_of(link["worker"]),

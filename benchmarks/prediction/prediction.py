@@ -59,15 +59,15 @@ BATCHES = {
 VARIANTS = {
     "ddp-copies": {"strategy": "ddp", "gradient_as_bucket_view": False},
     "fsdp-zero2": {"strategy": "fsdp", "reshard_after_forward": "never"},
-    "fsdp-pairs": {"strategy": "fsdp", "shard_workers": 2},
-    "fsdp-replicas": {"strategy": "fsdp", "shard_workers": 1},
+    "fsdp-pairs": {"strategy": "fsdp", "shard_group_size": 2},
+    "fsdp-replicas": {"strategy": "fsdp", "shard_group_size": 1},
     "fsdp-offload": {"strategy": "fsdp", "offload": "cpu"},
     "ddp-fp16": {"strategy": "ddp", "compress": "fp16"},
     "ddp-bf16": {"strategy": "ddp", "compress": "bf16"},
-    "ddp-powersgd": {"strategy": "ddp", "compress": "powersgd", "start": 2},
+    "ddp-powersgd": {"strategy": "ddp", "compress": "powersgd", "powersgd_start_step": 2},
     "post-local": {"strategy": "local-sgd", "start": 2},
     "ps-sync-tcp": {"strategy": "ps-sync", "transport": "tcp"},
-    "sync-colocated": {"strategy": "ps-sync", "placement": "colocated"},
+    "sync-colocated": {"strategy": "ps-sync", "server_placement": "colocated"},
 }
 STRATEGIES = ("single", "ddp", "ddp-copies", "fsdp", "fsdp-zero2", "ps-sync", "ps-sync-tcp")
 #: Columns of the Markdown table and what they are called there.

@@ -180,14 +180,14 @@ class Llama(nn.Module):
 
 LLAMA_TENSOR_PLAN = {
     "embed": "embedding",
-    "layers.*.attention.wq": "columns",
-    "layers.*.attention.wk": "columns",
-    "layers.*.attention.wv": "columns",
-    "layers.*.attention.wo": "rows",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
     "layers.*.feed_forward": "input",
-    "layers.*.feed_forward.w1": "columns of it",
-    "layers.*.feed_forward.w3": "columns of it",
-    "layers.*.feed_forward.w2": "rows",
+    "layers.*.feed_forward.w1": "colwise of input",
+    "layers.*.feed_forward.w3": "colwise of input",
+    "layers.*.feed_forward.w2": "rowwise",
     "output": "scores",
 }
 
@@ -259,12 +259,12 @@ def embed_tokens(model: GPT, tokens: Tensor) -> Tensor:
 GPT_PIECES = ((embed_tokens, ("embed", "position")), "blocks.*", "norm", "head")
 GPT_TENSOR_PLAN = {
     "embed": "embedding",
-    "blocks.*.wq": "columns",
-    "blocks.*.wk": "columns",
-    "blocks.*.wv": "columns",
-    "blocks.*.out": "rows",
-    "blocks.*.up": "columns",
-    "blocks.*.down": "rows",
+    "blocks.*.wq": "colwise",
+    "blocks.*.wk": "colwise",
+    "blocks.*.wv": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
     "head": "scores",
 }
 

@@ -101,7 +101,7 @@ class Planner:
                             "steps": 1,
                             "lr": 0.001,
                             "device": "cuda",
-                            "placement": "host",
+                            "data_placement": "host",
                         }
                     },
                 }

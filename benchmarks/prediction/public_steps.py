@@ -80,7 +80,7 @@ def plan_s(planner: Planner, run: Mapping[str, str]) -> float:
             "per_worker_batch": int(run["per_worker_batch"]),
             "precision": "bf16",
             "activation_checkpointing": run["activation_checkpointing"] == "true",
-            "clip_norm": 1.0,
+            "max_grad_norm": 1.0,
             "optimizer": "adamw",
         },
         "cluster": {"gpu": run["gpu"], "network_gb_per_s": float(run["network_gb_per_s"])},
@@ -88,7 +88,7 @@ def plan_s(planner: Planner, run: Mapping[str, str]) -> float:
 
     def set_blocks(layers: int) -> None:
         arguments = {"layers": layers, "bias": True, **sizes}
-        model = {"call": "public_networks.GPT", "kwargs": arguments, "shard": ["GPTBlock"]}
+        model = {"call": "public_networks.GPT", "kwargs": arguments, "wrap_classes": ["GPTBlock"]}
         planner.models["public"] = model
 
     def request_at(layers: int) -> Any:

@@ -1,9 +1,9 @@
 """Rows of public sweeps as parts of a config.yaml: networks, GPUs, links and settings of known sweeps.
 
-A row has `sweep` (its name), `strategy`, `dp`, `tp`, `pp`, `cp`, `micro_batch`, `accumulate`, `precision`,
-`weights`, `checkpointing`, `compile`, `offload`, `outcome` (ok or oom), `throughput` and `step_s`. Rows that
-a config cannot say are left out: context or expert parallelism, layers divided both ways, LoRA, other number
-formats, and batches that the source does not state.
+A row has `sweep` (its name), `strategy`, `dp`, `tp`, `pp`, `cp`, `micro_batch`,
+`gradient_accumulation_steps`, `precision`, `weights`, `checkpointing`, `compile`, `offload`, `outcome` (ok or
+oom), `throughput` and `step_s`. Rows that a config cannot say are left out: context or expert parallelism,
+layers divided both ways, LoRA, other number formats, and batches that the source does not state.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, **mor
         "hidden": hidden,
     }
     divided = {"heads": kv_heads, "tensor_plan": "public_networks:LLAMA_TENSOR_PLAN"}
-    own = {"call": "public_networks.Llama", "kwargs": sizes | more, "shard": ["LlamaBlock"]}
+    own = {"call": "public_networks.Llama", "kwargs": sizes | more, "wrap_classes": ["LlamaBlock"]}
     return own if "tied" in more else own | divided
 
 
 def gpt(layers: int, width: int, heads: int, **more: Any) -> dict:
     """Return the model of a config.yaml for a GPT of these sizes."""
     sizes = {"layers": layers, "width": width, "heads": heads, "bias": True}
-    own = {"call": "public_networks.GPT", "kwargs": sizes | more, "shard": ["GPTBlock"]}
+    own = {"call": "public_networks.GPT", "kwargs": sizes | more, "wrap_classes": ["GPTBlock"]}
     divided = {
         "heads": heads,
         "tensor_plan": "public_networks:GPT_TENSOR_PLAN",
@@ -209,7 +209,7 @@ def _run(row: Mapping[str, str]) -> Run | None:
         return None
     if "float8" in formats or "nf4" in formats or "LoRA" in formats or not row["micro_batch"]:
         return None
-    setup, parts = SWEEPS[known], int(row["accumulate"] or 1)
+    setup, parts = SWEEPS[known], int(row["gradient_accumulation_steps"] or 1)
     precision = next((p for p in ("fp16", "bf16") if p in row["precision"]), setup.precision)
     variant = _variant(row["strategy"], dp, tp, pp, parts)
     if variant is None or (share == "selective" and f"{setup.model}-selective" not in MODELS):
@@ -227,7 +227,7 @@ def _run(row: Mapping[str, str]) -> Run | None:
         "optimizer": "adamw",
         "precision": precision,
         "activation_checkpointing": share == 1.0,
-        "accumulate": 1 if pp > 1 else parts,
+        "gradient_accumulation_steps": 1 if pp > 1 else parts,
         "compile": row["compile"].startswith("yes") and tp * pp == 1,
     }
     cluster = {"gpu": setup.gpu, "gpus_per_node": setup.node}
@@ -270,11 +270,11 @@ def _cost(row: Mapping[str, str], batch: int) -> float | None:
 def _variant(strategy: str, dp: int, tp: int, pp: int, parts: int) -> dict[str, Any] | None:
     """Return the strategy and its options that train as `strategy` of a sweep does; None: none does."""
     if pp > 1:
-        ours = {"strategy": "pipeline", "pipeline_workers": pp, "microbatches": parts}
+        ours = {"strategy": "pipeline", "pipeline_parallel_size": pp, "microbatches": parts}
         return ours if strategy == "megatron" and parts >= pp else None
     if tp > 1:
         data = "fsdp" if strategy.startswith(("fsdp", "tp")) else "ddp"
-        return {"strategy": "tensor", "tensor_workers": tp, "data": data}
+        return {"strategy": "tensor", "tensor_parallel_size": tp, "data": data}
     if dp == 1:
         return {"strategy": "single"}
     if strategy in ("ddp", "zero0", "megatron"):

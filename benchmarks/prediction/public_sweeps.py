@@ -87,7 +87,7 @@ def plan_run(planner: Planner, run: Run) -> dict[str, str]:
 
 def followed_steps(run: Run) -> int:
     """Return about how many micro-steps are followed to plan a run, each with all its collectives."""
-    steps = run.configuration["experiment"]["accumulate"] * (1 if run.whole else 2)
+    steps = run.configuration["experiment"]["gradient_accumulation_steps"] * (1 if run.whole else 2)
     if run.kinds["pipeline"] > 1:
         return 10 * steps
     return steps * (2 if run.kinds["tensor"] > 1 else 1)

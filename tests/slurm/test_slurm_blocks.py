@@ -34,7 +34,7 @@ def racing(folder: Path, cluster: SlurmCluster) -> ClusterWorkflow:
     # With this seed ddp comes first: a collective strategy, which `hold` can hold.
     config["studies"]["tiny"]["seed"] = 3
     config["studies"]["tiny"]["variants"] = {
-        "colocated": {"strategy": "ps-async", "placement": "colocated"}
+        "colocated": {"strategy": "ps-async", "server_placement": "colocated"}
     }
     workflow = ClusterWorkflow(folder, config, cluster)
     rules = "workflow/stratbench/cell/block_rules.py"

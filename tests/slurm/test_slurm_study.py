@@ -44,7 +44,7 @@ def finished(slurm: SlurmCluster, warm: dict[str, str], tmp_path: Path) -> Clust
     }
     config = study(experiments, mem_mib_per_cpu_worker=6000)
     config["studies"]["tiny"]["variants"] = {
-        "colocated": {"strategy": "ps-async", "placement": "colocated"}
+        "colocated": {"strategy": "ps-async", "server_placement": "colocated"}
     }
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a_net.py").write_text(NETWORK)

@@ -44,10 +44,10 @@ DATASETS = {
 IMAGES = {"dataset": "images", "data_spec": DATASETS["images"] | {"seed": 0}}
 #: Settings of a study of which each strategy meets each once, where it can.
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"accumulate": 2},
+    {"gradient_accumulation_steps": 2},
     {"activation_checkpointing": True},
-    {"clip_norm": 1.0},
-    {"placement": "host"},
+    {"max_grad_norm": 1.0},
+    {"data_placement": "host"},
     {"optimizer": "adamw", "momentum": None},
     {"nesterov": True},
     {"schedule": "cosine", "lr_warmup_steps": 2},

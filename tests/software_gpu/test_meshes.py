@@ -24,15 +24,17 @@ pytestmark = pytest.mark.timeout(900)
 #: has gone, which the plan takes for at once, and what is received may come late.
 PEAK, PEAK_BYTES = 0.03, 1 << 20
 ADAMW = {"optimizer": "adamw", "momentum": None}
-PAIRS = {"pipeline_workers": 2, "microbatches": 4}
+PAIRS = {"pipeline_parallel_size": 2, "microbatches": 4}
 CELLS = {
-    "layers over all": Planned("tensor", "bf16", 4, "gpt-compact", {"sequence": True}, ADAMW),
-    "images": Planned("tensor", "fp16", 4, "vit-compact", {"tensor_workers": 2}, {"clip_norm": 1.0}),
+    "layers over all": Planned("tensor", "bf16", 4, "gpt-compact", {"sequence_parallel": True}, ADAMW),
+    "images": Planned("tensor", "fp16", 4, "vit-compact", {"tensor_parallel_size": 2},
+    {"max_grad_norm": 1.0}),
     "layers and shards": Planned(
-        "tensor", "bf16", 8, "gpt-compact", {"tensor_workers": 2}, {"accumulate": 2}
+        "tensor", "bf16", 8, "gpt-compact", {"tensor_parallel_size": 2}, {"gradient_accumulation_steps": 2}
     ),
     "layers and replicas": Planned(
-        "tensor", "fp32", 8, "gpt-compact", {"tensor_workers": 4, "data": "ddp"}, {"clip_norm": 1.0}
+        "tensor", "fp32", 8, "gpt-compact", {"tensor_parallel_size": 4, "data_parallel": "ddp"},
+        {"max_grad_norm": 1.0}
     ),
     "a stage each": Planned(
         "pipeline", "bf16", 8, "gpt-char", {"schedule": "1f1b", "microbatches": 8}, ADAMW
@@ -40,13 +42,14 @@ CELLS = {
     "stages over all": Planned(
         "pipeline", "fp16", 4, "gpt-compact", {"schedule": "gpipe", "microbatches": 4}
     ),
-    "1f1b": Planned("pipeline", "fp32", 8, "gpt-compact", PAIRS | {"schedule": "1f1b"}, {"accumulate": 2}),
+    "1f1b": Planned("pipeline", "fp32", 8, "gpt-compact", PAIRS | {"schedule": "1f1b"},
+    {"gradient_accumulation_steps": 2}),
     "interleaved": Planned(
-        "pipeline", "bf16", 8, "vit-compact", PAIRS | {"schedule": "interleaved"}, {"clip_norm": 1.0}
+        "pipeline", "bf16", 8, "vit-compact", PAIRS | {"schedule": "interleaved"}, {"max_grad_norm": 1.0}
     ),
     "zero-bubble": Planned("pipeline", "bf16", 8, "gpt-compact", PAIRS | {"schedule": "zero-bubble"}, ADAMW),
     "recomputed": Planned(
-        "pipeline", "bf16", 8, "vit-compact", {"pipeline_workers": 4, "microbatches": 4},
+        "pipeline", "bf16", 8, "vit-compact", {"pipeline_parallel_size": 4, "microbatches": 4},
         {"activation_checkpointing": True},
     ),
 }  # fmt: skip

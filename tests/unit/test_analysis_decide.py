@@ -656,7 +656,7 @@ def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
     found = decided([failed("ddp", "diverged"), failed("fsdp", "diverged")])
     assert found.headline == "Nothing can be recommended. Every training diverged."
     assert found.short.why == "2 of 2 diverged"
-    assert "A smaller lr, lr_warmup_steps or clip_norm steady" in found.reason
+    assert "A smaller lr, lr_warmup_steps or max_grad_norm steady" in found.reason
     some = decided([failed("ddp", "diverged"), failed("fsdp", "oom")])
     assert some.headline == "Nothing can be recommended. Every candidate is excluded."
 

@@ -330,9 +330,9 @@ FAULTS = [
     Fault(
         "more parts on more workers",
         DDP,
-        put("settings.accumulate", 2),
+        put("settings.gradient_accumulation_steps", 2),
         "mixed-variants",
-        "settings.accumulate",
+        "settings.gradient_accumulation_steps",
     ),
     Fault(
         "another optimizer",

@@ -93,7 +93,7 @@ def test_the_first_block_takes_the_limit_of_disagreement_from_itself():
     [
         ("ddp", {}, (15, 50)),
         ("ps-async", {}, (15, 50)),
-        ("ddp", {"compress": "powersgd", "start": 24}, (24, 50)),
+        ("ddp", {"compress": "powersgd", "powersgd_start_step": 24}, (24, 50)),
         ("local-sgd", {"period": 8}, (16, 56)),
         (
             "local-sgd",

@@ -42,7 +42,7 @@ from stratbench.workload.tasks import Classification
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS, CLASSES, SHAPE = 3, 10, (1, 8, 8)
-#: name in the table -> strategy, options given, class names in `shard`
+#: name in the table -> strategy, options given, class names in `wrap_classes`
 WAYS = {
     "ddp": ("ddp", {}, ["Block"]),
     "fsdp": ("fsdp", {}, ["Block"]),
@@ -93,11 +93,13 @@ REFUSED: dict[str, dict[str, str]] = {
 
 def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None, float]:
     """Why the strategy of `way` (None: `single`) fails to train a network, and the last loss of rank 0."""
-    base, options, shard = WAYS[way] if way else ("single", {}, None)
+    base, options, wrap_classes = WAYS[way] if way else ("single", {}, None)
     torch.manual_seed(0)
     model = getattr(odd_networks, name)(CLASSES)
     groups = (
-        sharding.groups_by_class(model, shard, name) if shard else sharding.groups_by_size(model)
+        sharding.groups_by_class(model, wrap_classes, name)
+        if wrap_classes
+        else sharding.groups_by_size(model)
     )
     s = settings(base, options=option_defaults(base) | options, gpus=world)
     cls = strategy_class(base)
@@ -184,7 +186,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def study_of(names: dict[str, list[str] | None], **changes):
-    """A config and its study of odd networks; `names`: each with the classes to shard by."""
+    """A config and its study of odd networks; `names`: each with the classes to wrap_classes by."""
     experiment = {
         "dataset": "digits", "models": list(names),
         "strategies": [*VARIANTS, "ddp", "fsdp", "zero1", "zero1-torch", "ps-sync"],
@@ -195,17 +197,17 @@ def study_of(names: dict[str, list[str] | None], **changes):
         "code": [str(Path(odd_networks.__file__).parent)],
         "models": {
             name: {"call": f"odd_networks.{name.partition('-')[0]}"}
-            | ({"shard": shard} if shard else {})
-            for name, shard in names.items()
+            | ({"wrap_classes": wrap_classes} if wrap_classes else {})
+            for name, wrap_classes in names.items()
         },
         "studies": {"s": {"variants": VARIANTS, "experiments": {"e": experiment}}},
     }
     return load_config(raw)
 
 
-def found_of(name: str, shard: list[str] | None = None, **changes) -> dict[str, str | None]:
+def found_of(name: str, wrap_classes: list[str] | None = None, **changes) -> dict[str, str | None]:
     """What the check says of a network: strategy -> why it is refused."""
-    config, study = study_of({name: shard}, **changes)
+    config, study = study_of({name: wrap_classes}, **changes)
     subjects = [subject_of(config, study, cell) for cell in study.cells]
     with tempfile.TemporaryDirectory() as folder:
         networks, made = check.rehearsals_of([s.request for s in subjects], Path(folder))
@@ -308,7 +310,10 @@ def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
     """Their collectives are of equal size, so that nothing fails."""
     alike, different = outcomes["agreement"]
     assert alike is None
-    assert "in step 2 the workers called different shard groups, or in another order" in different
+    assert (
+        "in step 2 the workers called different wrap_classes groups, or in another order"
+        in different
+    )
 
 
 def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch):
@@ -329,7 +334,7 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
     text = check_text(checked)
     for line in (
         "Unused on digits\n   970 parameters; takes images [batch, 1, 8, 8], gives scores for 10 classes",
-        "   shard groups, instances of Block: blocks.0 144, blocks.1 144; in none: 682",
+        "   wrap_classes groups, instances of Block: blocks.0 144, blocks.1 144; in none: 682",
         "   ddp: refused with 1, 2 workers: spare.weight, spare.bias got no gradient in a step, and DDP",
         "   ps-sync: works with 1, 2 workers",
         "tied: blocks.0.outer.weight = again.weight is one parameter, and stays one",
@@ -368,7 +373,10 @@ def test_the_list_of_refused_cells_has_a_line_for_each_reason():
         ({}, None),
         ({"optimizer": "adamw"}, "which AdamW does not take; make the layer with sparse=False"),
         ({"weight_decay": 0.1}, "which weight_decay cannot be added to; make the layer with"),
-        ({"clip_norm": 1.0}, "which clip_norm cannot measure; make the layer with sparse=False"),
+        (
+            {"max_grad_norm": 1.0},
+            "which max_grad_norm cannot measure; make the layer with sparse=False",
+        ),
     ],
 )
 def test_who_trains_a_sparse_gradient_refuses_what_pytorch_does_not_take(changes, why):
@@ -575,7 +583,12 @@ def test_every_strategy_that_the_settings_refuse_is_told_at_once():
             "not every forward calls blocks.0, blocks.1: each worker throws its own dice",
         ),
         ("Chooses", "fsdp", 8, "not every batch reaches blocks.0, blocks.1: forward reads values"),
-        ("Orders", "fsdp", 8, "the workers called different shard groups, or in another order"),
+        (
+            "Orders",
+            "fsdp",
+            8,
+            "the workers called different wrap_classes groups, or in another order",
+        ),
         ("Parts", "fsdp", 8, "fsdp cannot train it: forward reads blocks.0.inner.weight"),
         ("Normalises", "ddp", 1, "a worker's batch is one sample; use a larger batch"),
         ("Unused", "ps-sync", 8, None),
@@ -594,7 +607,9 @@ def test_a_job_ends_with_the_checks_sentence(
     sentence,
 ):
     call = f"odd_networks.{name}"
-    spec = {"call": call, "kwargs": {}, "shard": ["Block"]} | users_code.fingerprint(call, [code])
+    spec = {"call": call, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.fingerprint(
+        call, [code]
+    )
     s = settings(
         strategy, model="odd", own_model=spec, per_worker_batch=batch, global_batch=2 * batch
     )
@@ -627,7 +642,7 @@ def alone() -> Iterator[None]:
 def by_policy(
     model: nn.Module, trial: Trial | None = None, world: int = 1, options=None, **changes
 ) -> tuple[Strategy, Worker]:
-    """FSDP with its own mixed precision and the shard groups of a user's network, before `setup`."""
+    """FSDP with its own mixed precision and the wrap_classes groups of a user's network, before `setup`."""
     options = option_defaults("fsdp") | {"mixed_precision": "policy"} | (options or {})
     changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
     s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)
@@ -656,8 +671,8 @@ def test_norms_that_lie_in_a_shard_group_stay_in_float32(alone):
     [
         ({}, 1, None),
         ({"gradient_sync": "last-part"}, 1, "set gradient_sync to each-part, mixed_precision"),
-        ({"shard_workers": 2}, 4, "set gradient_sync to last-part, shard_workers to all"),
-        ({"shard_workers": 2}, 2, None),
+        ({"shard_group_size": 2}, 4, "set gradient_sync to last-part, shard_group_size to all"),
+        ({"shard_group_size": 2}, 2, None),
     ],
 )
 @pytest.mark.parametrize("parts", [1, 4])
@@ -665,7 +680,7 @@ def test_what_some_parts_skip_is_refused_where_fsdp_cannot_add_it_up(parts, opti
     """FSDP2 would add a gradient in 16 bits to one in 32, or shards of different parameters."""
     trial = Trial(unused=("blocks.0",), reads_values=True)
     strategy, worker = by_policy(
-        odd_networks.Plain(CLASSES), trial, world, options, accumulate=parts
+        odd_networks.Plain(CLASSES), trial, world, options, gradient_accumulation_steps=parts
     )
     said = list(strategy.refusals_of_model(odd_networks.Plain(CLASSES), worker))
     assert len(said) == (parts > 1 and remedy is not None)

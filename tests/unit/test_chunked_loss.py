@@ -133,9 +133,10 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     prepare("text", tmp_path / "text", spec=spec)
     data_spec = prepared.read_meta(tmp_path / "text")["spec"]
     s = settings(
-        "fsdp", model=MODEL, dataset="text", data_spec=data_spec, accumulate=2, loss_chunks=3,
+        "fsdp", model=MODEL, dataset="text", data_spec=data_spec, gradient_accumulation_steps=2,
+        loss_chunks=3,
         activation_checkpointing="selective", precision="bf16-true", optimizer_impl="foreach",
-        optimizer="adamw", momentum=0.0, betas=[0.9, 0.99], eps=1e-8, clip_norm=1.0,
+        optimizer="adamw", momentum=0.0, betas=[0.9, 0.99], eps=1e-8, max_grad_norm=1.0,
     )  # fmt: skip
     launched = start_cell(s, data_dir=tmp_path / "text", env=warm)
     code, output = launched.finish()

@@ -74,8 +74,8 @@ def set_up(
     cls: type[Collective],
     world: int,
     precision: str = "fp32",
-    clip_norm=None,
-    accumulate=1,
+    max_grad_norm=None,
+    gradient_accumulation_steps=1,
     frozen=(),
     depth=0,
     compile=False,
@@ -88,8 +88,8 @@ def set_up(
         gpus=world,
         options=given,
         precision=precision,
-        clip_norm=clip_norm,
-        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         compile=compile,
     )
     model = network()
@@ -145,8 +145,8 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts, s
     options = {"reshard_after_forward": reshard, "gradient_sync": sync}
     if policy:
         options["mixed_precision"] = "policy"
-    clip_norm = 1.0 if policy else None
-    strategy = set_up(FSDP, group, "bf16" if policy else "fp32", clip_norm, parts, **options)
+    max_grad_norm = 1.0 if policy else None
+    strategy = set_up(FSDP, group, "bf16" if policy else "fp32", max_grad_norm, parts, **options)
     strategy.step(*batch())
     with Collectives(group) as seen:
         strategy.step(*batch())
@@ -197,23 +197,25 @@ def test_fsdp_gathers_what_is_frozen_and_reduces_only_the_rest(
 
 @pytest.mark.parametrize("group", [4], indirect=True)
 @pytest.mark.parametrize("reshard", ["always", "never"])
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize(("parts", "sync"), [(1, "each-part"), *((2, sync) for sync in SYNC)])
-def test_groups_average_their_parts_of_the_gradients(group, reshard, clip_norm, parts, sync):
+def test_groups_average_their_parts_of_the_gradients(group, reshard, max_grad_norm, parts, sync):
     """Two groups of two: 3(S-1)/S P within, 2(R-1)/R P/S between them, once for all parts of a batch."""
-    options = {"shard_workers": 2, "reshard_after_forward": reshard, "gradient_sync": sync}
-    strategy = set_up(FSDP, group, clip_norm=clip_norm, accumulate=parts, **options)
+    options = {"shard_group_size": 2, "reshard_after_forward": reshard, "gradient_sync": sync}
+    strategy = set_up(
+        FSDP, group, max_grad_norm=max_grad_norm, gradient_accumulation_steps=parts, **options
+    )
     strategy.step(*batch())
     with Collectives(group) as seen:
         strategy.step(*batch())
     said = strategy.communication()["sent_bytes_per_step"]
     assert said == pytest.approx(seen.sent_bytes, abs=1e-6)
     groups = 3
-    assert seen.kinds.count("allreduce") == groups + (clip_norm is not None)
+    assert seen.kinds.count("allreduce") == groups + (max_grad_norm is not None)
     rows = [(p.shape[0], 4 * p.numel() // p.shape[0]) for p in network().parameters()]
     padded = sum(-(-n // 2) * 2 * row for n, row in rows)
     moves = parts + (parts if sync == "each-part" else 1)
-    never = 0.5 * moves * padded + 0.5 * 2 * padded / 2 + (4 if clip_norm else 0)
+    never = 0.5 * moves * padded + 0.5 * 2 * padded / 2 + (4 if max_grad_norm else 0)
     assert said == pytest.approx(never) if reshard == "never" else said > never
     assert strategy.model_states()["optimizer_bytes"] == padded // 2
 
@@ -236,7 +238,7 @@ def test_gradients_in_16_bits_are_half_the_bytes(group, kind):
 @pytest.mark.parametrize("rank", [1, 2])
 def test_powersgd_sends_two_factors_of_a_matrix_and_the_rest_as_it_is(group, rank):
     """The convolution of 5 x 9 and the layers of 13 x 80 and 3 x 13; biases and BatchNorm: 36."""
-    strategy = set_up(DDP, group, compress="powersgd", rank=rank, start=2)
+    strategy = set_up(DDP, group, compress="powersgd", powersgd_rank=rank, powersgd_start_step=2)
     with pytest.MonkeyPatch.context() as patch:
         sent: list[int] = []
         patch.setattr(dist, "all_reduce", counted_reduction(sent))
@@ -281,10 +283,10 @@ BUFFER_BYTES = 2 * 5 * 4 + 8
 
 
 @pytest.mark.parametrize("group", [1, 2, 4], indirect=True)
-@pytest.mark.parametrize(("clip_norm", "parts"), [(None, 1), (1.0, 2)])
-def test_zero1_sends_as_much_as_ddp(group, clip_norm, parts):
+@pytest.mark.parametrize(("max_grad_norm", "parts"), [(None, 1), (1.0, 2)])
+def test_zero1_sends_as_much_as_ddp(group, max_grad_norm, parts):
     """In small buckets of which each is cut by itself; of a batch in parts, the last alone is sent."""
-    strategy = set_up(ZeRO1, group, "fp32", clip_norm, parts)
+    strategy = set_up(ZeRO1, group, "fp32", max_grad_norm, parts)
     strategy.step(*batch())
     with Collectives(group) as seen:
         strategy.step(*batch())
@@ -299,7 +301,7 @@ def test_zero1_sends_as_much_as_ddp(group, clip_norm, parts):
     assert seen.kinds.count("broadcast") == 2  # of BatchNorm's floats, and of its count
     size = sum(p.numel() * 4 for p in network().parameters())
     padding = sum(bucket.weights.nbytes for bucket in strategy.buckets) - size
-    norm = 0 if clip_norm is None else 8
+    norm = 0 if max_grad_norm is None else 8
     expected = (group - 1) / group * (2 * (size + padding) + BUFFER_BYTES + norm)
     assert said["sent_bytes_per_step"] == pytest.approx(expected)
     assert 0 < padding <= 64 * (8 + group)  # each tensor, and the whole, at most

@@ -59,7 +59,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the settings say of a small network whose file lies in `tmp_path`."""
     (tmp_path / "small_net.py").write_text(NETWORK)
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
-    spec = {"call": "small_net.Net", "kwargs": {}, "shard": ["Block"]}
+    spec = {"call": "small_net.Net", "kwargs": {}, "wrap_classes": ["Block"]}
     return spec | users_code.fingerprint(spec["call"], [tmp_path])
 
 

@@ -191,7 +191,10 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
         ({"final_lr": 0.001}, ["final_lr = 0.001: a constant schedule", "remove"]),
         ({"final_lr": 9.0, "schedule": "linear"}, ["final_lr = 9.0: is above lr"]),
         ({"lr_warmup_steps": 10**6}, ["lr_warmup_steps = 1000000", "use fewer"]),
-        ({"accumulate": 0}, ["accumulate = 0: must be at least 1"]),
+        (
+            {"gradient_accumulation_steps": 0},
+            ["gradient_accumulation_steps = 0: must be at least 1"],
+        ),
         (
             {"elastic": True, "strategies": ["ddp", "fsdp"]},
             ["elastic = true: fsdp: each worker holds a part of the state", "remove fsdp"],
@@ -220,8 +223,14 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
             {"elastic": True, "strategies": ["ddp"], "precision": "fp16"},
             ["elastic = true: the loss scale", "use bf16"],
         ),
-        ({"accumulate": 3}, ["accumulate = 3: a batch of", "equal parts"]),
-        ({"accumulate": 2, "strategies": ["ps-sync"]}, ["accumulate = 2: a worker's flat"]),
+        (
+            {"gradient_accumulation_steps": 3},
+            ["gradient_accumulation_steps = 3: a batch of", "equal parts"],
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "strategies": ["ps-sync"]},
+            ["gradient_accumulation_steps = 2: a worker's flat"],
+        ),
         (
             {"activation_checkpointing": True, "models": ["vgg16"]},
             ["activation_checkpointing = true: vgg16", "single layers", "set it to false"],
@@ -245,8 +254,11 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
                 "is no text whose next tokens are learnt; set it to 1",
             ],
         ),
-        ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
-        ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
+        ({"max_grad_norm": 0}, ["max_grad_norm = 0: must be greater than 0"]),
+        (
+            {"max_grad_norm": 1.0, "strategies": ["ddp", "ps-sync"]},
+            ["max_grad_norm = 1.0: each server"],
+        ),
         (
             {"precision": "fp16", "strategies": ["ddp", "diloco"]},
             ["precision = 'fp16': a worker whose gradient overflows", "use bf16", "remove diloco"],
@@ -358,9 +370,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
          ["v.bucket_cap_mb = 0: must be at least 1"]),
         ("studies demo variants v", {"strategy": "single", "x": 1}, ["Allowed: none"]),
         ("studies demo variants v", {"strategy": "ddp", "settings": {"lr": 1}},
-         ["variants.v.settings.lr", "Allowed: accumulate, activation_checkpointing"]),
-        ("studies demo variants v", {"strategy": "ddp", "settings": {"accumulate": 0}},
-         ["variants.v.settings.accumulate = 0"]),
+         ["variants.v.settings.lr", "Allowed: gradient_accumulation_steps, activation_checkpointing"]),
+        ("studies demo variants v", {"strategy": "ddp", "settings": {"gradient_accumulation_steps": 0}},
+         ["variants.v.settings.gradient_accumulation_steps = 0"]),
         ("datasets digits", {"source": "synthetic"}, ["datasets.digits", "built in"]),
         ("datasets mine", {}, ["must have one of source, call, images, text; it has none"]),
         ("datasets mine", {"source": "synthetc"}, ["Did you mean 'synthetic'?"]),
@@ -421,7 +433,7 @@ def test_what_a_strategy_checks_for_itself_is_told(monkeypatch):
 
 
 def test_a_variant_has_settings_of_its_own_and_the_rest_of_its_experiment():
-    own = {"accumulate": "2", "activation_checkpointing": True}
+    own = {"gradient_accumulation_steps": "2", "activation_checkpointing": True}
     given = changed("studies demo variants less", {"strategy": "ddp", "settings": own})
     given["studies"]["demo"]["experiments"]["first"] |= {
         "strategies": ["ddp", "less"],
@@ -430,17 +442,18 @@ def test_a_variant_has_settings_of_its_own_and_the_rest_of_its_experiment():
     }
     _, study = config.load_config(given)
     plain, less = (study.settings(cell) for cell in study.cells)
-    assert (plain.accumulate, plain.activation_checkpointing) == (1, False)
-    assert less == replace(plain, accumulate=2, activation_checkpointing=True)
+    assert (plain.gradient_accumulation_steps, plain.activation_checkpointing) == (1, False)
+    assert less == replace(plain, gradient_accumulation_steps=2, activation_checkpointing=True)
 
 
 def test_a_mistake_that_a_variants_settings_make_names_it():
     given = changed(
-        "studies demo variants less", {"strategy": "ddp", "settings": {"accumulate": 3}}
+        "studies demo variants less",
+        {"strategy": "ddp", "settings": {"gradient_accumulation_steps": 3}},
     )
     given["studies"]["demo"]["experiments"]["first"]["strategies"] = ["ddp", "less"]
     told = refusal(given)
-    assert f"{EXPERIMENT}.accumulate = 3: a batch of 64" in told
+    assert f"{EXPERIMENT}.gradient_accumulation_steps = 3: a batch of 64" in told
     assert told.endswith("(by the settings of less)")
 
 
@@ -640,9 +653,10 @@ def test_a_config_that_leaves_settings_out_has_the_declared_defaults():
 @pytest.mark.parametrize("name", GIVEN)
 def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
     values = {
-        "epochs": 3, "lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "nesterov": True, "accumulate": 2,
-        "clip_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
-        "placement": "host", "warmup_steps": 5, "device": "cpu", "optimizer_impl": "foreach",
+        "epochs": 3, "lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "nesterov": True,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
+        "data_placement": "host", "warmup_steps": 5, "device": "cpu", "optimizer_impl": "foreach",
         "slowdown": {"sigma": 0.5}, "betas": [0.8, 0.9], "eps": 1e-6, "optimizer": "adamw", "steps": 4,
         "final_lr": 0.01, "loss_chunks": 2,
     }  # fmt: skip
@@ -741,21 +755,22 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
     ("variant", "experiment", "expected"),
     [
         (
-            {"strategy": "fsdp", "shard_workers": 2}, {"gpus": [3], "global_batch": 63},
-            "strategies = 'v': shard_workers = 2 does not divide 3 workers into equal groups",
+            {"strategy": "fsdp", "shard_group_size": 2}, {"gpus": [3], "global_batch": 63},
+            "strategies = 'v': shard_group_size = 2 does not divide 3 workers into equal groups",
         ),
         (
-            {"strategy": "fsdp", "shard_workers": "node"}, {"gpus": [5], "global_batch": 65},
-            "shard_workers = 3 (those of a node) does not divide 5 workers",
+            {"strategy": "fsdp", "shard_group_size": "node"}, {"gpus": [5], "global_batch": 65},
+            "shard_group_size = 3 (those of a node) does not divide 5 workers",
         ),
-        ({"strategy": "fsdp", "shard_workers": 0}, {}, "shard_workers = 0: must be at least 1"),
-        ({"strategy": "fsdp", "shard_workers": "rack"}, {}, "whole number or 'all' or 'node'"),
+        ({"strategy": "fsdp", "shard_group_size": 0}, {}, "shard_group_size = 0: must be at least 1"),
+        ({"strategy": "fsdp", "shard_group_size": "rack"}, {}, "whole number or 'all' or 'node'"),
         (
             {"strategy": "fsdp", "offload": "cpu"}, {"precision": "fp16"},
             "precision = 'fp16': the loss scaler's verdict",
         ),
-        ({"strategy": "ddp", "rank": 4}, {}, "rank = 4: only compress: powersgd has it"),
-        ({"strategy": "ddp", "compress": "powersgd", "start": 1}, {}, "start = 1: must be at least 2"),
+        ({"strategy": "ddp", "powersgd_rank": 4}, {}, "rank = 4: only compress: powersgd has it"),
+        ({"strategy": "ddp", "compress": "powersgd", "powersgd_start_step": 1}, {},
+        "powersgd_start_step = 1: must be at least 2"),
         ({"strategy": "ddp", "compress": "bf16"}, {"precision": "fp64"}, "precision = 'fp64'"),
         ({"strategy": "ddp", "compress": "powersgd"}, {"precision": "fp16"}, "loss scale"),
         ({"strategy": "zero1-torch"}, {"precision": "fp16"}, "use bf16, or zero1"),

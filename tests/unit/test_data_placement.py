@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def loaded(folder: Path, where: str) -> DeviceData:
     shape = (1, 16, 16) if folder.name == "digits" else None
-    return DeviceData.load(folder, CPU, shape, placement=where)
+    return DeviceData.load(folder, CPU, shape, data_placement=where)
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
@@ -91,7 +91,7 @@ def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> lis
     """The loss of every step of two epochs of a worker, the only one or one of two."""
     workers = 1 if strategy_class(name).max_workers == 1 else 2
     s = settings(name, gpus=workers, epochs=2, global_batch=128, per_worker_batch=128 // workers,
-                 augment=True, warmup_steps=1, placement=where)  # fmt: skip
+                 augment=True, warmup_steps=1, data_placement=where)  # fmt: skip
     data = loaded(folder, where)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -133,7 +133,7 @@ def train_all(rank: int, folder: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory) -> list[dict[str, list[list[float]]]]:
-    """The losses that both processes wrote: by strategy, of each placement."""
+    """The losses that both processes wrote: by strategy, of each data_placement."""
     out = tmp_path_factory.mktemp("trained")
     context = forking()
     workers = [
@@ -164,7 +164,7 @@ def test_servers_train_the_same_bit_for_bit(folders, start_cell, warm):
     """Real servers and workers; and the record says how many batches were buffered."""
     records = []
     for where in ("device", "host"):
-        s = settings("ps-sync", augment=True, placement=where, model="vgg-compact", epochs=2,
+        s = settings("ps-sync", augment=True, data_placement=where, model="vgg-compact", epochs=2,
                      global_batch=128, per_worker_batch=64, dataset="digits",
                      data_spec=None)  # fmt: skip
         cell = start_cell(s, data_dir=folders["images"], env=warm)
@@ -283,7 +283,7 @@ def test_the_plan_counts_two_batches_and_names_the_remedy():
     assert buffer_bytes(describe("chain", TEXT), 4, augment=False) == 2 * 4 * 2 * 8 * 4
 
     def subject(where: str, on_cuda: bool) -> SimpleNamespace:
-        s = settings("single", gpus=1, placement=where, model="vgg16")
+        s = settings("single", gpus=1, data_placement=where, model="vgg16")
         request = SimpleNamespace(on_cuda=on_cuda, input_shape=data.shape)
         return SimpleNamespace(settings=s, data=data, samples_per_step=64, request=request)
 

@@ -63,8 +63,8 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": ({}, True),
     "schedule": ({"schedule": "cosine", "lr_warmup_steps": 2}, True),
     "adamw": (ADAMW, False),
-    "parts": ({"accumulate": 2}, False),
-    "clip": ({"clip_norm": 0.2}, False),
+    "parts": ({"gradient_accumulation_steps": 2}, False),
+    "clip": ({"max_grad_norm": 0.2}, False),
     "bf16": ({"precision": "bf16"}, True),
 }
 STAGES = (1, 2, 3)
@@ -94,7 +94,7 @@ class Added(DeepSpeed):
     """A mutant: the gradients of a batch's parts are added, not averaged."""
 
     def backward(self, loss: Tensor) -> None:
-        super().backward(loss * self.worker.settings.accumulate)
+        super().backward(loss * self.worker.settings.gradient_accumulation_steps)
 
 
 class Unclipped(DeepSpeed):
@@ -294,14 +294,14 @@ def work(world: int, rank: int) -> dict[str, Any]:
                 found[f"{kind} {way} {stage}"] = run(DeepSpeed, stage=stage)
     if world < 4:
         for parts in (1, 2):
-            changed = {"accumulate": parts, "clip_norm": 0.2}
+            changed = {"gradient_accumulation_steps": parts, "max_grad_norm": 0.2}
             for cls, options in ((DDP, {}), *((DeepSpeed, {"stage": n}) for n in STAGES)):
                 found[f"padded {parts} {options.get('stage', 'ddp')}"] = trajectory(
                     cls, options, "padded", rank, world, **changed
                 )
     for stage in STAGES:
         found[f"untuned {stage}"] = trajectory(
-            DeepSpeed, {"stage": stage, "tuned": False}, "text", rank, world
+            DeepSpeed, {"stage": stage, "match_other_strategies": False}, "text", rank, world
         )
         if world == 2:
             found[f"statistics {stage}"] = statistics(stage, rank, world)
@@ -458,7 +458,12 @@ def findings(made: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "way"), [(1, {}), (2, {"accumulate": 2}), (3, {"accumulate": 2, "clip_norm": 1.0})]
+    ("stage", "way"),
+    [
+        (1, {}),
+        (2, {"gradient_accumulation_steps": 2}),
+        (3, {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}),
+    ],
 )
 class TestCells:
     pytestmark = slow
@@ -564,7 +569,10 @@ def refused(**keys: Any) -> str:
             "not tried with DeepSpeed; set it to false",
         ),
         ({"options": {"stage": 4}}, "stage = 4: must be at least 1 and below 4"),
-        ({"options": {"tuned": False, "bucket_cap_mb": 5}}, "tuned: false leaves it to DeepSpeed"),
+        (
+            {"options": {"match_other_strategies": False, "bucket_cap_mb": 5}},
+            "match_other_strategies: false leaves it to DeepSpeed",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_any_job(keys, says):
@@ -622,7 +630,7 @@ def test_the_study_engines_has_every_stage_on_both_networks():
     met = {
         (s.model, s.gpus, s.options["stage"])
         for s in map(study.settings, study.cells)
-        if s.strategy == "deepspeed" and s.options["tuned"]
+        if s.strategy == "deepspeed" and s.options["match_other_strategies"]
     }
     assert met == {
         (m, n, i) for m in ("vgg-compact", "gpt-compact") for n in (1, 2) for i in STAGES

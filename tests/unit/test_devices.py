@@ -337,7 +337,7 @@ def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gp
         cls = strategy_class(name)
         if cls.max_workers == 1:
             continue
-        for given in ({}, {"placement": "colocated"}) if cls.kind == "server" else ({},):
+        for given in ({}, {"server_placement": "colocated"}) if cls.kind == "server" else ({},):
             options = cls.resolve(option_defaults(name) | given, 4)
             s = settings(name, threads=None, gpus=4, options=options, device="auto")
             cell = Cell("s", "e", name, "m", "d", 4, 0)

@@ -71,7 +71,7 @@ def found_in(record_: dict[str, Any]) -> set[str]:
 #: fp64, with all that an update may have: momentum, decay, a schedule, clipping; slow enough to be disturbed.
 EXACT: dict[str, Any] = {
     "precision": "fp64", "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True, "schedule": "cosine",
-    "clip_norm": 0.5, "lr": 0.02, "global_batch": 15, "warmup_steps": 1, "epochs": 25,
+    "max_grad_norm": 0.5, "lr": 0.02, "global_batch": 15, "warmup_steps": 1, "epochs": 25,
 }  # fmt: skip
 
 

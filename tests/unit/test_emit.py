@@ -30,26 +30,29 @@ from stratbench.workload.network.sharding import rule_of
 #: Values that no file has by chance, so that a number in it is that of the setting.
 UNUSUAL: dict[str, Any] = {
     "model": "gpt-compact", "seed": 4711, "global_batch": 192, "per_worker_batch": 48, "gpus": 4,
-    "epochs": 13, "lr": 0.0123, "momentum": 0.87, "weight_decay": 0.0456, "nesterov": True, "accumulate": 3,
+    "epochs": 13, "lr": 0.0123, "momentum": 0.87, "weight_decay": 0.0456, "nesterov": True,
+    "gradient_accumulation_steps": 3,
     "activation_checkpointing": True, "compile": True, "schedule": "cosine", "lr_warmup_steps": 7,
-    "final_lr": 0.00369, "clip_norm": 0.77, "precision": "bf16", "augment": True, "placement": "host",
+    "final_lr": 0.00369, "max_grad_norm": 0.77, "precision": "bf16", "augment": True,
+    "data_placement": "host",
     "threads": 5, "optimizer_impl": "foreach", "loss_chunks": 11,
 }  # fmt: skip
 #: Options beside the defaults that a strategy is written with.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "ddp": [{"bucket_cap_mb": 37}, {"compress": "fp16"}, {"compress": "powersgd", "rank": 6, "start": 19}],
+    "ddp": [{"bucket_cap_mb": 37}, {"compress": "fp16"}, {"compress": "powersgd", "powersgd_rank": 6,
+    "powersgd_start_step": 19}],
     "fsdp": [
         {},
         {"reshard_after_forward": "never", "offload": "cpu"},
-        {"mixed_precision": "policy", "shard_workers": 2},
+        {"mixed_precision": "policy", "shard_group_size": 2},
         {"gradient_sync": "last-part"},
     ],
     "zero1": [{"bucket_cap_mb": 37}],
     "zero1-torch": [{"parameters_as_bucket_view": False}],
-    "deepspeed": [{"stage": 1}, {"stage": 3}, {"tuned": False}],
+    "deepspeed": [{"stage": 1}, {"stage": 3}, {"match_other_strategies": False}],
 }  # fmt: skip
 #: How files say an option, where its value does not show.
-OPTION_SPELLINGS = {"bucket_cap_mb": (str((37 << 20) // 4),), "tuned": ("zero",)}
+OPTION_SPELLINGS = {"bucket_cap_mb": (str((37 << 20) // 4),), "match_other_strategies": ("zero",)}
 #: How files say a setting, where its value alone does not show.
 SPELLINGS = {
     "optimizer": ("SGD", "optim=", "optimizer"),
@@ -57,14 +60,14 @@ SPELLINGS = {
     "global_batch": ("48", "=16", "192", "work.batches"),
     "nesterov": ("nesterov",),
     "momentum": ("0.87",),
-    "accumulate": ("chunk(3)", "=3", " 3", "3,"),
+    "gradient_accumulation_steps": ("chunk(3)", "=3", " 3", "3,"),
     "activation_checkpointing": ("checkpoint",),
     "compile": ("compile", "INDUCTOR"),
     "schedule": ("cos",),
     "lr_warmup_steps": ("7",),
     "precision": ("bf16", "bfloat16"),
     "augment": ("augment", "work.batches"),
-    "placement": ("placement", "work.batches"),
+    "data_placement": ("data_placement", "work.batches"),
     "seed": ("4711", "work.batches"),
     "device": ("cpu", "CPU"),
     "epochs": ("13",),
@@ -168,7 +171,7 @@ def test_the_variant_gives_the_cells_settings_again(strategy, optimizer):
 
 
 def test_fsdp_has_the_names_of_its_blocks_and_groups():
-    options = {"shard_workers": 2, "reshard_after_forward": "never"}
+    options = {"shard_group_size": 2, "reshard_after_forward": "never"}
     changes = {"model": "gpt-compact", "gpus": 4, "options": options, "device": "cuda"}
     config = yaml.safe_load(emitted("fsdp", "accelerate", **changes))
     assert config["distributed_type"] == "FSDP"
@@ -185,15 +188,21 @@ def test_fsdp_has_the_names_of_its_blocks_and_groups():
 
 
 @pytest.mark.parametrize(
-    ("shard", "rule", "classes"),
+    ("wrap_classes", "rule", "classes"),
     [
         (["Layer"], "instances of Layer", ["Layer"]),
         (None, rule_of(["LlamaDecoderLayer", "Other"]), ["LlamaDecoderLayer", "Other"]),
         (None, rule_of(None), []),
     ],
 )
-def test_a_users_network_has_the_classes_that_it_names(shard, rule, classes):
-    own = {"call": "mine.Net", "kwargs": {}, "shard": shard, "sha256": "0", "version": None}
+def test_a_users_network_has_the_classes_that_it_names(wrap_classes, rule, classes):
+    own = {
+        "call": "mine.Net",
+        "kwargs": {},
+        "wrap_classes": wrap_classes,
+        "sha256": "0",
+        "version": None,
+    }
     record = record_of("fsdp", model="mine", own_model=own)
     record["model"]["own"] = {"sharding": rule}
     assert Choice(record).block_classes == classes
@@ -202,7 +211,12 @@ def test_a_users_network_has_the_classes_that_it_names(shard, rule, classes):
 
 
 def test_deepspeeds_json_is_what_the_strategy_gives_the_engine():
-    changes = {"accumulate": 2, "per_worker_batch": 8, "clip_norm": 0.5, "precision": "bf16"}
+    changes = {
+        "gradient_accumulation_steps": 2,
+        "per_worker_batch": 8,
+        "max_grad_norm": 0.5,
+        "precision": "bf16",
+    }
     config = json.loads(emitted("deepspeed", "deepspeed", options={"stage": 2}, **changes))
     assert config["zero_optimization"] == {
         "stage": 2,
@@ -263,10 +277,10 @@ def test_the_optimizers_implementation_is_the_cells(optimizer, chosen, device, o
 
 
 def test_fsdp_reduces_gradients_with_the_parts_that_the_cell_did():
-    changes = {"model": "gpt-compact", "accumulate": 2, "gpus": 4}
+    changes = {"model": "gpt-compact", "gradient_accumulation_steps": 2, "gpus": 4}
     for options, line in (
         ({}, None),
-        ({"shard_workers": 2}, "model.set_requires_all_reduce(part == 2)"),
+        ({"shard_group_size": 2}, "model.set_requires_all_reduce(part == 2)"),
         ({"gradient_sync": "last-part"}, "model.set_requires_gradient_sync(part == 2)"),
     ):
         script = emitted("fsdp", "pytorch", options=options, **changes)
@@ -286,7 +300,11 @@ def test_a_loss_in_parts_is_told():
 
 
 def test_settings_of_a_named_variant_stay_its_own():
-    changes = {"accumulate": 2, "activation_checkpointing": "every-2", "optimizer_impl": "foreach"}
+    changes = {
+        "gradient_accumulation_steps": 2,
+        "activation_checkpointing": "every-2",
+        "optimizer_impl": "foreach",
+    }
     record = record_of("ddp", **changes)
     plain = yaml.safe_load(table.emit(Choice(record), "variant"))
     assert "variants" not in plain
@@ -299,14 +317,16 @@ def test_settings_of_a_named_variant_stay_its_own():
 
 def test_lightning_gets_no_key_twice():
     """It refuses a DeepSpeed config with accumulation, and autocast would round twice beside a policy."""
-    script = emitted("deepspeed", "lightning", accumulate=2, precision="bf16", clip_norm=0.5)
+    script = emitted(
+        "deepspeed", "lightning", gradient_accumulation_steps=2, precision="bf16", max_grad_norm=0.5
+    )
     assert "accumulate_grad_batches=2" in script
     assert "gradient_accumulation_steps" not in script
     assert "train_batch_size" not in script
     assert "precision='32-true'" in script
     assert "gradient_clip_val" not in script
     options = {"mixed_precision": "policy"}
-    script = emitted("fsdp", "lightning", options=options, precision="bf16", clip_norm=0.5)
+    script = emitted("fsdp", "lightning", options=options, precision="bf16", max_grad_norm=0.5)
     assert "param_dtype=torch.bfloat16, reduce_dtype=torch.float32" in script
     assert "precision='32-true'" in script
     assert "gradient_clip_val=0.5" in script

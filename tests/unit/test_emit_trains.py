@@ -37,7 +37,8 @@ with_transformers = pytest.mark.skipif(
 )
 #: What a schedule, accumulation, clipping and checkpointing change.
 HARDER = {
-    "accumulate": 2, "clip_norm": 0.7, "schedule": "cosine", "lr_warmup_steps": 2, "final_lr": 0.01,
+    "gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "schedule": "cosine", "lr_warmup_steps": 2,
+    "final_lr": 0.01,
     "weight_decay": 0.01, "nesterov": True, "activation_checkpointing": True,
 }  # fmt: skip
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "betas": [0.8, 0.99], "eps": 1e-7, "lr": 0.003}
@@ -46,18 +47,20 @@ CELLS = {
     "ddp": ("ddp", {}, {}),
     "ddp-harder": ("ddp", {"bucket_cap_mb": 1}, {**HARDER, "augment": True}),
     "fsdp-harder": ("fsdp", {"reshard_after_forward": "never"}, HARDER),
-    "fsdp-adamw-host": ("fsdp", {"offload": "cpu"}, {**ADAMW, "placement": "host", "clip_norm": 0.5}),
+    "fsdp-adamw-host": ("fsdp", {"offload": "cpu"}, {**ADAMW, "data_placement": "host",
+    "max_grad_norm": 0.5}),
     "fsdp-layers": ("fsdp", {}, {"model": "vgg-compact"}),
-    "fsdp-groups": ("fsdp", {"shard_workers": 1}, HARDER),
+    "fsdp-groups": ("fsdp", {"shard_group_size": 1}, HARDER),
     "fsdp-selective": (
         "fsdp",
         {"gradient_sync": "last-part"},
-        {**ADAMW, "accumulate": 2, "activation_checkpointing": "selective", "optimizer_impl": "foreach"},
+        {**ADAMW, "gradient_accumulation_steps": 2, "activation_checkpointing": "selective",
+        "optimizer_impl": "foreach"},
     ),
     "ddp-every-2": (
         "ddp", {}, {**ADAMW, "activation_checkpointing": "every-2", "optimizer_impl": "for-loop"},
     ),
-    "ddp-bf16-true": ("ddp", {}, {"precision": "bf16-true", "accumulate": 2}),
+    "ddp-bf16-true": ("ddp", {}, {"precision": "bf16-true", "gradient_accumulation_steps": 2}),
     "zero1": ("zero1", {}, HARDER),
     "zero1-torch": ("zero1-torch", {}, ADAMW),
     "single": ("single", {}, {"gpus": 1, "per_worker_batch": 16}),
@@ -109,7 +112,8 @@ engine, *_ = deepspeed.initialize(
 for epoch in range(s.epochs):
     losses = []
     for x, y in work.batches(epoch):
-        for part, target in zip(x.chunk(s.accumulate), y.chunk(s.accumulate)):
+        for part, target in zip(x.chunk(s.gradient_accumulation_steps),
+        y.chunk(s.gradient_accumulation_steps)):
             loss = work.loss(engine(part), target)
             engine.backward(loss)
             engine.step()
@@ -203,7 +207,7 @@ def test_the_plain_script_takes_the_cells_memory(start_cell, tiny_data, tmp_path
 def test_the_deepspeed_file_reaches_the_cells_losses(
     start_cell, tiny_data, tmp_path, strategy, options
 ):
-    changes = {"accumulate": 2, "clip_norm": 0.7}
+    changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7}
     launched = trained(start_cell, strategy, options, changes)
     config = emit(launched, "deepspeed", tmp_path)
     (tmp_path / "script.py").write_text(DEEPSPEED)
@@ -235,7 +239,7 @@ def test_the_accelerate_file_reaches_the_cells_losses(start_cell, tiny_data, tmp
 
 
 @with_accelerate
-@pytest.mark.parametrize("options", [{}, {"shard_workers": 2, "reshard_after_forward": "never"}])
+@pytest.mark.parametrize("options", [{}, {"shard_group_size": 2, "reshard_after_forward": "never"}])
 def test_accelerate_reads_each_key_of_the_fsdp_file(tmp_path, monkeypatch, options):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -272,8 +276,8 @@ def test_transformers_takes_the_arguments(tmp_path, strategy, changes):
     exec(emitted(strategy, "trainer", {}, gpus=1 if strategy == "single" else 2, **changes), found)
     arguments = found["args"]
     assert arguments.learning_rate == changes.get("lr", 0.05)
-    assert arguments.max_grad_norm == changes.get("clip_norm", 0.0)
-    assert arguments.gradient_accumulation_steps == changes.get("accumulate", 1)
+    assert arguments.max_grad_norm == changes.get("max_grad_norm", 0.0)
+    assert arguments.gradient_accumulation_steps == changes.get("gradient_accumulation_steps", 1)
     expected = {"HARDER": "cosine_with_min_lr"}.get(
         "HARDER" if changes is HARDER else "", "constant"
     )

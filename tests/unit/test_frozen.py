@@ -42,7 +42,9 @@ def code() -> Iterator[None]:
 
 
 def adapted(strategy: str) -> Settings:
-    spec = {"call": CALL, "kwargs": {}, "shard": ["Block"]} | users_code.fingerprint(CALL, [CODE])
+    spec = {"call": CALL, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.fingerprint(
+        CALL, [CODE]
+    )
     workers = min(2, strategy_class(strategy).max_workers or 2)
     return settings(
         strategy, model="adapted", own_model=spec, gpus=workers, epochs=2, global_batch=16,
@@ -159,7 +161,7 @@ def test_the_check_says_how_many_are_frozen(tmp_path, monkeypatch, code):
         {
             "study": "s",
             "code": [str(CODE)],
-            "models": {"adapted": {"call": CALL, "shard": ["Block"]}},
+            "models": {"adapted": {"call": CALL, "wrap_classes": ["Block"]}},
             "studies": {"s": {"experiments": {"e": experiment}}},
         }
     )

@@ -188,18 +188,18 @@ def served_elastic(record: Record) -> None:
         link["tickets"] = 1345
 
 
-def on_two_nodes(placement: str) -> Change:
+def on_two_nodes(server_placement: str) -> Change:
     """Two workers of servers on two nodes, by the formulas of docs/strategies.md."""
 
     def change(record: Record) -> None:
-        record["strategy"]["options"]["placement"] = placement
-        record["settings"]["options"]["placement"] = placement
+        record["strategy"]["options"]["server_placement"] = server_placement
+        record["settings"]["options"]["server_placement"] = server_placement
         record["provenance"] |= {"nodes": 2, "workers_per_node": 1}
         # Central: the second worker's bytes cross. Colocated: half of everybody's, and of each server's.
         moved = record["communication"]
         each = moved["sent_bytes_per_step"]
         moved |= {"local_bytes_per_step": each, "busiest_link_bytes_per_batch": each}
-        if placement == "colocated":
+        if server_placement == "colocated":
             moved["busiest_server_bytes_per_s"] /= 2
             (first,) = record["server"]["servers"]
             for link in first["workers"]:

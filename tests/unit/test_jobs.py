@@ -162,7 +162,7 @@ def test_links_are_measured_on_two_nodes_where_a_partition_has_them(tmp_path):
 def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):
     changes = {"strategies": ["ddp", "ps-ormo"], "gpus": [16], "elastic": True}
     cluster = {"cpus_per_gpu": 6, "mem_mib_per_gpu": 9000, "server_cpus": 3, "elastic_wait_h": 2}
-    jobs = jobs_of(tmp_path, changes, worker_min=45, startup_allowance_s=60, **cluster)
+    jobs = jobs_of(tmp_path, changes, worker_time_limit_min=45, startup_allowance_s=60, **cluster)
     for strategy, cpus in (("ddp", 1), ("ps-ormo", 3)):
         asked = jobs.request_of(jobs.cell_of(wildcards(strategy, 16)))
         assert (asked.nodes, asked.gpus, asked.cpus, asked.workers) == (1, 0, cpus, 16)

@@ -151,7 +151,11 @@ def test_a_transformer_that_asks_whether_its_mask_is_causal_is_planned(code, mon
 
 def test_stages_with_masks_are_measured(code):
     checked = checked_of(
-        code, ["Chained"], ["pipeline"], pieces=["embed", "layers.*", "head"], shard=["Encodes"]
+        code,
+        ["Chained"],
+        ["pipeline"],
+        pipeline_modules=["embed", "layers.*", "head"],
+        wrap_classes=["Encodes"],
     )
     assert not checked.refused
     (found,) = checked.rehearsals.values()

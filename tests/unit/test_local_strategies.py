@@ -83,16 +83,16 @@ class OneSided(Gossip):
 RUNS: dict[str, tuple[type[Collective], dict[str, Any], dict[str, Any], bool]] = {
     "local-1": (LocalSGD, {"period": 1}, SGD, True),
     "local-4": (LocalSGD, {"period": 4}, SGD, False),
-    "local-4-adamw": (LocalSGD, {"period": 4}, ADAMW | {"clip_norm": 0.2}, False),
+    "local-4-adamw": (LocalSGD, {"period": 4}, ADAMW | {"max_grad_norm": 0.2}, False),
     "local-late": (LocalSGD, {"period": 3, "start": 4}, SGD, False),
-    "local-never": (LocalSGD, {"start": STEPS}, ADAMW | {"clip_norm": 0.2}, True),
+    "local-never": (LocalSGD, {"start": STEPS}, ADAMW | {"max_grad_norm": 0.2}, True),
     "diloco-1": (
         DiLoCo, {"inner_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}, PLAIN, True,
     ),
     "diloco-nesterov": (DiLoCo, {"inner_steps": 1, "outer_lr": 1.0}, PLAIN, False),
     "diloco-4": (DiLoCo, {"inner_steps": 4}, ADAMW, False),
     "gossip": (Gossip, {}, SGD, False),
-    "gossip-parts": (Gossip, {}, SGD | {"accumulate": 2, "schedule": "cosine"}, False),
+    "gossip-parts": (Gossip, {}, SGD | {"gradient_accumulation_steps": 2, "schedule": "cosine"}, False),
 }  # fmt: skip
 MUTANTS = {
     "never-the-last": (NeverTheLast, {"period": 4}, SGD, "local-4"),
@@ -331,7 +331,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
     for name, (cls, options, given, _) in RUNS.items():
         for workload in (network, transformer):
             if (
-                given.get("accumulate", 1) == 1
+                given.get("gradient_accumulation_steps", 1) == 1
                 or GLOBAL_BATCH // world > 2
                 or workload is transformer
             ):

@@ -124,7 +124,7 @@ def first_settings(spec: dict, code: Path | None = None, **changes) -> Settings:
 def trained_as(
     call: str, classes: int = 10, shape: tuple[int, ...] = (1, 8, 8), **spec
 ) -> nn.Module:
-    said = {"call": call, "kwargs": {}, "shard": None} | spec
+    said = {"call": call, "kwargs": {}, "wrap_classes": None} | spec
     model = models.named_model("mine", said)
     net = models.for_training(model, classes, shape, 0, CPU, torch.float32)
     groups = models.wrap_groups(model, net)
@@ -154,7 +154,7 @@ def test_placeholders_stand_anywhere_in_kwargs():
 
 def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
     for call in ("torchvision.models.resnet18", "torchvision.models:resnet18"):
-        model = models.named_model("r", {"call": call, "kwargs": {}, "shard": None})
+        model = models.named_model("r", {"call": call, "kwargs": {}, "wrap_classes": None})
         assert models.input_shape(model, (1, 8, 8)) == (3, 32, 32)
     net = models.for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
@@ -297,8 +297,8 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
             "mine: it has a name alone, so only a trainer of your own (strategy `command`) builds it",
         ),
         (
-            {"call": "torchvision.models.alexnet", "shard": []},
-            "config: models.mine.shard: must not be",
+            {"call": "torchvision.models.alexnet", "wrap_classes": []},
+            "config: models.mine.wrap_classes: must not be",
         ),
     ],
 )

@@ -113,11 +113,11 @@ PIECES = ((begun, ("embed",)), "layers.*", "last", "head")
 """
 CALL = "own_texts.Texts"
 PLAN = {
-    "embed": "embedding", "layers.*.q": "columns", "layers.*.k": "columns", "layers.*.v": "columns",
-    "layers.*.out": "rows", "layers.*.up": "columns", "layers.*.down": "rows", "head": "scores",
+    "embed": "embedding", "layers.*.q": "colwise", "layers.*.k": "colwise", "layers.*.v": "colwise",
+    "layers.*.out": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "scores",
 }  # fmt: skip
 CHAIN = ["embed", "layers.*", "last", "head"]
-STATED = {"tensor_plan": PLAN, "heads": 4, "pieces": CHAIN}
+STATED = {"tensor_plan": PLAN, "num_heads": 4, "pipeline_modules": CHAIN}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def cell(code: Path, texts: Path) -> Callable[..., Settings]:
     """A function that makes a cell's settings; `stated` replaces what the network states of itself."""
 
     def make(strategy: str, gpus: int, stated: dict[str, Any] | None = None, **options: Any):
-        spec = {"call": CALL, "kwargs": {}, "shard": ["Layer"]} | STATED | (stated or {})
+        spec = {"call": CALL, "kwargs": {}, "wrap_classes": ["Layer"]} | STATED | (stated or {})
         options = option_defaults(strategy) | options
         replicas = mesh_of(strategy, options, gpus).replicas
         return settings(
@@ -182,9 +182,9 @@ def test_divided_as_its_user_states_it_trains_as_one_process_does(cell, trained)
     expected = losses(trained(cell("single", 1)))
     for s in (
         cell("tensor", 2),
-        cell("tensor", 4, tensor_workers=2),
+        cell("tensor", 4, tensor_parallel_size=2),
         cell("pipeline", 2, microbatches=4),
-        cell("pipeline", 2, {"pieces": "own_texts:PIECES"}, microbatches=4),
+        cell("pipeline", 2, {"pipeline_modules": "own_texts:PIECES"}, microbatches=4),
     ):
         found = trained(s)
         assert losses(found) == pytest.approx(expected, abs=1e-10)
@@ -195,9 +195,9 @@ def test_divided_as_its_user_states_it_trains_as_one_process_does(cell, trained)
 
 
 TORCHS = {
-    "call": "own_texts.Encoder", "shard": ["TransformerEncoderLayer"],
+    "call": "own_texts.Encoder", "wrap_classes": ["TransformerEncoderLayer"],
     "tensor_plan": {
-        "layers.*.self_attn": "heads", "layers.*.linear1": "columns", "layers.*.linear2": "rows",
+        "layers.*.self_attn": "heads", "layers.*.linear1": "colwise", "layers.*.linear2": "rowwise",
     },
 }  # fmt: skip
 
@@ -209,10 +209,10 @@ def test_torchs_own_layers_are_divided_by_heads(cell, trained):
 
 
 ROTARY = {
-    "call": "own_texts.Rotary", "shard": ["Turned"],
+    "call": "own_texts.Rotary", "wrap_classes": ["Turned"],
     "tensor_plan": {
-        "layers.*": "input", "layers.*.out": "rows",
-        **{f"layers.*.{name}": "columns of it" for name in "qkv"},
+        "layers.*": "input", "layers.*.out": "rowwise",
+        **{f"layers.*.{name}": "colwise of input" for name in "qkv"},
     },
 }  # fmt: skip
 
@@ -226,20 +226,21 @@ def test_what_is_called_with_more_than_its_input_is_divided(cell, trained, kwarg
 
 
 WRONG = {
-    "rows that are columns": ("tensor", {"tensor_plan": PLAN | {"layers.*.down": "columns"}},
+    "rows that are columns": ("tensor", {"tensor_plan": PLAN | {"layers.*.down": "colwise"}},
                               "tensor cannot train it: its step raised"),
-    "an order that is not forward's": ("pipeline", {"pieces": ["embed", "layers.*", "head", "last"]},
+    "an order that is not forward's": ("pipeline", {"pipeline_modules": ["embed", "layers.*", "head",
+    "last"]},
                                        "pipeline cannot train it: its step raised"),
-    "a norm left out": ("pipeline", {"pieces": ["embed", "layers.*", "head"]},
+    "a norm left out": ("pipeline", {"pipeline_modules": ["embed", "layers.*", "head"]},
                         "its pieces read no last.weight, last.bias"),
-    "a piece that is not there": ("pipeline", {"pieces": ["embed", "layer.*", "last", "head"]},
+    "a piece that is not there": ("pipeline", {"pipeline_modules": ["embed", "layer.*", "last", "head"]},
                                   "its pieces name 'layer.*', and the network has no module"),
     "a word that is none": ("tensor", {"tensor_plan": PLAN | {"head": "last"}},
                             "its tensor_plan says 'last' of 'head'; the words are embedding"),
-    "a path that is none": ("tensor", {"tensor_plan": PLAN | {"layers.*.gate": "columns"}},
+    "a path that is none": ("tensor", {"tensor_plan": PLAN | {"layers.*.gate": "colwise"}},
                             "its tensor_plan names 'layers.*.gate', and the network has no module"),
-    "no begin of the stream": ("tensor", {"tensor_plan": PLAN, "sequence": True},
-                               "it has no first; name them, or set sequence to false"),
+    "no begin of the stream": ("tensor", {"tensor_plan": PLAN, "sequence_parallel": True},
+                               "it has no first; name them, or set sequence_parallel to false"),
     "heads of what has none": ("tensor", {"tensor_plan": PLAN | {"layers.*": "heads"}},
                                "says 'heads' of 'layers.0', which is no nn.MultiheadAttention"),
 }  # fmt: skip
@@ -247,7 +248,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("strategy", "stated", "said"), WRONG.values(), ids=WRONG)
 def test_what_is_stated_wrongly_is_refused_before_any_job(cell, strategy, stated, said):
-    options = {key: stated[key] for key in stated if key == "sequence"}
+    options = {key: stated[key] for key in stated if key == "sequence_parallel"}
     s = cell(strategy, 2, stated, **options)
     request = Request.of(s, describe("text", s.data_spec), False, 2)
     assert said in check.rehearse(request, check.check_network(request)).refusal
@@ -263,9 +264,11 @@ def test_the_stream_between_layers_is_divided_by_positions(cell, trained):
     expected = losses(trained(cell("single", 1)))
     stated = {"tensor_plan": ALONG}
     for s in (
-        cell("tensor", 2, stated, sequence=True),
-        cell("tensor", 4, stated, sequence=True, tensor_workers=2),
-        cell("tensor", 4, stated, sequence=True, tensor_workers=2, data="ddp"),
+        cell("tensor", 2, stated, sequence_parallel=True),
+        cell("tensor", 4, stated, sequence_parallel=True, tensor_parallel_size=2),
+        cell(
+            "tensor", 4, stated, sequence_parallel=True, tensor_parallel_size=2, data_parallel="ddp"
+        ),
     ):
         found = trained(s)
         assert losses(found) == pytest.approx(expected, abs=1e-12)
@@ -282,7 +285,7 @@ def planned_as(s: Settings) -> Request:
 @pytest.mark.parametrize("left_out", ["layers.*.norm_2", "last"])
 def test_what_would_learn_from_a_part_of_the_positions_is_refused(cell, trained, left_out):
     stated = {"tensor_plan": {path: word for path, word in ALONG.items() if path != left_out}}
-    found = trained(cell("tensor", 2, stated, sequence=True))
+    found = trained(cell("tensor", 2, stated, sequence_parallel=True))
     assert found["status"] == "refused"
     name = left_out.replace("*", "0")
     assert f"would train {name}.weight, {name}.bias" in found["reason"]
@@ -291,7 +294,7 @@ def test_what_would_learn_from_a_part_of_the_positions_is_refused(cell, trained,
 
 #: What no shape betrays: a norm in another place, and heads that become narrower instead of fewer.
 SILENT = {
-    "pipeline": {"pieces": ["embed", "last", "layers.*", "head"]},
+    "pipeline": {"pipeline_modules": ["embed", "last", "layers.*", "head"]},
     "tensor": {"kwargs": {"by_number": True}},
 }
 

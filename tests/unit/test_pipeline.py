@@ -51,7 +51,7 @@ LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "tied"),
     "own head": ({}, "own head"),
-    "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, "tied"),
+    "parts and clip": ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, "tied"),
     "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, "tied"),
     "vgg": ({"lr": 0.02}, "vgg-compact"),
     "recomputed": ({"activation_checkpointing": True}, "tied"),
@@ -69,7 +69,7 @@ REFUSED = ("selective", "zero-bubble")
 #: Tried with all schedules on all meshes: here gradients are shared, averaged and counted late.
 EVERYWHERE = "parts and clip"
 #: Four workers as two pipelines.
-PAIRS = {f"pairs, {name}": o | {"pipeline_workers": 2} for name, o in OPTIONS.items()}
+PAIRS = {f"pairs, {name}": o | {"pipeline_parallel_size": 2} for name, o in OPTIONS.items()}
 
 
 class CountedTwice(Pipeline):
@@ -512,8 +512,8 @@ def test_a_head_that_outweighs_all_leaves_the_layers_to_be_divided_by_memory():
     ("options", "gpus", "mesh"),
     [
         ({}, 4, Mesh(1, stages=4)),
-        ({"pipeline_workers": 2}, 4, Mesh(2, stages=2)),
-        ({"pipeline_workers": 2}, 1, Mesh(1)),
+        ({"pipeline_parallel_size": 2}, 4, Mesh(2, stages=2)),
+        ({"pipeline_parallel_size": 2}, 1, Mesh(1)),
     ],
 )
 def test_how_workers_are_divided(options, gpus, mesh):
@@ -521,8 +521,8 @@ def test_how_workers_are_divided(options, gpus, mesh):
 
 
 def test_groups_that_do_not_come_out_even_are_refused():
-    with pytest.raises(ValueError, match="pipeline_workers = 2 does not divide 3 workers"):
-        Pipeline(Pipeline.Options(pipeline_workers=2)).mesh(3)
+    with pytest.raises(ValueError, match="pipeline_parallel_size = 2 does not divide 3 workers"):
+        Pipeline(Pipeline.Options(pipeline_parallel_size=2)).mesh(3)
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,8 @@ def test_micro_batches_that_do_not_come_out_even_are_refused(options, gpus, batc
 
 def refused(**values: Any) -> list[str]:
     block = {
-        "models": ["gpt-compact"], "gpus": [1, 2, 4], "compile": False, "accumulate": 1, "loss_chunks": 1,
+        "models": ["gpt-compact"], "gpus": [1, 2, 4], "compile": False, "gradient_accumulation_steps": 1,
+        "loss_chunks": 1,
         "global_batch": 32, "slowdown": None,
     }  # fmt: skip
     options = option_defaults("pipeline") | values.pop("options", {})
@@ -561,7 +562,7 @@ def test_what_cannot_be_cut_is_refused_before_any_job():
     assert "gpt-compact: it can be cut into 6 stages, not into 8" in said
     (said,) = refused(options={"schedule": "interleaved"})
     assert "gpt-compact: it can be cut into 6 stages, not into 8" in said
-    assert refused(options={"schedule": "interleaved", "pipeline_workers": 2}) == []
+    assert refused(options={"schedule": "interleaved", "pipeline_parallel_size": 2}) == []
     (said,) = refused(compile=True)
     assert ".compile" in said
     (said,) = refused(slowdown={"workers": [0], "factor": 2})
@@ -570,7 +571,7 @@ def test_what_cannot_be_cut_is_refused_before_any_job():
     (said,) = refused(options=zero_bubble, gpus=[2], activation_checkpointing="selective")
     assert ".activation_checkpointing = 'selective': schedule: zero-bubble" in said
     assert refused(options=OPTIONS["1f1b"], activation_checkpointing="selective") == []
-    assert "32 cannot be divided into 8 micro-batches" in refused(accumulate=8)[0]
+    assert "32 cannot be divided into 8 micro-batches" in refused(gradient_accumulation_steps=8)[0]
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -611,7 +612,7 @@ def test_cells_train_and_their_records_say_their_stages(
         cell_settings(tmp_path / "text", 2), strategy="single", options={}, gpus=1, per_worker_batch=16
     )  # fmt: skip
     one = trained(alone)
-    for workers, options in ((2, {"schedule": "gpipe"}), (4, {"pipeline_workers": 2})):
+    for workers, options in ((2, {"schedule": "gpipe"}), (4, {"pipeline_parallel_size": 2})):
         made = trained(cell_settings(tmp_path / "text", workers, **options))
         assert made["strategy"]["mesh"] == {"replicas": workers // 2, "tensor": 1, "stages": 2}
         assert made["batch"]["samples_seen"] == made["batch"]["samples_applied"] == 64

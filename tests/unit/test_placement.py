@@ -23,8 +23,8 @@ SECRET = b"s" * 32
 SERVED = [name for name in REGISTRY if strategy_class(name).kind == "server"]
 
 
-def placed(placement: str, workers: int, strategy: str = "ps-async", **given):
-    options = resolved_options(strategy, {"placement": placement} | given, workers)
+def placed(server_placement: str, workers: int, strategy: str = "ps-async", **given):
+    options = resolved_options(strategy, {"server_placement": server_placement} | given, workers)
     return settings(strategy, gpus=workers, options=options)
 
 
@@ -35,7 +35,7 @@ def test_every_server_strategy_can_have_a_server_beside_each_worker(strategy):
 
 
 @pytest.mark.parametrize(
-    ("placement", "servers", "workers", "nodes", "expected"),
+    ("server_placement", "servers", "workers", "nodes", "expected"),
     [
         ("central", 1, 4, 2, [0]),
         ("central", 3, 4, 2, [0, 1, 0]),
@@ -44,8 +44,8 @@ def test_every_server_strategy_can_have_a_server_beside_each_worker(strategy):
         ("colocated", 1, 3, 3, [0, 1, 2]),
     ],
 )
-def test_the_node_of_each_server(placement, servers, workers, nodes, expected):
-    s = placed(placement, workers, servers=servers)
+def test_the_node_of_each_server(server_placement, servers, workers, nodes, expected):
+    s = placed(server_placement, workers, servers=servers)
     assert [node_of_server(s, k, nodes) for k in range(s.options["servers"])] == expected
 
 
@@ -61,8 +61,8 @@ def test_servers_have_equal_parts(numel, n_servers):
     assert all(stop - start <= (4 << 20) // 4 for start, stop in stores[0].bounds)
 
 
-@pytest.mark.parametrize(("placement", "n_servers"), [("central", 1), ("colocated", 4)])
-def test_the_busiest_link_carries_what_its_formula_says(tmp_path, placement, n_servers):
+@pytest.mark.parametrize(("server_placement", "n_servers"), [("central", 1), ("colocated", 4)])
+def test_the_busiest_link_carries_what_its_formula_says(tmp_path, server_placement, n_servers):
     """Counted by four workers over TCP, as if on one, two and four nodes."""
     plan = config(
         tmp_path, policy="ps-sync", workers=4, slices=4, steps_per_epoch=3, n_servers=n_servers
@@ -81,7 +81,7 @@ def test_the_busiest_link_carries_what_its_formula_says(tmp_path, placement, n_s
         server.result()
     layout = workers[0].flat.layout
     flat = {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
-    s = placed(placement, 4)
+    s = placed(server_placement, 4)
     counted = []
     for worker, done in enumerate(workers):
         assert len(done.tickets) == len(moved[worker]) == 3
@@ -121,14 +121,14 @@ def test_a_server_beside_each_worker_keeps_an_equal_part_of_the_states():
 
 def test_servers_are_not_counted_by_hand_where_each_worker_has_one():
     cls = strategy_class("ps-sync")
-    options = cls.Options(placement="colocated").__dict__
+    options = cls.Options(server_placement="colocated").__dict__
     cls.check("ps-sync", options, 4, 8)
-    with pytest.raises(ValueError, match="servers = 2 with placement = 'colocated'"):
+    with pytest.raises(ValueError, match="servers = 2 with server_placement = 'colocated'"):
         cls.check("ps-sync", options | {"servers": 2}, 4, 8)
 
 
-@pytest.mark.parametrize(("placement", "cpus"), [("central", [3, 3]), ("colocated", [4, 4])])
-def test_a_node_is_asked_for_the_cores_of_its_servers(placement, cpus):
+@pytest.mark.parametrize(("server_placement", "cpus"), [("central", [3, 3]), ("colocated", [4, 4])])
+def test_a_node_is_asked_for_the_cores_of_its_servers(server_placement, cpus):
     """Four workers on two nodes, or on one of two, with a core a process."""
     cluster = {
         "gpus_per_node": 2, "request_gpus": False, "mem_mib_per_cpu_worker": 100,
@@ -136,7 +136,7 @@ def test_a_node_is_asked_for_the_cores_of_its_servers(placement, cpus):
     }  # fmt: skip
     asked = []
     for workers in (4, 2):
-        s = placed(placement, workers)
+        s = placed(server_placement, workers)
         cell = Cell("s", "e", s.strategy, s.model, s.dataset, workers, 0)
         asked.append(job_request(cell, s, cluster, None))
     assert [a.cpus for a in asked] == cpus

@@ -22,10 +22,10 @@ LAYERS = 9
 WIDE = "wide text"
 OWN = {
     WIDE: f'{{"call": "stratbench.workload.network.gpt.GPT", "kwargs": {{"layers": {LAYERS}, "heads": 4, '
-    '"width": 768}, "shard": ["Block"]}',
+    '"width": 768}, "wrap_classes": ["Block"]}',
     "narrow text": f'{{"call": "stratbench.workload.network.gpt.GPT", "kwargs": {{"layers": {LAYERS}, '
-    '"heads": 4, "width": 64}, "shard": ["Block"]}',
-    "crossed": f'{{"call": "{__name__}.Crossed", "kwargs": {{}}, "shard": ["Layer"]}}',
+    '"heads": 4, "width": 64}, "wrap_classes": ["Block"]}',
+    "crossed": f'{{"call": "{__name__}.Crossed", "kwargs": {{}}, "wrap_classes": ["Layer"]}}',
 }
 
 
@@ -98,18 +98,18 @@ POLICY = {"options": {"mixed_precision": "policy"}}
     ("strategy", "changes"),
     [
         ("single", {}),
-        ("single", {"accumulate": 2}),
+        ("single", {"gradient_accumulation_steps": 2}),
         ("ddp", {}),
         ("zero1", {}),
         ("fsdp", {}),
         ("fsdp", POLICY),
         ("fsdp", {"options": {"reshard_after_forward": "never"}}),
         ("fsdp", {"options": {"offload": "cpu"}}),
-        ("fsdp", {"accumulate": 2}),
+        ("fsdp", {"gradient_accumulation_steps": 2}),
         ("single", {"loss_chunks": 4}),
         ("fsdp", {"precision": "bf16-true"}),
         ("ps-sync", {"precision": "fp32"}),
-        ("tensor", {"options": {"tensor_workers": 2}}),
+        ("tensor", {"options": {"tensor_parallel_size": 2}}),
     ],
 )
 def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(300)
 SIZES = ((2, 64), (4, 64), (2, 256))
 #: Networks in which a strategy meets what it meets in larger ones, by the name of the model.
 SMALL = {
-    name: json.dumps({"call": call, "kwargs": kwargs, "shard": shard})
+    name: json.dumps({"call": call, "kwargs": kwargs, "wrap_classes": shard})
     for name, call, kwargs, shard in (
         (
             "small text",
@@ -98,7 +98,7 @@ def changed(request: Request, **changes) -> Request:
 
 def request_of(**changes) -> Request:
     """The request of a cell on GPUs with momentum, clipping and AdamW's keys; `changes` replace settings."""
-    s = request_for("fsdp", workers=4, clip_norm=2.0, weight_decay=0.01, lr=0.3).settings
+    s = request_for("fsdp", workers=4, max_grad_norm=2.0, weight_decay=0.01, lr=0.3).settings
     data = describe("digits")
     return Request.of(replace(s, dataset="digits", **changes), data, on_cuda=True, local_world=4)
 
@@ -106,8 +106,8 @@ def request_of(**changes) -> Request:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"momentum": 0.5}, {"weight_decay": 0.1}, {"lr": 1.0}, {"clip_norm": 9.0}, {"seed": 3},
-        {"schedule": "cosine"}, {"augment": True}, {"placement": "host"}, {"threads": 3},
+        {"momentum": 0.5}, {"weight_decay": 0.1}, {"lr": 1.0}, {"max_grad_norm": 9.0}, {"seed": 3},
+        {"schedule": "cosine"}, {"augment": True}, {"data_placement": "host"}, {"threads": 3},
         {"epochs": 7}, {"device": "auto"}, {"global_batch": 64, "per_worker_batch": 16},
     ],
 )  # fmt: skip
@@ -119,8 +119,9 @@ def test_cells_that_differ_in_what_no_footprint_depends_on_share_one(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"momentum": 0.0}, {"weight_decay": 0.0}, {"clip_norm": None}, {"nesterov": True}, ADAMW,
-        {"accumulate": 2}, {"activation_checkpointing": True}, {"precision": "bf16"}, {"gpus": 2},
+        {"momentum": 0.0}, {"weight_decay": 0.0}, {"max_grad_norm": None}, {"nesterov": True}, ADAMW,
+        {"gradient_accumulation_steps": 2}, {"activation_checkpointing": True}, {"precision": "bf16"},
+        {"gpus": 2},
         {"model": "resnet-compact"}, {"strategy": "ddp", "options": option_defaults("ddp")},
         {"own_task": {"call": "my.Task", "sha256": None, "version": "1"}},
     ],
@@ -275,9 +276,9 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
         ("ddp", {"gradient_as_bucket_view": False}),
         ("fsdp", {}),
         ("fsdp", {"reshard_after_forward": "never"}),
-        ("fsdp", {"shard_workers": 2}),
+        ("fsdp", {"shard_group_size": 2}),
         ("ddp", {"compress": "fp16"}),
-        ("ddp", {"compress": "powersgd", "rank": 2}),
+        ("ddp", {"compress": "powersgd", "powersgd_rank": 2}),
         ("zero1", {"bucket_cap_mb": 1}),
         ("zero1-torch", {}),
         ("ps-sync", {}),
@@ -574,7 +575,7 @@ def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimi
         weight_decay=1e-4,
         **ADAMW if optimizer == "adamw" else {},
     )
-    plain, clipped = (planned(changed(request, clip_norm=norm)) for norm in (None, 1.0))
+    plain, clipped = (planned(changed(request, max_grad_norm=norm)) for norm in (None, 1.0))
     more = len(clipped.collectives) - len(plain.collectives)
     assert more == (strategy == "fsdp")
     if more:
@@ -593,7 +594,10 @@ def test_attention_counts_in_traced_flops():
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1"])
 def test_a_batch_in_parts_takes_the_memory_of_one(strategy):
     """All but FSDP reduce once; it gathers and reduces for each part."""
-    whole, parts = (planned(request_for(strategy, "small images", accumulate=n)) for n in (1, 2))
+    whole, parts = (
+        planned(request_for(strategy, "small images", gradient_accumulation_steps=n))
+        for n in (1, 2)
+    )
     assert parts.model_states_bytes == whole.model_states_bytes
     assert parts.flops_per_sample == whole.flops_per_sample
     assert parts.training_peak(512).n_bytes < 0.7 * whole.training_peak(512).n_bytes
@@ -603,11 +607,12 @@ def test_a_batch_in_parts_takes_the_memory_of_one(strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("fsdp", {}), ("tensor", {"tensor_workers": 2, "data": "fsdp"})]
+    ("strategy", "options"),
+    [("fsdp", {}), ("tensor", {"tensor_parallel_size": 2, "data_parallel": "fsdp"})],
 )
 def test_parts_of_a_batch_leave_no_whole_gradients_on_a_worker(strategy, options):
     request = request_for(strategy, "gpt-compact", 16, options=options)
-    whole, parts = (planned(changed(request, accumulate=n)) for n in (1, 2))
+    whole, parts = (planned(changed(request, gradient_accumulation_steps=n)) for n in (1, 2))
     shards_bytes = parts.model_states_bytes["gradients_bytes"]
     # A part's shards are there while those of the next are made.
     assert parts.training_peak(2).n_bytes <= whole.training_peak(1).n_bytes + 1.1 * shards_bytes
@@ -615,7 +620,7 @@ def test_parts_of_a_batch_leave_no_whole_gradients_on_a_worker(strategy, options
 
 @pytest.mark.slow
 def test_gradients_that_are_reduced_with_the_last_part_are_kept_whole():
-    request = request_for("fsdp", "small text", 8, accumulate=2)
+    request = request_for("fsdp", "small text", 8, gradient_accumulation_steps=2)
     each, last = (
         planned(request.with_options(gradient_sync=sync)) for sync in ("each-part", "last-part")
     )
@@ -723,7 +728,7 @@ def test_states_on_the_host_are_not_in_the_devices_memory():
 @pytest.mark.slow
 def test_groups_of_workers_hold_a_model_each():
     pairs, two, four = (
-        planned(request_for("fsdp", workers=n, options={"shard_workers": s}))
+        planned(request_for("fsdp", workers=n, options={"shard_group_size": s}))
         for n, s in ((4, 2), (2, "all"), (4, "node"))
     )
     assert pairs.model_states_bytes == two.model_states_bytes

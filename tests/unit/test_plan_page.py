@@ -44,7 +44,7 @@ TEXT = IMAGES | {
     "models": ["gpt-compact"],
     "gpus": [2],
     "optimizer": "adamw",
-    "placement": "host",
+    "data_placement": "host",
 }
 
 
@@ -56,7 +56,12 @@ def config_of(
     results: Path, gpu: str = "A10G", margin: float = 0.1, only: str = "", **changes: Any
 ):
     variants = {
-        "ddp-powersgd": {"strategy": "ddp", "compress": "powersgd", "rank": 4, "start": 10},
+        "ddp-powersgd": {
+            "strategy": "ddp",
+            "compress": "powersgd",
+            "powersgd_rank": 4,
+            "powersgd_start_step": 10,
+        },
         "diloco-8": {"strategy": "diloco", "inner_steps": 8},
         "post-local": {"strategy": "local-sgd", "start": 24},
         "fsdp-policy": {"strategy": "fsdp", "mixed_precision": "policy"},

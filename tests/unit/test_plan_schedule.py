@@ -867,7 +867,7 @@ def test_what_a_group_sends_within_a_node_takes_that_nodes_link(plan_of):
     """Two copies of a network on two nodes: gradients between them, activations in each."""
     gpts = {"models": ["gpt-compact"], "dataset": "tinyshakespeare", "precision": "fp32"}
     collectives = [("all_reduce", 10**9, 2, 0, 4), ("all_reduce", 0, 4, 10**6)]
-    options = {"tensor-4": {"strategy": "tensor", "tensor_workers": 4}}
+    options = {"tensor-4": {"strategy": "tensor", "tensor_parallel_size": 4}}
     plan = plan_of(
         made_up(collectives=collectives),
         strategies=["tensor-4"],

@@ -387,17 +387,20 @@ def test_servers_beside_each_worker_grow_in_number_with_them(tmp_path):
     times = [Time("servers-shm", "push_pull", n, 1, 1 << 24, 0, n * 0.1) for n in (1, 2, 4)]
     write_links(tmp_path, times, math.nan)
     found = {}
-    for placement in ("central", "colocated"):
+    for server_placement in ("central", "colocated"):
 
-        def at(workers: int, placement: str = placement) -> SimpleNamespace:
-            options = option_defaults("ps-async") | {"placement": placement, "transport": "shm"}
-            options["servers"] = workers if placement == "colocated" else 1
+        def at(workers: int, server_placement: str = server_placement) -> SimpleNamespace:
+            options = option_defaults("ps-async") | {
+                "server_placement": server_placement,
+                "transport": "shm",
+            }
+            options["servers"] = workers if server_placement == "colocated" else 1
             settings = SimpleNamespace(strategy="ps-async", options=options)
             return SimpleNamespace(served=True, settings=settings, steps_per_batch=1)
 
         evidence = SimpleNamespace(parameters=(1 << 24) / 4, points=points(n4=1.0), stragglers=None)
         on = on_measured_links(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
-        found[placement] = [on.queue(n, 1.0).demands_s[0] for n in (1, 8)]
+        found[server_placement] = [on.queue(n, 1.0).demands_s[0] for n in (1, 8)]
     assert found["central"] == pytest.approx([0.1, 0.1], rel=0.01)
     assert found["colocated"] == pytest.approx([0.1, 0.1 / 8], rel=0.2)
 

@@ -76,7 +76,7 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
 @pytest.mark.parametrize(("data", "on_cuda"), [("ddp", False), ("fsdp", True)])
 def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, on_cuda):
     """Activations are waited for. Ranks count through the tensor workers first, so replicas lie apart."""
-    schedule = scheduled_gpt("tensor", on_cuda, tensor_workers=2, data=data)
+    schedule = scheduled_gpt("tensor", on_cuda, tensor_parallel_size=2, data=data)
     activations = [s for s in schedule.collectives if s.call.stride == 1]
     replicas = [s for s in schedule.collectives if s.call.stride == 2]
     assert {s.call.ranks for s in schedule.collectives} == {2}
@@ -104,7 +104,7 @@ def test_layers_divided_among_all_wait_for_activations():
 
 
 def test_every_micro_batch_of_a_pipeline_is_in_its_schedule():
-    schedule = scheduled_gpt("pipeline", pipeline_workers=2, microbatches=4)
+    schedule = scheduled_gpt("pipeline", pipeline_parallel_size=2, microbatches=4)
     sends = [s for s in schedule.collectives if s.call.kind == "send"]
     assert len(sends) == 4
     gradients = [s for s in schedule.collectives if s.call.stride == 1]
@@ -118,9 +118,9 @@ def test_every_micro_batch_of_a_pipeline_is_in_its_schedule():
 @pytest.mark.parametrize("model", ["resnet-compact", "gpt-compact"])
 def test_a_strategy_names_every_kind_of_collective_that_its_steps_start(strategy, model):
     options = {"pipeline": {"microbatches": 2}}.get(strategy, {})
-    clip_norm = None if strategy in ("gossip", "local-sgd", "diloco") else 1.0
+    max_grad_norm = None if strategy in ("gossip", "local-sgd", "diloco") else 1.0
     if strategy in ("tensor", "pipeline") and model == "resnet-compact":
         pytest.skip("its layers are not divided")
-    request = request_for(strategy, model, workers=2, options=options, clip_norm=clip_norm)
+    request = request_for(strategy, model, workers=2, options=options, max_grad_norm=max_grad_norm)
     found = {s.call.kind for s in traced_schedule(request, 8, DEVICE).collectives}
     assert found <= set(strategy_class(strategy).collectives)

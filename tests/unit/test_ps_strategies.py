@@ -111,7 +111,7 @@ def settings(strategy: str, world: int, name: str = "") -> Settings:
         s = replace(s, lr=0.01, optimizer="adamw", momentum=0.0, nesterov=False, betas=[0.9, 0.99],
                     eps=1e-8)  # fmt: skip
     if name.startswith("colocated"):
-        s = replace(s, options=resolved_options(strategy, {"placement": "colocated"}, world))
+        s = replace(s, options=resolved_options(strategy, {"server_placement": "colocated"}, world))
     if "cosine" in name:
         s = replace(s, schedule="cosine", lr_warmup_steps=3, final_lr=0.01)
     return s
@@ -474,7 +474,7 @@ def test_a_killed_server_ends_the_cell_with_an_error(tmp_path, warm):
 @pytest.mark.parametrize("strategy", ["ps-async", "ps-sync"])
 def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, warm, strategy):
     """As any lost server does: a part of the weights is gone, under every policy."""
-    options = resolved_options(strategy, {"placement": "colocated"}, 3)
+    options = resolved_options(strategy, {"server_placement": "colocated"}, 3)
     process, record, folder = launch(tmp_path, strategy, 3, epochs=400, warm=warm, options=options)
     names = [f"{kind}{n}" for kind in ("server", "rank") for n in range(3)]
     processes = {name: psutil.Process(pid_of(folder, name)) for name in names}

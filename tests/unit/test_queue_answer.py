@@ -43,7 +43,7 @@ def times(**hours):
 
 
 def told(found, margin=0.03, **request):
-    asked = QueueRequest(width=16, hours=2.0, load=0.7, **request)
+    asked = QueueRequest(num_gpus=16, training_hours=2.0, load=0.7, **request)
     return answers._Told(asked, found, margin)
 
 
@@ -122,7 +122,7 @@ ALIKE = {
 
 
 def test_split_synchronous_is_said_where_the_worth_is_below_what_breaks_even():
-    found = told(times(**ALIKE), worth=[0.8, 0.9])
+    found = told(times(**ALIKE), sample_efficiency=[0.8, 0.9])
     assert found.choice == SYNCHRONOUS
     assert found.headline().startswith(
         "With the queue: split synchronous, 2.2 h from submission to"
@@ -136,15 +136,15 @@ def test_split_synchronous_is_said_where_the_worth_is_below_what_breaks_even():
 
 def test_asynchronous_workers_are_named_only_where_even_their_low_end_wins():
     slow = ALIKE | {"sync": 3.0}
-    assert told(times(**slow), worth=[0.8, 1.0]).choice == ASYNCHRONOUS
+    assert told(times(**slow), sample_efficiency=[0.8, 1.0]).choice == ASYNCHRONOUS
     assert (
         "enough: of the split ones, asynchronous."
-        in told(times(**slow), worth=[0.8, 1.0]).lines()[1]
+        in told(times(**slow), sample_efficiency=[0.8, 1.0]).lines()[1]
     )
     unknown = told(times(**slow))
     assert unknown.choice == SYNCHRONOUS
     assert "was not given, so they are not recommended" in unknown.lines()[1]
-    open_ = told(times(**slow), worth=[0.6, 0.9])
+    open_ = told(times(**slow), sample_efficiency=[0.6, 0.9])
     assert open_.choice == SYNCHRONOUS
     assert "leaves it open: measure the worth more closely" in open_.lines()[1]
 
@@ -158,7 +158,7 @@ def test_of_equals_the_simplest_is_named():
 
 @pytest.mark.parametrize("load", [0.91, 0.95, 1.2])
 def test_a_queue_that_is_not_steady_has_no_answer(load):
-    found = answer(QueueRequest(width=16, hours=2.0, load=load), 8, 0.03)
+    found = answer(QueueRequest(num_gpus=16, training_hours=2.0, load=load), 8, 0.03)
     assert found["arm"] is None
     assert f"At a load of {load:.2f} the queue is not steady" in found["refused"]
     assert found["headline"].startswith("With the queue: no answer.")
@@ -173,7 +173,7 @@ def few(monkeypatch):
 
 @pytest.mark.parametrize("how", [{}, {"preemptible": True, "slow_nodes": 0.1, "slow_factor": 3.0}])
 def test_a_simulation_answers_with_time_interval_and_arm(few, tmp_path, capsys, how):
-    queue = {"width": 8, "hours": 1.0, "load": 0.8, "nodes": 4} | how
+    queue = {"num_gpus": 8, "training_hours": 1.0, "load": 0.8, "nodes": 4} | how
     config = {"decide": checked_block("decide", {"queue": queue}), "cluster": {"gpus_per_node": 4}}
     out = tmp_path / "queue.json"
     assert main(["--config", json.dumps(config), "--out", str(out)]) == 0
@@ -226,7 +226,9 @@ def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
 
 
 def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again(few, tmp_path):
-    asked = QueueRequest(width=8, hours=1.0, history=recorded(tmp_path), reservations="one")
+    asked = QueueRequest(
+        num_gpus=8, training_hours=1.0, history=recorded(tmp_path), reservations="one"
+    )
     found = answer(asked, 4, 0.03)
     assert found["arm"]
     said = "\n".join(found["lines"])
@@ -242,15 +244,15 @@ def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again
 
 def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
     path = recorded(tmp_path, users=("ann",), jobs=60)
-    alone = answer(QueueRequest(width=8, hours=1.0, history=path), 4, 0.03)
+    alone = answer(QueueRequest(num_gpus=8, training_hours=1.0, history=path), 4, 0.03)
     assert "jobs of one user alone" in alone["refused"]
     path = recorded(tmp_path, jobs=60)
     with pytest.raises(
         ValueError, match="too short for such a training; ask sacct for 600 h or more"
     ):
-        answer(QueueRequest(width=8, hours=100.0, history=path), 4, 0.03)
-    with pytest.raises(ValueError, match=r"width = 64: the history's jobs used 16 GPUs at once"):
-        answer(QueueRequest(width=64, hours=1.0, history=path), 4, 0.03)
+        answer(QueueRequest(num_gpus=8, training_hours=100.0, history=path), 4, 0.03)
+    with pytest.raises(ValueError, match=r"num_gpus = 64: the history's jobs used 16 GPUs at once"):
+        answer(QueueRequest(num_gpus=64, training_hours=1.0, history=path), 4, 0.03)
 
 
 @pytest.mark.parametrize(
@@ -259,19 +261,19 @@ def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
         ({}, "give either load or history, and not both"),
         ({"load": 0.5, "history": "x"}, "give either load or history, and not both"),
         ({"load": 0.5, "partition": "gpu"}, "is of a history; give one"),
-        ({"load": 0.5, "worth": [0.9, 0.8]}, "write the lower end first"),
-        ({"load": 0.5, "width": 33}, "the cluster has 8 nodes of 4 GPUs"),
+        ({"load": 0.5, "sample_efficiency": [0.9, 0.8]}, "write the lower end first"),
+        ({"load": 0.5, "num_gpus": 33}, "the cluster has 8 nodes of 4 GPUs"),
     ],
 )
 def test_requests_that_contradict_themselves_are_refused(given, why):
-    block = checked_block("decide", {"queue": {"width": 8, "hours": 1.0} | given})
+    block = checked_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
     with pytest.raises(ConfigError) as error:
         check_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
     assert why in str(error.value)
 
 
 def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
-    asked = "decide={queue: {width: 8, hours: 1, load: 0.5, nodes: 4}}"
+    asked = "decide={queue: {num_gpus: 8, training_hours: 1, load: 0.5, nodes: 4}}"
     assert from_set.decide("paper:v2", [asked], tmp_path / "out") == 0
     text = capsys.readouterr().out
     queue = json.loads((tmp_path / "out/queue.json").read_text())
@@ -279,26 +281,30 @@ def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
     assert "  Not modelled: fair-share" in text
     assert json.loads((tmp_path / "out/answers.json").read_text())["queue"] == queue
     with pytest.raises(CommandError, match="give either load or history"):
-        from_set.decide("paper:v2", ["decide={queue: {width: 8, hours: 1}}"], tmp_path / "out")
+        from_set.decide(
+            "paper:v2", ["decide={queue: {num_gpus: 8, training_hours: 1}}"], tmp_path / "out"
+        )
 
 
 @pytest.mark.parametrize(
     "more",
     [
         # The interval of what breaks even ends below what was simulated, and so is not known.
-        {"slow_nodes": 0.1, "slow_factor": 3.0, "worth": [0.62, 0.62]},
+        {"slow_nodes": 0.1, "slow_factor": 3.0, "sample_efficiency": [0.62, 0.62]},
         # The worth lies in the interval.
         {
             "slow_nodes": 0.1,
             "slow_factor": 1.5,
-            "worth": [0.9, 0.9],
+            "sample_efficiency": [0.9, 0.9],
             "recovery": "peer",
             "pause_s": 0.2,
         },
     ],
 )
 def test_a_worth_that_may_not_break_even_recommends_no_asynchronous_workers(more):
-    request = QueueRequest(width=16, hours=2, load=0.7, nodes=8, reservations="one", **more)
+    request = QueueRequest(
+        num_gpus=16, training_hours=2, load=0.7, nodes=8, reservations="one", **more
+    )
     found = answer(request, 8, 0.03)
     assert found["headline"].startswith("With the queue: split synchronous")
     assert "leaves it open" in found["lines"][1]

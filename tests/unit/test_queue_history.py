@@ -242,7 +242,9 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     """Although GPUs are idle: jobs of 5 and 12 GPUs do not fit together on nodes of 8."""
     monkeypatch.setattr(background, "WIDTHS", {2: 0.2, 5: 0.5, 12: 0.3})
     path = recorded(tmp_path, monkeypatch, background.poisson(600, 1.2, 64, 3))
-    asked = QueueRequest(width=8, hours=2.0, history=str(path), nodes=8, reservations="one")
+    asked = QueueRequest(
+        num_gpus=8, training_hours=2.0, history=str(path), nodes=8, reservations="one"
+    )
     found = answer(asked, 8, 0.03)
     assert found["arm"] is None
     assert re.search(r"the work that waits grew by [\d,]+ GPU-hours", found["refused"])
@@ -251,7 +253,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     path = recorded(tmp_path, monkeypatch, background.poisson(600, 0.7, 64, 3))
     steady = read_history(path, 8)
     assert steady.growth_gpus < 0.05 * 64
-    assert answer(replace(asked, hours=0.5), 8, 0.03)["refused"] is None
+    assert answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
 
 
 def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):

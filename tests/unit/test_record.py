@@ -36,7 +36,10 @@ def test_a_record_is_read_as_it_was_written(tmp_path, good):
         (lambda r: r["score"].update(final="x"), "score.final"),
         (lambda r: r["workers"][0].pop("rank"), "workers.0"),
         (lambda r: r["settings"].pop("lr"), "settings"),
-        (lambda r: r["settings"].update(accumulate=0), "settings.accumulate"),
+        (
+            lambda r: r["settings"].update(gradient_accumulation_steps=0),
+            "settings.gradient_accumulation_steps",
+        ),
         (lambda r: r["settings"].update(schedule="step"), "settings.schedule"),
     ],
 )

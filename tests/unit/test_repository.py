@@ -181,7 +181,7 @@ def test_every_field_of_the_record_has_a_row():
 
 def test_tables_say_of_every_option_what_it_takes_and_means_in_words():
     page = config_tables.strategy_tables("sharded")
-    row = next(line for line in page.splitlines() if "| `shard_workers` |" in line)
+    row = next(line for line in page.splitlines() if "| `shard_group_size` |" in line)
     strategy, _, value, default, meaning = (cell.strip() for cell in row.strip("|").split("|"))
     assert (strategy, default) == ("`fsdp`", '`"all"`')
     assert value == "a whole number, at least 1; or `all`, `node`"

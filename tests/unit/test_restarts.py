@@ -43,7 +43,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def made(name: str, precision: str) -> Any:
     """A strategy that is set up, with one worker."""
-    s = replace(settings_of(name, precision), schedule="cosine", clip_norm=0.5)
+    s = replace(settings_of(name, precision), schedule="cosine", max_grad_norm=0.5)
     strategy = strategy_class(name)(strategy_class(name).Options(**s.options))
     model = network(precision)
     worker = Worker(s, 0, 1, 1, CPU, RunFolder(Path()), [("linear", [model[4]])], total_steps=STEPS)
@@ -195,7 +195,7 @@ def test_nobody_goes_on_with_another_training(change: dict[str, Any], tmp_path: 
 #: fp64, with all that an update may have: momentum, decay, a schedule, clipping.
 EXACT: dict[str, Any] = {
     "precision": "fp64", "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True, "schedule": "cosine",
-    "clip_norm": 0.5, "lr": 0.002, "global_batch": 16, "warmup_steps": 1, "epochs": 30,
+    "max_grad_norm": 0.5, "lr": 0.002, "global_batch": 16, "warmup_steps": 1, "epochs": 30,
     "more": {"checkpoints": {"checkpoint_every": 3}},
 }  # fmt: skip
 

@@ -92,7 +92,7 @@ def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_p
     arms = {"ddp": 75, "slow": 15 + 70, "late": 1100 + 60}
     variants = {
         "slow": {"strategy": "local-sgd", "period": 35},
-        "late": {"strategy": "ddp", "compress": "powersgd", "start": 1100},
+        "late": {"strategy": "ddp", "compress": "powersgd", "powersgd_start_step": 1100},
     }
     for name, steps in arms.items():
         found = round_of(

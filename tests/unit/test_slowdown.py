@@ -148,7 +148,7 @@ def test_a_step_in_parts_is_slowed_by_the_whole_of_it(monkeypatch):
     first = Counted()
     now = SimpleNamespace(perf_counter=lambda: PER_SAMPLE_S * sum(first.batches))
     monkeypatch.setattr(slowdown, "time", now)
-    s = settings("single", gpus=1, per_worker_batch=16, accumulate=4)
+    s = settings("single", gpus=1, per_worker_batch=16, gradient_accumulation_steps=4)
     step_s = slowdown.measure_step_s(s, network(first, 8), SHAPE, 3, CPU)
     assert set(first.batches) == {4}
     assert step_s == pytest.approx(16 * PER_SAMPLE_S)

@@ -141,7 +141,7 @@ STRATEGIES: dict[str, tuple[type[Collective], dict[str, Any]]] = {
     "fsdp-always": (FSDP, {"reshard_after_forward": "always"}),
     "fsdp-never": (FSDP, {"reshard_after_forward": "never"}),
     "fsdp-policy": (FSDP, {"mixed_precision": "policy"}),
-    "fsdp-pairs": (FSDP, {"shard_workers": 2}),
+    "fsdp-pairs": (FSDP, {"shard_group_size": 2}),
     "fsdp-offload": (FSDP, {"offload": "cpu"}),
     "fsdp-last-part": (FSDP, {"gradient_sync": "last-part"}),
     "zero1": (ZeRO1, {}),
@@ -165,9 +165,9 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]] | 
     "recomputed": ({"activation_checkpointing": True}, None, 0.0),
     "selective": ({"activation_checkpointing": "selective"}, None, 0.0),
     "every second": ({"activation_checkpointing": "every-2"}, None, 0.0),
-    "parts": ({"accumulate": 2}, (Added, {}), TOLERANCE),
+    "parts": ({"gradient_accumulation_steps": 2}, (Added, {}), TOLERANCE),
     "loss in parts": ({"loss_chunks": 2}, None, TOLERANCE),
-    "clip": ({"clip_norm": 0.2}, (OwnNorm, {"reshard_after_forward": "always"}), TOLERANCE),
+    "clip": ({"max_grad_norm": 0.2}, (OwnNorm, {"reshard_after_forward": "always"}), TOLERANCE),
 }
 #: Those that compute the same as the plain way, bit for bit.
 RECOMPUTED = ("recomputed", "selective", "every second")
@@ -179,8 +179,8 @@ SAME = {"fsdp-policy", "fsdp-offload", "fsdp-last-part"}
 SENDING: dict[str, tuple[dict[str, Any], bool]] = {
     "fp16": ({"compress": "fp16"}, False),
     "bf16": ({"compress": "bf16"}, False),
-    "rank-1": ({"compress": "powersgd", "rank": 1, "start": 2}, False),
-    "rank-99": ({"compress": "powersgd", "rank": 99, "start": 2}, True),
+    "rank-1": ({"compress": "powersgd", "powersgd_rank": 1, "powersgd_start_step": 2}, False),
+    "rank-99": ({"compress": "powersgd", "powersgd_rank": 99, "powersgd_start_step": 2}, True),
 }
 MUTANTS = ["summed", "unsynchronised", "same-shard", "ungathered"]
 #: Of several workers, those that say that their arithmetic is DDP's: each is held to it.
@@ -397,7 +397,7 @@ def powersgd_in_buckets(rank: int, world: int) -> list[Tensor]:
     torch.manual_seed(0)
     wide = [layer for _ in range(4) for layer in (nn.Linear(400, 400), nn.ReLU())]
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 400), nn.ReLU(), *wide, nn.Linear(400, 3))
-    options = {"compress": "powersgd", "start": 2, "bucket_cap_mb": 1}
+    options = {"compress": "powersgd", "powersgd_start_step": 2, "bucket_cap_mb": 1}
     strategy = set_up("ddp", rank, world, model=model.double(), **options)
     x, y, order = samples(torch.float64)
     for _ in range(2):
@@ -409,7 +409,7 @@ def powersgd_in_buckets(rank: int, world: int) -> list[Tensor]:
 def whole_norm(rank: int, world: int) -> dict[str, Any]:
     """Two groups of two that clip by the norm of both models together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(STRATEGIES, "whole-norm", (WholeNorm, {"shard_workers": 2}))
+        patch.setitem(STRATEGIES, "whole-norm", (WholeNorm, {"shard_group_size": 2}))
         return transformer_trajectory("gpt", "whole-norm", rank, world, "clip")
 
 
@@ -899,11 +899,11 @@ def test_tf32_on_a_cpu_is_called_what_it_is(found):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("clip_norm", [1e-3, 1e6])
-def test_gradients_are_clipped_after_the_loss_scale_is_taken_off(monkeypatch, clip_norm):
-    """In fp16: a step moves lr x clip_norm where that clips; overflows are skipped and counted once."""
+@pytest.mark.parametrize("max_grad_norm", [1e-3, 1e6])
+def test_gradients_are_clipped_after_the_loss_scale_is_taken_off(monkeypatch, max_grad_norm):
+    """In fp16: a step moves lr x max_grad_norm where that clips; overflows are skipped and counted once."""
     x, y, _ = samples(torch.float32)
-    way = {"clip_norm": clip_norm, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    way = {"max_grad_norm": max_grad_norm, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
     monkeypatch.setitem(WAYS, "clipped", (way, (Single, {}), 0.0))
     strategy = set_up("single", 0, 1, "fp16", way="clipped")
     plain = set_up("single", 0, 1, "fp16")
@@ -916,8 +916,8 @@ def test_gradients_are_clipped_after_the_loss_scale_is_taken_off(monkeypatch, cl
     moved = torch.cat([(now - then).flatten() for now, then in pairs]).norm()
     assert strategy.report()["details"]["skipped_steps"] == 1
     assert loss.isfinite()
-    if clip_norm < 1:
-        assert moved == pytest.approx(0.1 * clip_norm, rel=0.01)
+    if max_grad_norm < 1:
+        assert moved == pytest.approx(0.1 * max_grad_norm, rel=0.01)
     else:
         assert moved > 1e-3
 

@@ -45,19 +45,23 @@ LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "tied"),
     "own head": ({}, "own head"),
-    "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, "tied"),
+    "parts and clip": ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, "tied"),
     "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, "tied"),
     "recomputed": ({"activation_checkpointing": True}, "tied"),
     "selective": ({"activation_checkpointing": "selective"}, "tied"),
-    "vit": ({"lr": 0.02, "clip_norm": 0.2}, "vit-compact"),
+    "vit": ({"lr": 0.02, "max_grad_norm": 0.2}, "vit-compact"),
 }
 #: Ways to divide; pairs are of four workers.
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
-    "sequence": {"sequence": True},
-    "pairs": {"tensor_workers": 2},
-    "pairs, ddp": {"tensor_workers": 2, "data": "ddp"},
-    "pairs, sequence": {"tensor_workers": 2, "data": "ddp", "sequence": True},
+    "sequence": {"sequence_parallel": True},
+    "pairs": {"tensor_parallel_size": 2},
+    "pairs, ddp": {"tensor_parallel_size": 2, "data_parallel": "ddp"},
+    "pairs, sequence": {
+        "tensor_parallel_size": 2,
+        "data_parallel": "ddp",
+        "sequence_parallel": True,
+    },
 }
 #: Which of them are tried: where gradients are counted, added up and averaged late, all of them.
 TRIED: dict[str, dict[int, tuple[str, ...]]] = {
@@ -299,9 +303,9 @@ def test_workers_hold_their_part(found):
     ("options", "gpus", "mesh"),
     [
         ({}, 4, Mesh(1, tensor=4)),
-        ({"tensor_workers": 2}, 4, Mesh(2, tensor=2)),
-        ({"tensor_workers": 2}, 1, Mesh(1)),
-        ({"tensor_workers": 4}, 2, Mesh(1, tensor=2)),
+        ({"tensor_parallel_size": 2}, 4, Mesh(2, tensor=2)),
+        ({"tensor_parallel_size": 2}, 1, Mesh(1)),
+        ({"tensor_parallel_size": 4}, 2, Mesh(1, tensor=2)),
     ],
 )
 def test_how_workers_are_divided(options, gpus, mesh):
@@ -309,8 +313,8 @@ def test_how_workers_are_divided(options, gpus, mesh):
 
 
 def test_groups_that_do_not_come_out_even_are_refused():
-    with pytest.raises(ValueError, match="tensor_workers = 2 does not divide 3 workers"):
-        TensorParallel(TensorParallel.Options(tensor_workers=2)).mesh(3)
+    with pytest.raises(ValueError, match="tensor_parallel_size = 2 does not divide 3 workers"):
+        TensorParallel(TensorParallel.Options(tensor_parallel_size=2)).mesh(3)
 
 
 def refused(**values: Any) -> list[str]:
@@ -320,9 +324,11 @@ def refused(**values: Any) -> list[str]:
         "compile": False,
         "loss_chunks": 1,
     }
-    options = {"tensor_workers": "all", "data": "fsdp", "sequence": False} | values.pop(
-        "options", {}
-    )
+    options = {
+        "tensor_parallel_size": "all",
+        "data_parallel": "fsdp",
+        "sequence_parallel": False,
+    } | values.pop("options", {})
     block |= values
     block["networks"] = {name: name for name in block["models"]}
     return list(TensorParallel.refusals(options, block))
@@ -334,14 +340,14 @@ def test_what_cannot_be_divided_is_refused_before_any_job():
     assert "'vgg-compact': it states no plan" in said
     assert "gpt-compact" in said
     assert refused(models=["vit-compact", "vit_b_16"], gpus=[1, 2, 4]) == []
-    (said,) = refused(models=["vit-compact"], options={"sequence": True})
-    assert "'vit-compact': sequence: true divides the positions of texts" in said
+    (said,) = refused(models=["vit-compact"], options={"sequence_parallel": True})
+    assert "'vit-compact': sequence_parallel: true divides the positions of texts" in said
     (said,) = refused(models=["vit_b_16"], gpus=[8])
     assert "vit_b_16: 8 workers cannot divide its 12 heads" in said
     (said,) = refused(gpus=[8])
     assert "gpt-compact: 8 workers cannot divide its 4 heads" in said
-    assert refused(gpus=[8], options={"tensor_workers": 4}) == []
-    assert refused(gpus=[3], options={"tensor_workers": 2}) == []  # `mesh` says why
+    assert refused(gpus=[8], options={"tensor_parallel_size": 4}) == []
+    assert refused(gpus=[3], options={"tensor_parallel_size": 2}) == []  # `mesh` says why
     (said,) = refused(compile=True)
     assert ".compile" in said
 
@@ -349,7 +355,7 @@ def test_what_cannot_be_divided_is_refused_before_any_job():
 def prepared_cell(folder: Path, workers: int, positions: int = 16, **options: Any):
     """Settings of a cell that divides layers, and its data, prepared in `folder`."""
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
-            "sequence": positions}  # fmt: skip
+            "sequence_parallel": positions}  # fmt: skip
     prepare("text", folder, spec=spec)
     options = option_defaults("tensor") | options
     replicas = mesh_of("tensor", options, workers).replicas
@@ -360,7 +366,7 @@ def prepared_cell(folder: Path, workers: int, positions: int = 16, **options: An
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("workers", "options"), [(2, {}), (4, {"tensor_workers": 2})])
+@pytest.mark.parametrize(("workers", "options"), [(2, {}), (4, {"tensor_parallel_size": 2})])
 def test_a_cell_trains_and_its_record_says_its_mesh(
     start_cell: Callable[..., Any], warm, tmp_path, workers, options
 ):
@@ -378,7 +384,7 @@ def test_a_cell_trains_and_its_record_says_its_mesh(
 
 def test_texts_that_cannot_be_divided_by_positions_are_refused(start_cell, warm, tmp_path):
     """How long texts are is known once the data are there."""
-    s = prepared_cell(tmp_path / "text", 2, positions=15, sequence=True)
+    s = prepared_cell(tmp_path / "text", 2, positions=15, sequence_parallel=True)
     cell = start_cell(s, data_dir=tmp_path / "text", env=warm)
     code, output = cell.finish()
     assert code == 0, output

@@ -379,7 +379,7 @@ def test_a_plan_that_says_what_tensor_does_not_do_is_refused(monkeypatch):
     from stratbench.workload.network import hugging_face
 
     built = built_from(LLAMA)
-    assert hugging_face.tensor_plan(built)["network.model.layers.*.self_attn.q_proj"] == "columns"
+    assert hugging_face.tensor_plan(built)["network.model.layers.*.self_attn.q_proj"] == "colwise"
     plan = {"layers.*.self_attn.q_proj": "packed_colwise"}
     monkeypatch.setattr(type(built.network.config), "base_model_tp_plan", plan)
     with pytest.raises(ValueError, match=r"says 'packed_colwise' of network.model.layers"):
@@ -505,7 +505,7 @@ def test_a_config_that_no_model_is_made_of_is_told(tmp_path, config, why):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"shard": ["Block"]}, ": give one of call, transformers and timm; given: none"),
+        ({"wrap_classes": ["Block"]}, ": give one of call, transformers and timm; given: none"),
         (LLAMA | {"timm": "x"}, ": give one of call, transformers and timm; given: transformers, timm"),
         (LLAMA | {"kwargs": {"a": 1}}, ".kwargs: belongs to `call`; with `transformers` write arguments"),
         ({"call": "a.B", "arguments": {}}, ".arguments: belongs to a model of transformers or timm"),

@@ -75,10 +75,11 @@ def test_combinations_follow_from_what_options_and_settings_say():
     assert options == {
         "{}",
         '{"reshard_after_forward": "never"}',
-        '{"shard_workers": "node"}',
+        '{"shard_group_size": "node"}',
         '{"offload": "cpu"}',
     }
-    assert {c.settings.get("accumulate", 1) for c in found} == {1, 2, 4}  # parts of four samples
+    # parts of four samples
+    assert {c.settings.get("gradient_accumulation_steps", 1) for c in found} == {1, 2, 4}
     assert {c.settings.get("activation_checkpointing", False) for c in found} == {
         False,
         True,
@@ -156,7 +157,7 @@ def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
 @pytest.mark.parametrize(
     ("strategy", "options", "settings", "amounts"),
     [
-        ("ddp", {}, {"accumulate": 4}, {"micro-batch": 1}),
+        ("ddp", {}, {"gradient_accumulation_steps": 4}, {"micro-batch": 1}),
         ("ddp", {}, {"activation_checkpointing": "selective"}, {"checkpointing": 0.4}),
         ("zero1", {}, {}, {"sharding": 1}),
         (
@@ -172,11 +173,16 @@ def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
             {"compile": True},
             {"sharding": 3, "offload": 1, "compile": 1},
         ),
-        ("tensor", {"tensor_workers": 2}, {}, {"sharding": 3, "tensor": 2}),
-        ("tensor", {"data": "ddp"}, {"accumulate": 2}, {"micro-batch": 2, "tensor": 4}),
+        ("tensor", {"tensor_parallel_size": 2}, {}, {"sharding": 3, "tensor": 2}),
+        (
+            "tensor",
+            {"data_parallel": "ddp"},
+            {"gradient_accumulation_steps": 2},
+            {"micro-batch": 2, "tensor": 4},
+        ),
         (
             "pipeline",
-            {"pipeline_workers": 2, "microbatches": 4},
+            {"pipeline_parallel_size": 2, "microbatches": 4},
             {},
             {"micro-batch": 2, "pipeline": 2},
         ),
@@ -214,8 +220,8 @@ def test_the_sieves_say_why_and_write_a_study_that_can_be_run(tmp_path, monkeypa
 
 def test_what_the_config_refuses_is_not_measured():
     found = [
-        Combination("ddp", {}, {"accumulate": 3}),
-        Combination("ps-sync", {}, {"accumulate": 2}),
+        Combination("ddp", {}, {"gradient_accumulation_steps": 3}),
+        Combination("ps-sync", {}, {"gradient_accumulation_steps": 2}),
     ]
     sieved = sieve(config_of(), "first", 2, "gpt-compact", found, "ddp")
     assert [s.fate for s in sieved] == [REFUSED, REFUSED]

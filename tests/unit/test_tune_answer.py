@@ -37,8 +37,13 @@ MEASURED_ONES = (
     measured(Combination("fsdp"), 1.1, 5.0),
     measured(Combination("fsdp", {}, ON), 1.4, 3.0),
     measured(Combination("fsdp", {"reshard_after_forward": "never"}), 0.95, 7.0),
-    measured(Combination("fsdp", {}, {"accumulate": 2}), 2.2, 4.5, blocks=1),
-    measured(Combination("fsdp", {"offload": "cpu"}, {"accumulate": 2}), 9.0, 6.0, blocks=1),
+    measured(Combination("fsdp", {}, {"gradient_accumulation_steps": 2}), 2.2, 4.5, blocks=1),
+    measured(
+        Combination("fsdp", {"offload": "cpu"}, {"gradient_accumulation_steps": 2}),
+        9.0,
+        6.0,
+        blocks=1,
+    ),
 )
 
 
@@ -48,7 +53,7 @@ def test_an_effect_is_of_pairs_that_differ_in_one_choice():
         ("activation_checkpointing true", ""),
         ("fsdp", "ddp"),
         ("fsdp reshard_after_forward never", ""),
-        ("accumulate 2", ""),
+        ("gradient_accumulation_steps 2", ""),
         ("fsdp offload cpu", ""),
     }
     checkpointing = effects["activation_checkpointing true", ""]
@@ -57,7 +62,7 @@ def test_an_effect_is_of_pairs_that_differ_in_one_choice():
     assert ratio.value == pytest.approx(math.sqrt(1.3 * 1.4 / 1.1), rel=0.01)
     assert 1 < ratio.high / ratio.low < 1.05
     assert effects["fsdp", "ddp"].pairs == 2
-    alone = effects["accumulate 2", ""]
+    alone = effects["gradient_accumulation_steps 2", ""]
     assert (alone.blocks, alone.ratio.low) == (1, None)
     assert "no interval by one block" in answers.effect_text(alone)
 

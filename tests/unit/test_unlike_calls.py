@@ -46,7 +46,7 @@ def test_a_collective_that_gloo_aborts_ends_in_the_sentence_of_the_calls(
     start_cell, warm, tmp_path
 ):
     (tmp_path / "leaves_out.py").write_text(LEAVES_OUT)
-    spec = {"call": "leaves_out.Net", "kwargs": {}, "shard": ["Part"]}
+    spec = {"call": "leaves_out.Net", "kwargs": {}, "wrap_classes": ["Part"]}
     own = spec | users_code.fingerprint(spec["call"], [tmp_path])
     s = settings("fsdp", model="mine", own_model=own, epochs=3)
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})

@@ -110,10 +110,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int, tuple[int, ...]]] = {
     "zero1, in parts": ("zero1", {}, 2, (2,)),
     "zero1-torch": ("zero1-torch", {}, 1, (2,)),
     "tensor": ("tensor", {}, 1, (2,)),
-    "tensor, pairs in parts": ("tensor", {"tensor_workers": 2, "data": "ddp"}, 2, (4,)),
+    "tensor, pairs in parts": ("tensor", {"tensor_parallel_size": 2, "data_parallel": "ddp"}, 2, (4,)),
     "pipeline": ("pipeline", {"microbatches": 4}, 1, (2,)),
     "pipeline, pairs in parts": (
-        "pipeline", {"microbatches": 2, "pipeline_workers": 2}, 2, (4,)
+        "pipeline", {"microbatches": 2, "pipeline_parallel_size": 2}, 2, (4,)
     ),
     "ps-sync": ("ps-sync", {}, 1, WORLDS),
     "ps-async": ("ps-async", {}, 1, (1,)),
@@ -149,8 +149,9 @@ def settings_of(name: str, options: dict[str, Any], parts: int, world: int) -> S
     s = settings(name, gpus=world, model="gpt-compact", options=options)
     replicas = make_strategy(name, options).mesh(world).replicas
     return replace(
-        s, precision="fp64", lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True, accumulate=parts,
-        clip_norm=None if name.startswith("ps") else 0.2,
+        s, precision="fp64", lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True,
+        gradient_accumulation_steps=parts,
+        max_grad_norm=None if name.startswith("ps") else 0.2,
         global_batch=BATCH, per_worker_batch=BATCH // replicas,
     )  # fmt: skip
 

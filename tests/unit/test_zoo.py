@@ -96,7 +96,7 @@ def settings_of(name: str, way: str) -> Settings:
     strategy, options, workers = WAYS[way]
     return settings(
         strategy, options=option_defaults(strategy) | options, model=name, dataset="made",
-        own_model={"call": f"zoo.{name}", "kwargs": {}, "shard": None}, gpus=workers, seed=SEED,
+        own_model={"call": f"zoo.{name}", "kwargs": {}, "wrap_classes": None}, gpus=workers, seed=SEED,
         epochs=EPOCHS, global_batch=BATCH, per_worker_batch=BATCH // workers, precision="fp64",
         **HYPER,
     )  # fmt: skip

@@ -40,5 +40,5 @@ def experiments_of(common: dict) -> dict[str, dict]:
         name: {**common, "dataset": name, "global_batch": 8, "models": [model]}
         for name, model in zip(DATASETS, ("vgg-compact", "vgg-compact", "gpt-compact"), strict=True)
     }
-    found["pictures"]["placement"] = "host"
+    found["pictures"]["data_placement"] = "host"
     return found

@@ -35,8 +35,9 @@ def study_config() -> dict:
         "variants": {
             "few": {"strategy": "diloco", "inner_steps": 4},
             "late": {"strategy": "local-sgd", "period": 4, "start": 7},
-            "pairs": {"strategy": "fsdp", "shard_workers": 2},
-            "factors": {"strategy": "ddp", "compress": "powersgd", "rank": 2, "start": 4},
+            "pairs": {"strategy": "fsdp", "shard_group_size": 2},
+            "factors": {"strategy": "ddp", "compress": "powersgd", "powersgd_rank": 2,
+            "powersgd_start_step": 4},
         },
         "experiments": {
             "digits": common | {"models": ["vgg-compact"], "strategies": ["gossip"]},
@@ -47,7 +48,7 @@ def study_config() -> dict:
                "global_batch": 96, "lr": 0.05},
             "text": common
             | {"dataset": "text", "models": ["gpt-compact"], "strategies": ["local-sgd", "few", "gossip"],
-               "gpus": [4], "lr": 0.01, "optimizer": "adamw", "clip_norm": 1.0},
+               "gpus": [4], "lr": 0.01, "optimizer": "adamw", "max_grad_norm": 1.0},
         },
     }  # fmt: skip
     return config

@@ -23,8 +23,8 @@ REFUSAL = (
     "what it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
 )
 DDP = f"ddp cannot train it: {REFUSAL}"
-MINE = {"mine": {"call": "my_net.MyNet", "shard": ["Block"]}}
-SPARED = {"spared": {"call": "my_net:Spared", "shard": ["Block"]}}
+MINE = {"mine": {"call": "my_net.MyNet", "wrap_classes": ["Block"]}}
+SPARED = {"spared": {"call": "my_net:Spared", "wrap_classes": ["Block"]}}
 STRATEGIES = ("ddp", "fsdp", "ps-sync")
 
 

@@ -60,12 +60,12 @@ def test_the_known_best_is_found_and_said_on_one_screen_and_a_page(tuning):
     slower = {r["strategy"]: r["ratio"] for r in bout["ratios"] if r["ratio"] is not None}
     assert min(slower["ddp_accumulate-2"], slower["ddp_accumulate-2_checkpointing"]) > 1.1
     told = " ".join(done.stdout.split())
-    for choice in ("accumulate 2", "activation_checkpointing true"):
+    for choice in ("gradient_accumulation_steps 2", "activation_checkpointing true"):
         assert float(re.search(rf"{choice}: (\d+\.\d+)", told)[1]) > 1.1
     assert "has it all." in told
     page = (tuning.folder / "results/tiny/tune/index.html").read_text()
     assert "svg" in page
-    assert "accumulate-2" in page
+    assert "gradient_accumulation_steps-2" in page
 
 
 def test_a_budget_leaves_the_slowest_for_later(tuning):

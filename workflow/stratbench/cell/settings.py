@@ -142,7 +142,7 @@ class Settings:
         "tensors; SGD on a CPU or with sparse gradients runs for-loop in its place. foreach: operations on "
         "all tensors at once, for which AdamW makes a temporary copy of them. for-loop: one tensor at a "
         "time. Servers, `deepspeed` and precision fp16 take fused alone.")
-    accumulate: int = setting(1, planned=EACH, minimum=1,
+    gradient_accumulation_steps: int = setting(1, planned=EACH, minimum=1,
         help="Equal parts in which each worker computes its batch, one after the other; the gradients are "
         "added up and synchronised with the last; `fsdp` reduces each part's. It takes the memory of one "
         "part, and is the same step but for BatchNorm, which normalises within a part. Servers refuse it.")
@@ -170,7 +170,7 @@ class Settings:
         "`warmup_steps`.")
     final_lr: float = setting(0.0, minimum=0,
         help="Learning rate to which the schedule falls; the step after the last would have it.")
-    clip_norm: float | None = setting(None, planned=1.0, exclusiveMinimum=0,
+    max_grad_norm: float | None = setting(None, planned=1.0, exclusiveMinimum=0,
         help="Largest Euclidean norm of the whole gradient, over all workers' parts: a larger gradient is "
         "scaled down to it. null: none. Servers refuse it.")
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64"] = setting(
@@ -181,7 +181,7 @@ class Settings:
         "rounding. Servers and `deepspeed` refuse it.")
     augment: bool = setting(False,
         help="The data set's standard augmentation (random crop; flip for natural images).")
-    placement: Literal["device", "host"] = setting("device",
+    data_placement: Literal["device", "host"] = setting("device",
         help="Where the data set lies: whole on each worker's device; or in host memory, for what does not "
         "fit there. Then a thread of each worker gathers the next batch and copies it while the device "
         "computes; what that costs is in the breakdown's `data`.")
@@ -263,7 +263,12 @@ GIVEN = tuple(f.name for f in fields(Settings) if f.metadata["given"])
 
 
 #: Those that a variant may have otherwise than its experiment: they change speed and memory alone.
-OF_A_VARIANT = ("accumulate", "activation_checkpointing", "compile", "optimizer_impl")
+OF_A_VARIANT = (
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "compile",
+    "optimizer_impl",
+)
 
 
 def schema_of_settings() -> dict[str, Any]:

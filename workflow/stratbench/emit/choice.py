@@ -97,7 +97,7 @@ class Choice:
     @property
     def micro_batch(self) -> int:
         """Samples that a worker computes on at once."""
-        return self.take("per_worker_batch") // self.settings.accumulate
+        return self.take("per_worker_batch") // self.settings.gradient_accumulation_steps
 
     @property
     def total_steps(self) -> int:
@@ -105,10 +105,10 @@ class Choice:
         return self.settings.total_steps(self.record["data"]["train_samples"])
 
     @property
-    def shard_workers(self) -> int:
+    def shard_group_size(self) -> int:
         """The workers that hold one model between them."""
-        self._said.add("shard_workers")
-        if self.options.get("shard_workers") == "node":
+        self._said.add("shard_group_size")
+        if self.options.get("shard_group_size") == "node":
             return min(self.settings.gpus, self.workers_per_node)
         traits = traits_of(self.settings.strategy, self.settings.options, self.settings.gpus)
         return traits.weight_parts or 1
@@ -121,7 +121,7 @@ class Choice:
             # A network may name them itself, as those of transformers do: then the record says so.
             rule = self.record["model"].get("own", {}).get("sharding") or ""
             named = rule.removeprefix(INSTANCES_OF).split(", ") if INSTANCES_OF in rule else ()
-            return list(network.own.shard or named)
+            return list(network.own.wrap_classes or named)
         return [path.partition(":")[2] for path in FAMILIES[network.family].blocks]
 
     @property

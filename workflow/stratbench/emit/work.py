@@ -31,7 +31,7 @@ class Work:
         self.rank, network, dtype = rank, models.model_of(s), weights_dtype(s.precision)
         shape = models.input_shape(network, tuple(DeviceData.load(Path(data)).meta["shape"]))
         self.data = DeviceData.load(
-            data, device, shape, dtype, batch_format(s.precision, device.type), s.placement
+            data, device, shape, dtype, batch_format(s.precision, device.type), s.data_placement
         )
         meta = self.data.meta
         self.task = tasks.task_of(s, shape, meta.get("values", False))

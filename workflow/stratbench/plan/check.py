@@ -186,7 +186,10 @@ def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> s
         return network.fault
     try:
         acceptance.check_batch(
-            s.request.network, network.batchnorm, s.samples_per_step, s.settings.accumulate
+            s.request.network,
+            network.batchnorm,
+            s.samples_per_step,
+            s.settings.gradient_accumulation_steps,
         )
     except ModelError as error:
         return str(error)

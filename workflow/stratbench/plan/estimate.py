@@ -271,7 +271,7 @@ def _settings(
         strategy=name,
         options=options,
         model=f"model-{next(_numbers)}",
-        own_model={"call": f"{__name__}:copy_given", "kwargs": {}, "shard": None},
+        own_model={"call": f"{__name__}:copy_given", "kwargs": {}, "wrap_classes": None},
         dataset="",
         gpus=gpus,
         seed=0,
@@ -285,7 +285,7 @@ def _settings(
         precision=precision,
         activation_checkpointing=activation_checkpointing,
         device="cuda",
-        placement="host",
+        data_placement="host",
     )
 
 

@@ -223,7 +223,7 @@ def _choice_of(
     why = refusal_of_cell(s, network, rehearsal) or rehearsal.unpredicted
     if rehearsal.footprint is None or why:
         return Choice(s.cell.strategy, checkpointing, why=why or "")
-    least = acceptance.least_samples(network.batchnorm, s.settings.accumulate)
+    least = acceptance.least_samples(network.batchnorm, s.settings.gradient_accumulation_steps)
     return choose_batch(s, rehearsal.footprint, gpu_device(sheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
 

@@ -159,7 +159,7 @@ def data_bytes_of(s: Subject, samples: int | None = None) -> int:
 
     On a CPU what is mapped from files becomes resident as it is read, so that it counts whole.
     """
-    if s.settings.placement == "host" and s.request.on_cuda:
+    if s.settings.data_placement == "host" and s.request.on_cuda:
         each = s.samples_per_step if samples is None else samples
         return buffer_bytes(s.data, each, s.settings.augment)
     return data_bytes(s.data, s.request.input_shape, s.settings.augment)
@@ -247,6 +247,6 @@ def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int
     kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
     kept_bytes -= 2 * footprint.frozen_bytes if kept else 0
     n_bytes += GPU_HOST_PROCESS_BYTES + footprint.saved_bytes + mirror_bytes + kept_bytes
-    if s.settings.placement == "host":  # pinned; mapped files are the kernel's to keep or drop
+    if s.settings.data_placement == "host":  # pinned; mapped files are the kernel's to keep or drop
         n_bytes += data_bytes
     return n_bytes

@@ -123,7 +123,7 @@ def _trained_on(config: Mapping[str, Any], model: str, given: Mapping[str, Any])
     if task is not None:
         return given["trained_on"][task]
     spec = models.spec_of(model, own)
-    named = models.named_model(model, spec and {"kwargs": {}, "shard": None} | spec)
+    named = models.named_model(model, spec and {"kwargs": {}, "wrap_classes": None} | spec)
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
     if reads_text is None:
         return {}

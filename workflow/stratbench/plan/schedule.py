@@ -248,7 +248,8 @@ def _planned(
             needs.servers_host_mib if needs else 0,
         ),
         least_samples=acceptance.least_samples(
-            checked.networks[Network.of(s.request)].batchnorm, s.settings.accumulate
+            checked.networks[Network.of(s.request)].batchnorm,
+            s.settings.gradient_accumulation_steps,
         ),
     )
 
@@ -366,9 +367,15 @@ def _state(
 def _share_of_data(s: Subject, fit: DeviceFit) -> str:
     """What keeps the data off the device, where they are a tenth or more of what a cell needs there."""
     n_bytes = fit.peak.parts_bytes["data"]
-    if s.settings.placement == "host" or not s.request.on_cuda or n_bytes < fit.needed_bytes / 10:
+    if (
+        s.settings.data_placement == "host"
+        or not s.request.on_cuda
+        or n_bytes < fit.needed_bytes / 10
+    ):
         return ""
-    return f", {n_bytes / GIB:.1f} of it for the data (placement: host keeps them in host memory)"
+    return (
+        f", {n_bytes / GIB:.1f} of it for the data (data_placement: host keeps them in host memory)"
+    )
 
 
 def longest_time_s(fit: DeviceFit | None) -> int | None:

@@ -77,7 +77,8 @@ def same_scores(
         )
     if names := strategy.partly_trained(x, y):
         raise Refused(
-            f"{models.in_words(network)}: with sequence: true each worker would train {names_text(names)} by "
+            f"{models.in_words(network)}: with sequence_parallel: true each worker would train "
+            f"{names_text(names)} by "
             "its own positions alone; call the modules that hold them `norm` in tensor_plan"
         )
 
@@ -85,7 +86,7 @@ def same_scores(
 def check_batch(network: str | models.Model, batchnorm: bool, samples: int, parts: int) -> None:
     """Refused where a worker would normalise over one sample: of `samples` in `parts` parts."""
     if samples < least_samples(batchnorm, parts):
-        within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
+        within = "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
         raise Refused(
             f"{models.in_words(network)}: it normalises over the batch (BatchNorm), and a worker's batch is "
             f"one sample{within}; use a larger batch, or fewer workers"
@@ -134,7 +135,7 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
     if trial.hooked:
         yield (
             f"{names_text(trial.hooked)} has a hook of its gradient: it sees each worker's own gradient, and "
-            "with accumulate each part's, before they are averaged"
+            "with gradient_accumulation_steps each part's, before they are averaged"
         )
     if counted := set(trial.counts + trial.kept_aside).intersection(trial.attributes):
         yield (

@@ -271,7 +271,7 @@ class Strategy:
         by = {
             "AdamW does not take": s.optimizer == "adamw",
             "weight_decay cannot be added to": bool(s.weight_decay),
-            "clip_norm cannot measure": s.clip_norm is not None,
+            "max_grad_norm cannot measure": s.max_grad_norm is not None,
         }
         if sparse and any(by.values()):
             yield sparse_gradient(sparse, next(why for why, set_ in by.items() if set_))
@@ -301,7 +301,7 @@ class Strategy:
 
     @property
     def parts(self) -> int:
-        """Equal parts in which a step computes its batch, or each part of it by `accumulate`."""
+        """Equal parts of a step's batch, or of each part of it (`gradient_accumulation_steps`)."""
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
@@ -563,8 +563,8 @@ class Collective(Strategy):
             share = s.share_of_lr(self.steps, self.worker.total_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = s.lr * share
-        if s.clip_norm is not None:
-            self.clip(s.clip_norm)
+        if s.max_grad_norm is not None:
+            self.clip(s.max_grad_norm)
 
     def clip(self, norm: float) -> None:
         """Scale the gradients down to `norm`, where theirs is larger; unsynchronised."""
@@ -619,7 +619,9 @@ class Collective(Strategy):
         from stratbench.telemetry.shards import local_part
 
         self.part_weights.append(local_part(weight))
-        return loss * (self.worker.settings.accumulate * self.parts / self.full_weight(y))
+        return loss * (
+            self.worker.settings.gradient_accumulation_steps * self.parts / self.full_weight(y)
+        )
 
     def full_weight(self, y: Tensor) -> float:
         """Return the weight of a worker's batch if each target weighs 1; `y`: targets of some samples."""
@@ -675,7 +677,7 @@ class Collective(Strategy):
 
     def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute the gradients of the batch in `local_tensors`; returns its mean loss."""
-        parts = self.worker.settings.accumulate
+        parts = self.worker.settings.gradient_accumulation_steps
         loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
         self.link_gradients()
         return self.divide_by_weight(loss, self.full_weight(y)) if self.worker.weighs else loss

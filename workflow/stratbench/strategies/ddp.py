@@ -94,12 +94,12 @@ class DDP(base.Collective):
         compress: Literal["none", "fp16", "bf16", "powersgd"] = option(
             "none", "how gradients are sent"
         )
-        rank: int = option(1, "of powersgd: columns of a matrix's factors", least=1)
-        start: int = option(10, "of powersgd: steps before it begins", least=2)
+        powersgd_rank: int = option(1, "of powersgd: columns of a matrix's factors", least=1)
+        powersgd_start_step: int = option(10, "of powersgd: steps before it begins", least=2)
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name, default in (("rank", 1), ("start", 10)):
+            for name, default in (("powersgd_rank", 1), ("powersgd_start_step", 10)):
                 value = getattr(self, name)
                 if value != default and self.compress != "powersgd":
                     raise ValueError(f"{name} = {value}: only compress: powersgd has it; remove it")
@@ -111,7 +111,7 @@ class DDP(base.Collective):
 
     @property
     def plain_steps(self) -> int:
-        return self.options.start if self.compress == "powersgd" else 0
+        return self.options.powersgd_start_step if self.compress == "powersgd" else 0
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
@@ -215,7 +215,7 @@ class DDP(base.Collective):
             case "bf16":
                 return SixteenBits(torch.bfloat16, workers)
             case "powersgd":
-                return PowerSGD(self.options.rank, self.options.start)
+                return PowerSGD(self.options.powersgd_rank, self.options.powersgd_start_step)
         return None
 
     def synchronising(self, last: bool) -> AbstractContextManager:

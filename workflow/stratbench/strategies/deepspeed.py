@@ -56,8 +56,8 @@ class DeepSpeed(Counted):
     evaluated_on = Sharded.evaluated_on
     breakdown_note: ClassVar[str] = (
         "DeepSpeed reduces gradients inside backward; stages 1 and 2 gather the weights in the optimizer's "
-        "phase, stage 3 inside forward and backward; stage 3, and any stage that clips or has tuned: false, "
-        "waits for the device in every step, to read the gradient's norm"
+        "phase, stage 3 inside forward and backward; stage 3, and any stage that clips or has "
+        "match_other_strategies: false, waits for the device in every step, to read the gradient's norm"
     )
 
     @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DeepSpeed(Counted):
             kind="sharding",
         )
         bucket_cap_mb: int = option(25, "size of a bucket in MiB", least=1)
-        tuned: bool = option(
+        match_other_strategies: bool = option(
             True,
             "true: buckets as ddp has them, gradients reduced beside backward, no norm or timer that nobody "
             "asked for, stage 3 keeps nothing whole; false: DeepSpeed's own defaults",
@@ -79,9 +79,10 @@ class DeepSpeed(Counted):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if not self.tuned and self.bucket_cap_mb != 25:
+            if not self.match_other_strategies and self.bucket_cap_mb != 25:
                 raise ValueError(
-                    f"bucket_cap_mb = {self.bucket_cap_mb}: tuned: false leaves it to DeepSpeed; remove it"
+                    f"bucket_cap_mb = {self.bucket_cap_mb}: match_other_strategies: false leaves it to "
+                    "DeepSpeed; remove it"
                 )
 
     @classmethod
@@ -136,7 +137,7 @@ class DeepSpeed(Counted):
     def traits(self, gpus: int) -> base.Traits:
         o = self.options
         # Stage 2 divides the gradients and not the weights; by default stage 3 leaves small tensors whole.
-        parts = {1: 1, 2: None, 3: gpus if o.tuned else None}[o.stage]
+        parts = {1: 1, 2: None, 3: gpus if o.match_other_strategies else None}[o.stage]
         return base.Traits(
             synchronous_alone=True,
             equals_ddp=True,
@@ -186,7 +187,12 @@ class DeepSpeed(Counted):
         groups = [numel(p for m in ms for p in m.parameters()) for _, ms in worker.wrap_groups]
         group = max(groups, default=self._trained)
         return engine_config(
-            o.stage, o.tuned, o.bucket_cap_mb, worker.settings, self._trained, group
+            o.stage,
+            o.match_other_strategies,
+            o.bucket_cap_mb,
+            worker.settings,
+            self._trained,
+            group,
         )
 
     def reset(self) -> None:
@@ -294,7 +300,7 @@ class DeepSpeed(Counted):
 
 def engine_config(
     stage: int,
-    tuned: bool,
+    match_other_strategies: bool,
     bucket_cap_mb: int,
     s: Settings,
     trained: int,
@@ -303,7 +309,7 @@ def engine_config(
     """Return DeepSpeed's configuration (deepspeed.ai/docs/config-json) of a cell.
 
     Args:
-        stage, tuned, bucket_cap_mb: The strategy's options.
+        stage, match_other_strategies, bucket_cap_mb: The strategy's options.
         s: The cell's settings.
         trained: Trainable parameters of the network.
         group: Parameters of its largest sharding group; None: not known, and left to DeepSpeed.
@@ -311,9 +317,11 @@ def engine_config(
     zero: dict[str, Any] = {"stage": stage}
     config = {
         # For its own lines of progress; samples come from our loop.
-        "train_micro_batch_size_per_gpu": max(1, s.per_worker_batch // s.accumulate),
-        "gradient_accumulation_steps": s.accumulate,
-        "gradient_clipping": s.clip_norm or 0.0,
+        "train_micro_batch_size_per_gpu": max(
+            1, s.per_worker_batch // s.gradient_accumulation_steps
+        ),
+        "gradient_accumulation_steps": s.gradient_accumulation_steps,
+        "gradient_clipping": s.max_grad_norm or 0.0,
         "zero_allow_untested_optimizer": True,  # SGD
         "steps_per_print": None,
         "zero_optimization": zero,
@@ -325,7 +333,7 @@ def engine_config(
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],
         }
-    if not tuned:
+    if not match_other_strategies:
         return config
     config["timers"] = {"throughput": {"enabled": False}}  # else each step waits for the device
     # A bucket larger than the network would be memory that nothing ever fills.
@@ -338,7 +346,7 @@ def engine_config(
         if group is not None:
             zero["stage3_prefetch_bucket_size"] = group
             zero["stage3_max_live_parameters"] = 2 * group
-    elif s.clip_norm is None:
+    elif s.max_grad_norm is None:
         zero["compute_grad_norm"] = False  # the host would read it in every step
     return config
 

@@ -44,7 +44,7 @@ class ServerOptions(base.Options):
     wire: Literal["native", "bfloat16"] = option(
         "native", "bfloat16 halves a push of fp32 over TCP"
     )
-    placement: Literal["central", "colocated"] = option(
+    server_placement: Literal["central", "colocated"] = option(
         "central",
         "central: `servers` processes, dealt over the nodes from the first; colocated: one for each "
         "worker, on the worker's node",
@@ -122,14 +122,14 @@ def server_configs(
 
 def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
     """The number of the node on which a server of a cell runs."""
-    placement = strategy_class(s.strategy).Options(**s.options).placement
-    return node_by_placement(placement, server, s.gpus, n_nodes)
+    server_placement = strategy_class(s.strategy).Options(**s.options).server_placement
+    return node_by_placement(server_placement, server, s.gpus, n_nodes)
 
 
-def node_by_placement(placement: str, server: int, workers: int, n_nodes: int) -> int:
-    """The same by the placement of a cell's servers and the number of its workers."""
+def node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
+    """The same by the server_placement of a cell's servers and the number of its workers."""
     # As workers are: each node full but the last (`Job.ranks_of`).
-    return server // -(-workers // n_nodes) if placement == "colocated" else server % n_nodes
+    return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
 
 
 class ParameterServer(base.Strategy):
@@ -162,14 +162,17 @@ class ParameterServer(base.Strategy):
 
     @classmethod
     def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
-        return options | {"servers": gpus} if options["placement"] == "colocated" else options
+        return (
+            options | {"servers": gpus} if options["server_placement"] == "colocated" else options
+        )
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
-        if options["placement"] == "colocated" and options["servers"] != 1:
+        if options["server_placement"] == "colocated" and options["servers"] != 1:
             raise ValueError(
-                f"servers = {options['servers']} with placement = 'colocated', which runs a server for each "
-                "worker; leave servers out, or set placement to 'central'"
+                f"servers = {options['servers']} with server_placement = 'colocated', which runs a server "
+                "for each "
+                "worker; leave servers out, or set server_placement to 'central'"
             )
         pushes = cls.Options(**options).pushes_per_ticket
         if per_worker_batch % pushes:
@@ -193,14 +196,16 @@ class ParameterServer(base.Strategy):
             )
         if (chunks := values["loss_chunks"]) > 1:
             yield f".loss_chunks = {chunks}: the loss in parts is not tried with servers; set it to 1"
-        if values["accumulate"] != 1:
+        if values["gradient_accumulation_steps"] != 1:
             yield (
-                f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "
+                f".gradient_accumulation_steps = {values['gradient_accumulation_steps']}: a worker's flat "
+                "gradients are pushed while backward "
                 "makes them, so that a batch cannot come in parts"
             )
-        if values["clip_norm"] is not None:
+        if values["max_grad_norm"] is not None:
             yield (
-                f".clip_norm = {values['clip_norm']}: each server takes its part of one worker's gradient, "
+                f".max_grad_norm = {values['max_grad_norm']}: each server takes its part of one worker's "
+                "gradient, "
                 "so that nobody knows the norm of the whole"
             )
 

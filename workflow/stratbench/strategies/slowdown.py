@@ -90,7 +90,7 @@ def measure_step_s(
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
-    samples = strategy_class(s.strategy).samples_per_step(s) // s.accumulate
+    samples = strategy_class(s.strategy).samples_per_step(s) // s.gradient_accumulation_steps
     layout = batch_format(s.precision, device.type)
     task = task_of(s, shape)
     of = takes_values(task), s.task == "text-classification"
@@ -106,4 +106,4 @@ def measure_step_s(
         times.append(time.perf_counter() - begun)
         model.zero_grad(set_to_none=True)
     model.load_state_dict(state)
-    return s.accumulate * statistics.median(times[1:])
+    return s.gradient_accumulation_steps * statistics.median(times[1:])

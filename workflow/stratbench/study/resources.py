@@ -97,7 +97,7 @@ def job_request(
         )
         minutes += math.ceil(60 * cluster["elastic_wait_h"])
         asked = _servers_request(settings, cluster, minutes, servers_mem_mib)
-        each = replace(each, runtime_min=cluster["worker_min"] or each.runtime_min)
+        each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
         return replace(asked, workers=cell.gpus, worker=each)
     n_nodes = node_count(cell, cluster)
     servers = -(-settings.options.get("servers", 0) // n_nodes)

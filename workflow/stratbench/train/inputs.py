@@ -78,7 +78,7 @@ def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
 
 def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
     """The record's `data`."""
-    buffered = job.settings.placement == "host"
+    buffered = job.settings.data_placement == "host"
     return {
         "name": job.cell.dataset,
         "sha256": meta["sha256"],

@@ -308,7 +308,7 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
         models.input_shape(models.model_of(s), job.data_shape),
         dtype=weights_dtype(s.precision),
         memory_format=batch_format(s.precision, device.type),
-        placement=s.placement,
+        data_placement=s.data_placement,
     )
     if data.meta != job.data:
         raise DataError(f"{job.data_dir} was prepared anew as the cell started; start it again")
@@ -349,7 +349,7 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
         if formats := models.changed_formats(model):
             facts["own"]["formats"] = formats
         samples = strategy.samples_per_step(s)
-        acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
+        acceptance.check_batch(network, facts["batchnorm"], samples, s.gradient_accumulation_steps)
         dtype = weights_dtype(s.precision)
         trial = models.trial_of(network, model, classes, shape, groups, task, dtype)
         facts["dropout"] = trial.draws

@@ -193,7 +193,7 @@ def amounts_of(s: Subject) -> dict[str, float]:
     """Return what a cell has of each kind of difference."""
     settings, mesh, options = s.settings, s.mesh, s.settings.options
     traits = traits_of(settings.strategy, options, s.cell.gpus)
-    parts = settings.accumulate * s.strategy.parts * mesh.tensor
+    parts = settings.gradient_accumulation_steps * s.strategy.parts * mesh.tensor
     return {
         "micro-batch": s.samples_per_step / parts,
         "checkpointing": _share_of(settings.activation_checkpointing),
@@ -209,7 +209,7 @@ def _stage_of(s: Subject, traits: Traits) -> int:
     """How much is divided among replicas, counted as ZeRO's stages."""
     options = s.settings.options
     if s.mesh.members > 1:  # the network itself is divided, too
-        return 3 if options.get("data") == "fsdp" else 0
+        return 3 if options.get("data_parallel") == "fsdp" else 0
     if not traits.shards_states:
         return int(traits.optimizer_parts != 1)
     return 2 if options.get("reshard_after_forward") == "never" else 3

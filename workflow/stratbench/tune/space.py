@@ -11,7 +11,8 @@ from stratbench.cell.settings import OF_A_VARIANT
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.needs import faults
 
-#: Values of the settings that a variant may have otherwise; `accumulate` follows from the batch.
+#: Values of the settings that a variant may have otherwise; `gradient_accumulation_steps` follows from the
+#: batch.
 VALUES = {"activation_checkpointing": (False, "selective", True)}
 #: The most parts of a batch.
 MAX_PARTS = 8
@@ -113,7 +114,7 @@ def _settings_of(
     """Settings that are not the experiment's own: parts of the batch, checkpointing, compile."""
     batch = experiment.get("per_worker_batch") or experiment["global_batch"] // gpus
     values: dict[str, tuple[Any, ...]] = dict(VALUES)
-    values["accumulate"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)
+    values["gradient_accumulation_steps"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)
     if tune["compile"]:
         values["compile"] = (False, True)
     keys = [key for key in OF_A_VARIANT if key in values]

@@ -35,8 +35,9 @@ TRIED_POSITIONS = 16
 
 #: Why strategies train different things where a loss does not add up, and the remedy.
 NO_SUM = (
-    "its loss over a batch is not the mean over the batch's parts: workers, parts (accumulate) and "
-    "micro-batches of other sizes train something else; return (sum, weight), or compare equal parts only "
+    "its loss over a batch is not the mean over the batch's parts: workers, parts "
+    "(gradient_accumulation_steps) and micro-batches of other sizes train something else; return (sum, "
+    "weight), or compare equal parts only "
     f"{help_address('is not the mean over')}"
 )
 

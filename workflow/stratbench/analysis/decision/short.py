@@ -46,7 +46,7 @@ NONE_LEFT = {
 }
 #: What to try where trainings diverged, and nothing is left.
 STEADIER = (
-    "A smaller lr, lr_warmup_steps or clip_norm steady a training that diverged: set them, and train "
+    "A smaller lr, lr_warmup_steps or max_grad_norm steady a training that diverged: set them, and train "
     "again."
 )
 #: What is said of the answers that are not sure, by kind: of one, of several.

@@ -89,7 +89,7 @@ def write(choice: Choice, called: str) -> str:
 def accumulating(choice: Choice) -> str:
     """Return how a script accumulates `{parts}` parts; FSDP's gradients are reduced as in the cell."""
     sync = choice.take_option("gradient_sync")
-    if choice.settings.accumulate > 1 and sync is not None:
+    if choice.settings.gradient_accumulation_steps > 1 and sync is not None:
         choice.note(f"gradients are reduced with {reduced_with(choice)}", "gradient_sync")
     if sync != "each-part":
         return "in the script, Accelerator(gradient_accumulation_steps={parts})"
@@ -120,7 +120,7 @@ def fsdp_config(choice: Choice) -> dict[str, Any]:
     if s.activation_checkpointing is not True:
         note_checkpointing(choice)
     config: dict[str, Any] = {"fsdp_config": fsdp}
-    workers = choice.shard_workers
+    workers = choice.shard_group_size
     if workers < s.gpus:
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": s.gpus // workers,

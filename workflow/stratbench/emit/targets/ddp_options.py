@@ -19,7 +19,7 @@ def ddp_arguments(choice: Choice) -> dict[str, Any]:
 def hook_of(choice: Choice) -> str | None:
     """Return the name of torch's hook that sends gradients as the cell did; None: they are sent whole."""
     compress = choice.take_option("compress", "none")
-    rank, start = choice.take_option("rank"), choice.take_option("start")
+    rank, start = choice.take_option("powersgd_rank"), choice.take_option("powersgd_start_step")
     if compress == "none":
         return None
     if compress == "powersgd":
@@ -34,8 +34,8 @@ def powersgd_state(choice: Choice) -> str:
     """Return the state of torch's PowerSGD hook, as a call."""
     o = choice.options
     return (
-        f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={o['rank']}, "
-        f"start_powerSGD_iter={o['start']})"
+        f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={o['powersgd_rank']}, "
+        f"start_powerSGD_iter={o['powersgd_start_step']})"
     )
 
 
@@ -48,8 +48,8 @@ def note_ddp_options(choice: Choice) -> None:
         stated.append(f"comm_hook=DDPCommunicationHookType.{kind}")
         if kind == "POWER_SGD":
             stated.append(
-                f"comm_state_option={{'matrix_approximation_rank': {choice.options['rank']}, "
-                f"'start_powerSGD_iter': {choice.options['start']}}}"
+                f"comm_state_option={{'matrix_approximation_rank': {choice.options['powersgd_rank']}, "
+                f"'start_powerSGD_iter': {choice.options['powersgd_start_step']}}}"
             )
     choice.note(
         f"in the script, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(stated)})])"

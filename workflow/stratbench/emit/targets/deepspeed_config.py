@@ -11,12 +11,18 @@ from stratbench.strategies.deepspeed import engine_config
 def deepspeed_config(choice: Choice) -> dict[str, Any]:
     """Return the configuration as DeepSpeed reads it; what it leaves open is noted."""
     s, trained = choice.settings, choice.record["model"]["trainable_parameters"]
-    for key in ("per_worker_batch", "accumulate", "clip_norm", "precision", "global_batch"):
+    for key in (
+        "per_worker_batch",
+        "gradient_accumulation_steps",
+        "max_grad_norm",
+        "precision",
+        "global_batch",
+    ):
         choice.take(key)
     bucket = choice.take_option("bucket_cap_mb", 25)
-    tuned = choice.take_option("tuned", True)
+    match_other_strategies = choice.take_option("match_other_strategies", True)
     stage = choice.take_option("stage", 1)
-    config = engine_config(stage, tuned, bucket, s, trained)
+    config = engine_config(stage, match_other_strategies, bucket, s, trained)
     config["train_batch_size"] = s.global_batch
     if s.precision == "bf16-true":
         config["bf16"] = {"enabled": True}
@@ -36,7 +42,7 @@ def deepspeed_config(choice: Choice) -> dict[str, Any]:
         )
         for key in set(choice.options) - {"bucket_cap_mb"}:
             choice.note("DeepSpeed has no such option", key)
-    elif stage == 3 and tuned:
+    elif stage == 3 and match_other_strategies:
         choice.note(
             "the cell set stage3_prefetch_bucket_size to the parameters of its largest block, and "
             "stage3_max_live_parameters to twice as many; set them for your network"

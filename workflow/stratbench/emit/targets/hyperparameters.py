@@ -85,10 +85,12 @@ def note_what_a_script_does(choice: Choice, clip: str, accumulate: str, compiles
     )
     choice.note(f"in the script, DataLoader(batch_size={choice.micro_batch}) on each worker",
                 "global_batch", "per_worker_batch")  # fmt: skip
-    if choice.take("accumulate") > 1:
-        choice.note(accumulate.format(parts=s.accumulate), "accumulate")
-    if s.clip_norm is not None:
-        choice.note(clip.format(norm=s.clip_norm), "clip_norm")
+    if choice.take("gradient_accumulation_steps") > 1:
+        choice.note(
+            accumulate.format(parts=s.gradient_accumulation_steps), "gradient_accumulation_steps"
+        )
+    if s.max_grad_norm is not None:
+        choice.note(clip.format(norm=s.max_grad_norm), "max_grad_norm")
     if lines := schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
         choice.note(
@@ -110,11 +112,11 @@ def note_length_and_data(choice: Choice, length: bool = True) -> None:
     choice.note("of weights and of the order of samples", "seed")
     if s.augment:
         choice.note("the data set's own random crops and flips, on the device", "augment")
-    if choice.take("placement") == "host":
-        choice.note("batches came from host memory, one fetched ahead", "placement")
+    if choice.take("data_placement") == "host":
+        choice.note("batches came from host memory, one fetched ahead", "data_placement")
     else:
         choice.note(
-            "the data set lay on each worker's device; a DataLoader takes longer", "placement"
+            "the data set lay on each worker's device; a DataLoader takes longer", "data_placement"
         )
     shape = choice.record["model"].get("input_shape") or ()
     if choice.device == "cuda" and len(shape) == 3:

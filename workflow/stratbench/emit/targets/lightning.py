@@ -87,7 +87,7 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
         "num_nodes": choice.nodes,
         "strategy": Code("strategy"),
         "precision": PRECISION.get(choice.take("precision"), "32-true"),
-        "accumulate_grad_batches": choice.take("accumulate"),
+        "accumulate_grad_batches": choice.take("gradient_accumulation_steps"),
     }
     choice.take("gpus")
     by_itself = choice.options.get("mixed_precision") == "policy"
@@ -102,15 +102,15 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
             "ModelParallelStrategy does not take it from the Trainer: do it in training_step",
             "precision",
         )
-    if (norm := choice.take("clip_norm")) is not None and called != "DeepSpeedStrategy":
+    if (norm := choice.take("max_grad_norm")) is not None and called != "DeepSpeedStrategy":
         arguments["gradient_clip_val"] = norm
     sync = choice.take_option("gradient_sync")
-    if s.accumulate > 1 and sync == "last-part":
+    if s.gradient_accumulation_steps > 1 and sync == "last-part":
         choice.note(
             "Lightning reduces gradients with each part; the cell did with the last",
             "gradient_sync",
         )
-    elif s.accumulate > 1 and sync is not None:
+    elif s.gradient_accumulation_steps > 1 and sync is not None:
         choice.note("Lightning reduces gradients with each part, too", "gradient_sync")
     epochs, steps = choice.take("epochs"), choice.take("steps")
     return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
@@ -134,11 +134,11 @@ def state_configure_model(choice: Choice, imports: list[str]) -> list[str]:
     mixed = choice.take_option("mixed_precision")
     lines, needed = sharding_lines(choice, "self.model", mixed == "policy")
     imports += needed
-    if choice.shard_workers < s.gpus:
+    if choice.shard_group_size < s.gpus:
         choice.note(
             "Lightning's mesh has one dimension of data parallelism, and no groups: here all workers hold "
             "one model between them",
-            "shard_workers",
+            "shard_group_size",
         )
     if mixed == "autocast" and s.precision in ("bf16", "fp16"):
         choice.note("torch.autocast by the Trainer, as in the cell", "mixed_precision")

@@ -26,7 +26,15 @@ def write(choice: Choice, called: str) -> str:
     s, on_cpu = choice.settings, choice.device == "cpu"
     imports = ["import sys", "import torch", "import torch.distributed as dist"]
     imports.append("from stratbench.emit.work import Work")
-    for key in ("gpus", "global_batch", "per_worker_batch", "epochs", "steps", "seed", "placement"):
+    for key in (
+        "gpus",
+        "global_batch",
+        "per_worker_batch",
+        "epochs",
+        "steps",
+        "seed",
+        "data_placement",
+    ):
         choice.take(key)
     choice.take("augment")
     note_loss_chunks(choice)
@@ -99,7 +107,7 @@ def state_wrapping(choice: Choice, called: str, imports: list[str]) -> list[str]
         mixed = choice.take_option("mixed_precision")
         lines, needed = sharding_lines(choice, "model", mixed == "policy")
         imports += ["from torch.distributed.device_mesh import init_device_mesh", *needed]
-        shards = choice.shard_workers
+        shards = choice.shard_group_size
         shape = f"({s.gpus},)"
         if shards < s.gpus:
             shape = f"({s.gpus // shards}, {shards}), mesh_dim_names=('groups', 'shards')"
@@ -141,7 +149,7 @@ def state_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str
 
 def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
     """Return the lines that train."""
-    s, parts = choice.settings, choice.take("accumulate")
+    s, parts = choice.settings, choice.take("gradient_accumulation_steps")
     forward, indent = "work.loss(model(x), y)", " " * 8
     sync = choice.take_option("gradient_sync")
     by_policy = choice.options.get("mixed_precision") == "policy"
@@ -167,14 +175,14 @@ def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
         if called == "fully_shard":
             if sync == "last-part":
                 head.append(f"    model.set_requires_gradient_sync(part == {parts})")
-            elif choice.shard_workers < s.gpus:
+            elif choice.shard_group_size < s.gpus:
                 head.append(f"    model.set_requires_all_reduce(part == {parts})")
         elif called:
             imports.append("from contextlib import nullcontext")
             head.append(f"    with nullcontext() if part == {parts} else model.no_sync():")
             step = [f"    {line}" for line in step]
         step = [*head, *(f"    {line}" for line in step)]
-    if (norm := choice.take("clip_norm")) is not None:
+    if (norm := choice.take("max_grad_norm")) is not None:
         step += ["scaler.unscale_(optimizer)"] if scaled else []
         step.append(f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm!r})")
     step += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]

@@ -25,11 +25,11 @@ def write(choice: Choice, called: str) -> str:
     arguments: dict[str, Any] = {
         "output_dir": "out",
         "per_device_train_batch_size": choice.micro_batch,
-        "gradient_accumulation_steps": choice.take("accumulate"),
+        "gradient_accumulation_steps": choice.take("gradient_accumulation_steps"),
         **state_length(choice),
         **state_optimizer(choice),
         **state_schedule(choice),
-        "max_grad_norm": choice.take("clip_norm") or 0.0,  # its default clips
+        "max_grad_norm": choice.take("max_grad_norm") or 0.0,  # its default clips
         "seed": choice.take("seed"),
         "dataloader_drop_last": True,
         "use_cpu": choice.device == "cpu" and called in ("", "ddp"),
@@ -39,7 +39,7 @@ def write(choice: Choice, called: str) -> str:
         # DeepSpeed itself does mixed precision, as in the cell.
         arguments["deepspeed"] = deepspeed_config(choice)
         note_cpu(choice, "the Trainer", "DeepSpeed")
-        if s.clip_norm is not None or s.accumulate > 1:
+        if s.max_grad_norm is not None or s.gradient_accumulation_steps > 1:
             choice.note("DeepSpeed's config repeats batch, accumulation and clipping: change both")
     else:
         state_precision(choice, arguments)
@@ -59,7 +59,7 @@ def write(choice: Choice, called: str) -> str:
     if called == "fsdp":
         arguments |= {"fsdp": True, "fsdp_config": fsdp_config(choice)}
         note_cpu(choice, "the Trainer", "FSDP")
-        if s.accumulate > 1 and choice.options["gradient_sync"] == "each-part":
+        if s.gradient_accumulation_steps > 1 and choice.options["gradient_sync"] == "each-part":
             kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
             arguments["accelerator_config"] = kwargs
         if s.activation_checkpointing is not True:
@@ -173,14 +173,14 @@ def fsdp_config(choice: Choice) -> dict[str, Any]:
         note_groups(choice)
         config["min_num_params"] = choice.record["model"]["parameters"] // 12
     note_16_bits(choice, "the Trainer")
-    if choice.settings.accumulate > 1:
+    if choice.settings.gradient_accumulation_steps > 1:
         choice.note(f"gradients are reduced with {reduced_with(choice)}", "gradient_sync")
     choice.take_option("gradient_sync")
-    workers = choice.shard_workers
+    workers = choice.shard_group_size
     if workers < choice.settings.gpus:
         choice.note(
             "add parallelism_config=accelerate.ParallelismConfig(dp_replicate_size="
             f"{choice.settings.gpus // workers}, dp_shard_size={workers}) to the arguments",
-            "shard_workers",
+            "shard_group_size",
         )
     return config

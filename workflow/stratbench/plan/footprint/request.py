@@ -125,8 +125,8 @@ class Request:
         return self.settings.gpus
 
     @property
-    def accumulate(self) -> int:
-        return self.settings.accumulate
+    def gradient_accumulation_steps(self) -> int:
+        return self.settings.gradient_accumulation_steps
 
     @property
     def on_cuda(self) -> bool:
@@ -156,7 +156,7 @@ class Request:
     def parts(self) -> int:
         """Equal parts in which a worker computes the batch of a step."""
         cls = strategy_class(self.strategy)
-        return self.accumulate * cls(cls.Options(**dict(self.options))).parts
+        return self.gradient_accumulation_steps * cls(cls.Options(**dict(self.options))).parts
 
     @property
     def may_reshard(self) -> bool:

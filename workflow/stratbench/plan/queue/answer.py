@@ -62,9 +62,9 @@ def answer(
         history = read_history(Path(request.history).expanduser(), gpus_per_node, request.partition)
     nodes = request.nodes or (NODES if history is None else _nodes_of(history, gpus_per_node))
     capacity = nodes * gpus_per_node
-    if request.width > capacity:
+    if request.num_gpus > capacity:
         raise ValueError(
-            f"decide.queue.width = {request.width}: the history's jobs used {capacity} GPUs at once; "
+            f"decide.queue.num_gpus = {request.num_gpus}: the history's jobs used {capacity} GPUs at once; "
             "where the cluster has more, give nodes"
         )
     load = request.load
@@ -90,15 +90,15 @@ def answer(
         slow_factor=request.slow_factor,
     )
     work = Work(
-        request.width,
-        request.hours,
-        request.loss,
+        request.num_gpus,
+        request.training_hours,
+        request.scaling_loss_per_worker,
         request.pause_s,
         request.recovery == "peer",
         request.preemptible,
     )
     # Where others preempt it, a training takes several times as long.
-    lasting_h = request.hours * (3 if request.preemptible else 1)
+    lasting_h = request.training_hours * (3 if request.preemptible else 1)
     shape = (nodes, gpus_per_node, rules)
     if history is None:
         queue = poisson_queue(*shape, load, lasting_h, BLOCKS, MOMENTS)
@@ -106,7 +106,7 @@ def answer(
         arrivals = history.arrivals()
         queue = recorded_queue(*shape, arrivals, lasting_h, BLOCKS, MOMENTS, history.settled_s)
         known.append(_against_record(history, arrivals, queue))
-    worths = sorted({*WORTHS, *(request.worth or ())}, reverse=True)
+    worths = sorted({*WORTHS, *(request.sample_efficiency or ())}, reverse=True)
     done = 0
 
     def tick() -> None:
@@ -224,7 +224,7 @@ class _Told:
         """The arm among the simulated ones: asynchronous workers count at the low end of their worth."""
         if arm != ASYNCHRONOUS:
             return arm
-        return at_worth(min(self.request.worth or (1.0,)))
+        return at_worth(min(self.request.sample_efficiency or (1.0,)))
 
     def _choice(self) -> str:
         """The simplest of those that no other one beats by more than the margin.
@@ -255,7 +255,7 @@ class _Told:
         for arm in ARMS[1:]:
             mean, ratio = self.times.mean(self.key(arm)), self.times.ratio(self.key(arm), GANG)
             others.append(f"{arm} {_h(mean.value)}, {_ratio(ratio)}")
-        worth = f"at a worth of {min(self.request.worth or (1.0,)):g}"
+        worth = f"at a worth of {min(self.request.sample_efficiency or (1.0,)):g}"
         found = [
             f"Mean time, and over a gang's: gang {_h(self.times.mean(GANG).value)}; "
             f"{'; '.join(others)} ({worth}).",
@@ -267,7 +267,7 @@ class _Told:
 
     def _is_worth(self) -> bool | None:
         """Whether asynchronous samples are worth more than split synchronous ones; None: that is open."""
-        sync, worth = self.even(SYNCHRONOUS), self.request.worth
+        sync, worth = self.even(SYNCHRONOUS), self.request.sample_efficiency
         if worth and sync.high is not None and worth[0] >= sync.high:
             return True
         return False if worth and sync.low is not None and worth[1] <= sync.low else None
@@ -279,7 +279,7 @@ class _Told:
             f"Asynchronous servers break even with split synchronous workers ({_stop_text(self.request)}) at "
             f"a worth of {_worth(sync)}, with a gang at {_worth(gang)}"
         )
-        worth = self.request.worth
+        worth = self.request.sample_efficiency
         if worth is None:
             return (
                 f"{text}; what their samples are worth was not given, so they are not recommended."

@@ -28,12 +28,12 @@ class FSDP(Sharded):
     them again for backward (like ZeRO-3), but for what is in no group: FSDP2 keeps the root's own
     parameters, since backward begins with the root. `never` keeps all of them (like ZeRO-2: less
     traffic, more memory). BatchNorm's running statistics are never synchronised by FSDP: their
-    average over the workers is evaluated. With `shard_workers` the workers form groups, each of which
+    average over the workers is evaluated. With `shard_group_size` the workers form groups, each of which
     holds a model (HSDP). With `offload` each worker's shards are in host memory, where the optimizer
     runs; they are copied to the device to be gathered, and their gradients back.
 
-    With `accumulate`, gradients are reduced to a worker's share after each part of a batch, as FSDP2 does by
-    default. `gradient_sync = last-part` reduces once, and keeps whole gradients until then.
+    With `gradient_accumulation_steps`, gradients are reduced to a worker's share after each part of a batch,
+    as FSDP2 does by default. `gradient_sync = last-part` reduces once, and keeps whole gradients until then.
     """
 
     family = "shards"
@@ -66,7 +66,7 @@ class FSDP(Sharded):
             "autocast: the same arithmetic as every other strategy; policy: FSDP2's own mixed "
             "precision, which also gathers parameters in 16 bits",
         )
-        shard_workers: int | Literal["all", "node"] = option(
+        shard_group_size: int | Literal["all", "node"] = option(
             "all",
             "workers that hold one model between them; the groups average their gradients",
             least=1,
@@ -80,15 +80,15 @@ class FSDP(Sharded):
         )
         gradient_sync: Literal["each-part", "last-part"] = option(
             "each-part",
-            "with `accumulate`, when gradients are reduced: after each part (less memory); or once, after "
-            "the last part, until when each worker keeps whole gradients (less communication)",
+            "with `gradient_accumulation_steps`, when gradients are reduced: after each part (less memory); "
+            "or once, after the last part, until when each worker keeps whole gradients (less communication)",
         )
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        workers = group_size(options.get("shard_workers", "all"), gpus, per_node)
-        whose = " (those of a node)" if options.get("shard_workers") == "node" else ""
-        refuse_uneven(f"shard_workers = {workers}{whose}", workers, gpus)
+        workers = group_size(options.get("shard_group_size", "all"), gpus, per_node)
+        whose = " (those of a node)" if options.get("shard_group_size") == "node" else ""
+        refuse_uneven(f"shard_group_size = {workers}{whose}", workers, gpus)
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
@@ -101,7 +101,7 @@ class FSDP(Sharded):
     def traits(self, gpus: int) -> base.Traits:
         # By the policy, parameters are rounded to 16 bits where the other strategies keep 32.
         same_rounding = self.options.mixed_precision == "autocast"
-        chosen = self.options.shard_workers
+        chosen = self.options.shard_group_size
         # How many workers a node has, the cell's settings do not say.
         parts = None if chosen == "node" and gpus > 1 else group_size(chosen, gpus, gpus)
         return base.Traits(
@@ -148,7 +148,7 @@ class FSDP(Sharded):
             yield (
                 f"forward reads {names_text(early)} outside of a call of the shard group it belongs to, and "
                 "FSDP gathers a group only then; call the module itself (neither its parts nor .forward), or "
-                "name in `shard` only classes whose instances are called"
+                "name in `wrap_classes` only classes whose instances are called"
             )
         if trial.written_views and self.options.reshard_after_forward == "always":
             yield (
@@ -156,7 +156,7 @@ class FSDP(Sharded):
                 "(h += r), so that FSDP does not gather it for backward; return .clone() of it, add out of "
                 f"place, or set reshard_after_forward to never {help_address('gives a view')}"
             )
-        if trial.at_times and worker.settings.accumulate > 1:
+        if trial.at_times and worker.settings.gradient_accumulation_steps > 1:
             yield from self._refusals_of_parts(trial.at_times, worker)
         if worker.world_size > 1 and trial.by_chance:
             yield base.by_chance(trial.by_chance)
@@ -177,14 +177,17 @@ class FSDP(Sharded):
             if self._make_policy(s.precision) is not None:
                 yield (
                     f"{may_lack}, and with mixed_precision: policy, gradient_sync: last-part and "
-                    f"accumulate = {s.accumulate} FSDP cannot add up gradients of different dtypes; set "
-                    "gradient_sync to each-part, mixed_precision to autocast, or accumulate to 1"
+                    f"gradient_accumulation_steps = {s.gradient_accumulation_steps} FSDP cannot add up "
+                    "gradients of different dtypes; set "
+                    "gradient_sync to each-part, mixed_precision to autocast, or gradient_accumulation_steps "
+                    "to 1"
                 )
-        elif group_size(self.options.shard_workers, size, worker.local_world) < size:
+        elif group_size(self.options.shard_group_size, size, worker.local_world) < size:
             yield (
-                f"{may_lack}, and with shard_workers, gradient_sync: each-part and accumulate = "
-                f"{s.accumulate} FSDP cannot add up shards of different parameters; set gradient_sync to "
-                "last-part, shard_workers to all, or accumulate to 1"
+                f"{may_lack}, and with shard_group_size, gradient_sync: each-part and "
+                f"gradient_accumulation_steps = {s.gradient_accumulation_steps} FSDP cannot add up shards of "
+                "different parameters; set gradient_sync to "
+                "last-part, shard_group_size to all, or gradient_accumulation_steps to 1"
             )
 
     def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, list[str]]]:
@@ -204,7 +207,7 @@ class FSDP(Sharded):
         from stratbench.workload.torch_internals import BatchNorm
 
         self.group_size = group_size(
-            self.options.shard_workers, worker.world_size, worker.local_world
+            self.options.shard_group_size, worker.world_size, worker.local_world
         )
         groups = worker.world_size // self.group_size
         if groups == 1:
@@ -286,7 +289,7 @@ class FSDP(Sharded):
         again = self._gathered_again()
         w, s = self.worker.world_size, self.group_size
         frees = self.options.reshard_after_forward == "always"
-        parts = self.worker.settings.accumulate
+        parts = self.worker.settings.gradient_accumulation_steps
         reductions = parts if self.options.gradient_sync == "each-part" else 1
         moved_bytes = averaged_bytes = 0
         for p in self.model.parameters():
@@ -298,7 +301,7 @@ class FSDP(Sharded):
             if p.requires_grad:
                 moved_bytes += padded * reductions * p.element_size()
                 averaged_bytes += 2 * padded // s * p.element_size()
-        if self.worker.settings.clip_norm is not None:
+        if self.worker.settings.max_grad_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
         # Within a group, and a worker's part of the gradients with those of the other groups.
         groups = w // s
@@ -306,7 +309,7 @@ class FSDP(Sharded):
 
     def report(self) -> dict[str, Any]:
         report = super().report()
-        report["details"]["shard_workers"] = self.group_size
+        report["details"]["shard_group_size"] = self.group_size
         if self.policy is not None:
             dtype = str(self.policy.param_dtype).removeprefix("torch.")
             report["details"]["compute_dtype"] = (
@@ -315,7 +318,7 @@ class FSDP(Sharded):
         return report
 
 
-def group_size(shard_workers: int | Literal["all", "node"], gpus: int, per_node: int) -> int:
+def group_size(shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int) -> int:
     """Of `gpus` workers, those that hold one model between them: one group where they are no more."""
-    chosen = {"all": gpus, "node": per_node}.get(shard_workers, shard_workers)
+    chosen = {"all": gpus, "node": per_node}.get(shard_group_size, shard_group_size)
     return min(chosen, gpus)

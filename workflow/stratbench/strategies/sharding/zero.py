@@ -225,7 +225,7 @@ class ZeRO1(base.Collective):
         w = self.worker.world_size
         moved_bytes = 2 * sum(bucket.weights.nbytes for bucket in self.buckets)
         moved_bytes += sum(b.nbytes for b in self.model.buffers())
-        if self.worker.settings.clip_norm is not None:
+        if self.worker.settings.max_grad_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
         return base.ring_traffic((w - 1) / w * moved_bytes)
 

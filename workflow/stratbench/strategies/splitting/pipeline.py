@@ -47,7 +47,7 @@ class Pipeline(Split):
     """
 
     parts_are = "stages"
-    stated_by = "pieces"
+    stated_by = "pipeline_modules"
     summary: ClassVar[str] = "layers one after the other on workers (pipeline parallelism)"
     rule: ClassVar[str] = (
         "As single, but each worker computes its own layers; a batch goes through them in micro-batches, "
@@ -75,7 +75,7 @@ class Pipeline(Split):
             tried=[4, 16],
             kind="micro-batch",
         )
-        pipeline_workers: int | Literal["all"] = option(
+        pipeline_parallel_size: int | Literal["all"] = option(
             "all",
             "workers that hold a network between them; several such groups are replicas",
             least=1,
@@ -84,9 +84,9 @@ class Pipeline(Split):
         )
 
     def mesh(self, gpus: int) -> Mesh:
-        chosen = self.options.pipeline_workers
+        chosen = self.options.pipeline_parallel_size
         workers = gpus if chosen == "all" else min(chosen, gpus)
-        refuse_uneven(f"pipeline_workers = {workers}", workers, gpus)
+        refuse_uneven(f"pipeline_parallel_size = {workers}", workers, gpus)
         return Mesh(gpus // workers, stages=workers)
 
     @property
@@ -135,7 +135,9 @@ class Pipeline(Split):
     def too_many(self, network: str | Model, gpus: int) -> str | None:
         stages, most = self.n_stages(gpus), models.facts_of(network).most_stages
         if most is not None and stages > most:
-            return f"it can be cut into {most} stages, not into {stages}; set pipeline_workers"
+            return (
+                f"it can be cut into {most} stages, not into {stages}; set pipeline_parallel_size"
+            )
         return None
 
     @classmethod
@@ -157,12 +159,13 @@ class Pipeline(Split):
         for n in values["gpus"]:
             with suppress(ValueError):
                 replicas = strategy.mesh(n).replicas
-                weak, parts = values.get("per_worker_batch"), values["accumulate"]
+                weak, parts = values.get("per_worker_batch"), values["gradient_accumulation_steps"]
                 batch = (weak * n if weak else values["global_batch"]) // replicas
                 if parts > 1 and not batch % strategy.parts and batch % (parts * strategy.parts):
                     yield (
-                        f".accumulate = {parts}: a part of a replica's batch of {batch} cannot be divided "
-                        f"into {strategy.parts} micro-batches; change it, microbatches or the batch"
+                        f".gradient_accumulation_steps = {parts}: a part of a replica's batch of {batch} "
+                        f"cannot be divided into {strategy.parts} micro-batches; change it, microbatches or "
+                        "the batch"
                     )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
@@ -186,7 +189,7 @@ class Pipeline(Split):
         most = len(pieces.units_of(model, chain, worker.wrap_groups))
         stages = self.n_stages(worker.world_size)
         if stages > most:
-            yield f"it can be cut into {most} stages, not into {stages}; set pipeline_workers"
+            yield f"it can be cut into {most} stages, not into {stages}; set pipeline_parallel_size"
 
     def n_stages(self, gpus: int) -> int:
         """Stages of a pipeline on `gpus` workers."""
@@ -492,7 +495,7 @@ class Pipeline(Split):
         report = super().report()
         report["details"] |= {
             "stages": [
-                {"pieces": [p.name for p in pieces], "forward_flops_per_sample": flops}
+                {"pipeline_modules": [p.name for p in pieces], "forward_flops_per_sample": flops}
                 for pieces, flops in zip(self._cut, self._work, strict=True)
             ],
             "predicted_bubble_share": self.bubble_share(self.worker.world_size),

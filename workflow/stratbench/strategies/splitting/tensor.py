@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: How a plan says that a module is divided; `styles` says what each word does.
 WORDS = (
-    *("embedding", "first", "norm", "head norm", "input", "columns", "columns of it", "rows"),
+    *("embedding", "first", "norm", "head norm", "input", "colwise", "colwise of input", "rowwise"),
     *("heads", "scores"),
 )
 
@@ -41,12 +41,12 @@ UNLIKE = 1e-2
 class TensorParallel(Split, Sharded):
     """torch.distributed.tensor.parallel.parallelize_module, by the plan that a network states.
 
-    Each of `tensor_workers` holds some heads of every attention, some columns of the first matrix of
+    Each of `tensor_parallel_size` holds some heads of every attention, some columns of the first matrix of
     every perceptron with the same rows of its second, and a part of the vocabulary (Shoeybi et al.,
     Megatron-LM, 2019): a block adds up its activations twice in forward and twice in backward. The
     cross-entropy is computed on the divided scores. Several such groups are replicas: their states are
     sharded over them by FSDP2, or each has all of its own and their gradients are averaged, a
-    parameter's as soon as backward has made it. With `sequence` layer norms and the stream between
+    parameter's as soon as backward has made it. With `sequence_parallel` layer norms and the stream between
     blocks are divided by positions (Korthikanti et al., Reducing activation recomputation in large
     transformer models, 2022).
     """
@@ -69,26 +69,26 @@ class TensorParallel(Split, Sharded):
 
     @dataclass(frozen=True)
     class Options(base.Options):
-        tensor_workers: int | Literal["all"] = option(
+        tensor_parallel_size: int | Literal["all"] = option(
             "all",
             "workers that divide each layer between them; several such groups are replicas",
             least=1,
             tried=[2, 4, 8],
             kind="tensor",
         )
-        data: Literal["fsdp", "ddp"] = option(
+        data_parallel: Literal["fsdp", "ddp"] = option(
             "fsdp", "whether replicas divide their states (fsdp), or each keeps its own (ddp)"
         )
-        sequence: bool = option(
+        sequence_parallel: bool = option(
             False,
             "whether norms and the stream between blocks are divided by positions",
             tried=[True],
         )
 
     def mesh(self, gpus: int) -> Mesh:
-        chosen = self.options.tensor_workers
+        chosen = self.options.tensor_parallel_size
         workers = gpus if chosen == "all" else min(chosen, gpus)
-        refuse_uneven(f"tensor_workers = {workers}", workers, gpus)
+        refuse_uneven(f"tensor_parallel_size = {workers}", workers, gpus)
         return Mesh(gpus // workers, tensor=workers)
 
     @classmethod
@@ -102,9 +102,10 @@ class TensorParallel(Split, Sharded):
         yield from super().refusals(options, values)
         for name, network in values["networks"].items():
             reads_images = models.facts_of(network).reads_text is False
-            if options["sequence"] and reads_images and models.has_tensor_plan(network):
+            if options["sequence_parallel"] and reads_images and models.has_tensor_plan(network):
                 yield (
-                    f".models = {name!r}: sequence: true divides the positions of texts; an image's patches "
+                    f".models = {name!r}: sequence_parallel: true divides the positions of texts; an image's "
+                    "patches "
                     "and their class token do not come out even; set it to false"
                 )
 
@@ -114,8 +115,8 @@ class TensorParallel(Split, Sharded):
         workers, heads = self.mesh(gpus).tensor, models.heads_of(network, built)
         if heads % workers:
             return (
-                f"{workers} workers cannot divide its {heads} heads evenly; set tensor_workers to a divisor "
-                f"of {heads}"
+                f"{workers} workers cannot divide its {heads} heads evenly; set tensor_parallel_size to a "
+                f"divisor of {heads}"
             )
         return None
 
@@ -134,16 +135,17 @@ class TensorParallel(Split, Sharded):
             if why := self.too_many(network, worker.world_size, model):
                 yield why
             missing = {"first", "scores"}.difference(plan.values())
-            if self.options.sequence and missing:
+            if self.options.sequence_parallel and missing:
                 yield (
-                    "sequence: true divides the stream from the module that tensor_plan calls `first` to the "
+                    "sequence_parallel: true divides the stream from the module that tensor_plan calls "
+                    "`first` to the "
                     f"one that it calls `scores`, and it has no {names_text(sorted(missing))}; name them, or "
-                    "set sequence to false"
+                    "set sequence_parallel to false"
                 )
 
     def divides(self, gpus: int) -> bool:
         return super().divides(gpus) or (
-            self.options.data == "fsdp" and self.mesh(gpus).replicas > 1
+            self.options.data_parallel == "fsdp" and self.mesh(gpus).replicas > 1
         )
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
@@ -160,11 +162,13 @@ class TensorParallel(Split, Sharded):
             plan = separate_heads(
                 model, models.tensor_plan(models.model_of(worker.settings), model)
             )
-            parallelize_module(model, mesh["tensor"], styles(model, plan, self.options.sequence))
+            parallelize_module(
+                model, mesh["tensor"], styles(model, plan, self.options.sequence_parallel)
+            )
             for (module, name), (first, own) in again:
                 setattr(module, name, getattr(first, own))
             model.register_forward_hook(whole_output)
-            if self.options.sequence:
+            if self.options.sequence_parallel:
                 model.register_forward_pre_hook(partial(check_positions, tensor))
         #: Of each trainable parameter, whether this worker's part of the gradient is in the whole's norm.
         self._counts = [
@@ -172,8 +176,8 @@ class TensorParallel(Split, Sharded):
             for p in model.parameters()
             if p.requires_grad
         ]
-        self._shards = self.options.data == "fsdp" and replicas > 1
-        self._averages = self.options.data == "ddp" and replicas > 1
+        self._shards = self.options.data_parallel == "fsdp" and replicas > 1
+        self._averages = self.options.data_parallel == "ddp" and replicas > 1
         if self._shards:
             for _, modules in worker.wrap_groups:
                 fully_shard(modules, mesh=mesh["replicas"])
@@ -239,7 +243,7 @@ class TensorParallel(Split, Sharded):
 
         from stratbench.telemetry.shards import local_part
 
-        if not self.options.sequence or self.worker.mesh.tensor == 1:
+        if not self.options.sequence_parallel or self.worker.mesh.tensor == 1:
             return []
         self._is_last = False  # replicas need not agree
         self.model.eval()  # nothing is drawn, and no statistics change
@@ -301,8 +305,9 @@ def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]
     positions = inputs[0].shape[1]
     if positions % workers:
         raise Refused(
-            f"{workers} workers cannot divide texts of {positions} tokens evenly (sequence: true); set "
-            "sequence: false, or choose another length of the texts"
+            f"{workers} workers cannot divide texts of {positions} tokens evenly (sequence_parallel: true); "
+            "set "
+            "sequence_parallel: false, or choose another length of the texts"
         )
 
 
@@ -339,7 +344,9 @@ def separate_heads(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if word == "heads":
             for name in matching(model, path):
                 model.set_submodule(name, SelfAttention(model.get_submodule(name)))
-            parts = dict.fromkeys(("query", "key", "value"), "columns of it") | {"out": "rows"}
+            parts = dict.fromkeys(("query", "key", "value"), "colwise of input") | {
+                "out": "rowwise"
+            }
             divided |= {f"{path}.{name}": part for name, part in parts.items()}
     return divided
 
@@ -348,9 +355,9 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
     """Of each module that the plan names, by its path, how `parallelize_module` divides it.
 
     A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts
-    read their first input, which is gathered once for all of them; others they read as they are. `columns`:
-    the outputs of a linear layer; `columns of it`: the same below an `input`. `rows`: the inputs. `norm`:
-    of each position by itself. `head norm`: of each head by itself, [batch, positions, heads, width].
+    read their first input, which is gathered once for all of them; others they read as they are. `colwise`:
+    the outputs of a linear layer; `colwise of input`: the same below an `input`. `rowwise`: the inputs.
+    `norm`: of each position by itself. `head norm`: of each head by itself, [batch, positions, heads, width].
     `heads`: an nn.MultiheadAttention of one input (`separate_heads`). `scores`: the outputs, which stay
     divided for the loss.
     """
@@ -378,11 +385,11 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
                     desired_input_layouts=(Replicate(), None, None),
                     use_local_output=False,
                 )
-            case "columns":
+            case "colwise":
                 return ColwiseParallel(input_layouts=stream)
-            case "columns of it":
+            case "colwise of input":
                 return ColwiseParallel()
-            case "rows":
+            case "rowwise":
                 return RowwiseParallel(output_layouts=stream)
             case "scores":
                 return ColwiseParallel(

@@ -321,17 +321,20 @@ def _batch_faults(
                 f".lr_warmup_steps = {block['lr_warmup_steps']}: {workers} would take "
                 f"{counted(steps, 'step')} in all, so the learning rate would never be reached; use fewer"
             )
-        each, parts = together // copies, block["accumulate"]
+        each, parts = together // copies, block["gradient_accumulation_steps"]
         if each % parts:
             yield (
-                f".accumulate = {parts}: a batch of {each} on each of {workers} cannot be divided into so "
+                f".gradient_accumulation_steps = {parts}: a batch of {each} on each of {workers} cannot be "
+                "divided into so "
                 "many equal parts; change it or the batch"
             )
         normalising = [
             m for m in block["models"] if m in models.MODELS and models.MODELS[m].batchnorm
         ]
         if together == copies * parts and normalising:
-            within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
+            within = (
+                "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
+            )
             yield (
                 f".{key} = {value}: a batch of one sample on each of {workers}{within}, but "
                 f"{normalising[0]} normalises over the batch; use a larger batch or fewer workers"

@@ -18,8 +18,8 @@ class QueueRequest:
     """A training that is to go through a queue, and what is known of the queue and of its cluster."""
 
     # fmt: off
-    width: int = setting(MISSING, "GPUs of the training as one gang.", minimum=2, maximum=1024)
-    hours: float = setting(MISSING,
+    num_gpus: int = setting(MISSING, "GPUs of the training as one gang.", minimum=2, maximum=1024)
+    training_hours: float = setting(MISSING,
         "Hours that the training takes on so many GPUs, once it has them all.",
         exclusiveMinimum=0, maximum=1000)
     load: float | None = setting(None,
@@ -49,11 +49,11 @@ class QueueRequest:
     recovery: Literal["checkpoint", "peer"] = setting("checkpoint",
         "Where they have their state from then: checkpoint, the last one, as with torchrun; peer, one of "
         "those who are there, as with this project's own, whose pause was 0.2 s (docs/elastic.md).")
-    loss: float = setting(0.02,
+    scaling_loss_per_worker: float = setting(0.02,
         "Share of a worker's speed that each further worker costs.", minimum=0, maximum=1)
-    worth: list[float] | None = setting(None,
-        "What samples of asynchronous workers are worth, [low, high]: the samples that DDP needs to the "
-        "target over those that they need. null: unknown; the answer says what it would have to be.",
+    sample_efficiency: list[float] | None = setting(None,
+        "What samples of asynchronous workers are sample_efficiency, [low, high]: the samples that DDP needs "
+        "to the target over those that they need. null: unknown; the answer says what it would have to be.",
         minItems=2, maxItems=2, items={"type": "number", "minimum": 0.1, "maximum": 2})
     # fmt: on
 
@@ -66,12 +66,15 @@ class QueueRequest:
             )
         if self.partition is not None and self.history is None:
             yield f".queue.partition = {self.partition!r}: is of a history; give one"
-        if self.worth is not None and self.worth[0] > self.worth[1]:
-            yield f".queue.worth = {self.worth}: write the lower end first"
+        if (
+            self.sample_efficiency is not None
+            and self.sample_efficiency[0] > self.sample_efficiency[1]
+        ):
+            yield f".queue.sample_efficiency = {self.sample_efficiency}: write the lower end first"
         nodes = self.nodes or (NODES if self.history is None else None)
-        if nodes is not None and self.width > nodes * gpus_per_node:
+        if nodes is not None and self.num_gpus > nodes * gpus_per_node:
             yield (
-                f".queue.width = {self.width}: the cluster has {nodes} nodes of "
+                f".queue.num_gpus = {self.num_gpus}: the cluster has {nodes} nodes of "
                 f"{gpus_per_node} GPUs (cluster.gpus_per_node); ask for fewer, or give nodes"
             )
 

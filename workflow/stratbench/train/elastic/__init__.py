@@ -11,7 +11,10 @@ from stratbench.cell.settings import Keys, derived, setting
 
 #: What an experiment with elastic workers cannot have, with the value that it must be, and why.
 _RIGID_SETTINGS = {
-    "accumulate": (1, "workers share a batch by how many they are, so that it has no equal parts"),
+    "gradient_accumulation_steps": (
+        1,
+        "workers share a batch by how many they are, so that it has no equal parts",
+    ),
     "compile": (
         False,
         "each number of workers has shares of another size, and would compile again",

@@ -167,19 +167,19 @@ class DeviceData(ABC):
         shape: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
-        placement: str = "device",
+        data_placement: str = "device",
     ) -> DeviceData:
         """Read a folder that `prepare` made, for a model whose input is of `shape`.
 
         Images come in `dtype`, float32 unless given, and in `memory_format`, contiguous unless
-        given; tokens as int64. `placement`: `device`, or `host` where the data are to stay in host
+        given; tokens as int64. `data_placement`: `device`, or `host` where the data are to stay in host
         memory. Raises DataError if the folder is not whole.
         """
         import torch
 
         meta, arrays = prepared.read(Path(directory))
         given = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        at = torch.device(device) if placement == "host" else None
+        at = torch.device(device) if data_placement == "host" else None
         if at is None:
             given = {name: t.to(device, copy=True) for name, t in given.items()}
         if len(meta["shape"]) == 1:

@@ -30,7 +30,7 @@ class Scores(nn.Module):
         heads = ("num_key_value_heads", "num_attention_heads")
         counts = (getattr(network.config, key, None) for key in heads)
         #: Of keys and values, which are the fewest; 0 where it has none.
-        self.heads = next((n for n in counts if type(n) is int), 0)
+        self.num_heads = next((n for n in counts if type(n) is int), 0)
 
         #: Whether it takes waveforms of one channel, without a dimension for it.
         self.takes_values = network.main_input_name == "input_values"
@@ -175,8 +175,7 @@ def _with_weights(
 
 #: What transformers' plans say of a module, and the words of ours that do the same.
 _WORDS = {
-    "colwise": "columns",
-    "rowwise": "rows",
+    **{word: word for word in ("colwise", "rowwise")},
     "colwise_gather_output": "scores",
     "replicated_with_grad_allreduce": "head norm",
 }
@@ -210,7 +209,7 @@ def tensor_plan(built: Scores) -> dict[str, str]:
     return plan
 
 
-def pieces(built: Scores) -> Plan:
+def pipeline_modules(built: Scores) -> Plan:
     """The model's forward as a chain, by transformers' own plan of it. ValueError where there is none."""
     model, base = built.network, built.network.base_model
     body, head = model.config.base_model_pp_plan, type(model)._pp_plan

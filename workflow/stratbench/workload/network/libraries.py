@@ -69,7 +69,9 @@ def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
         return dict(spec)
     if spec["kwargs"]:
         raise ValueError(f".kwargs: belongs to `call`; with `{kind}` write arguments")
-    call = {key: spec[key] for key in ("shard", "tensor_plan", "heads", "pieces")}
+    call = {
+        key: spec[key] for key in ("wrap_classes", "tensor_plan", "num_heads", "pipeline_modules")
+    }
     return call | (_of_transformers(spec, known) if kind == "transformers" else _of_timm(spec))
 
 
@@ -102,13 +104,13 @@ def _of_transformers(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
     if spec.get("lora"):
         kwargs["lora"] = spec["lora"]
     made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
-    for key in ("tensor_plan", "pieces"):
+    for key in ("tensor_plan", "pipeline_modules"):
         if spec[key] is None:
             made[key] = f"{HERE}:{key}"
-    if spec["heads"] is None:
+    if spec["num_heads"] is None:
         stated = config | arguments
         counts = (stated[key] for key in _HEADS if type(stated.get(key)) is int)
-        made["heads"] = next((n for n in counts if n > 0), None)
+        made["num_heads"] = next((n for n in counts if n > 0), None)
     return made
 
 

@@ -76,7 +76,7 @@ def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if name in MODELS:
         return None
-    call = {"call": f"torchvision.models.{name}", "kwargs": {}, "shard": None}
+    call = {"call": f"torchvision.models.{name}", "kwargs": {}, "wrap_classes": None}
     return dict(given.get(name, call))
 
 
@@ -327,7 +327,7 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     if (stated := facts_of(name).own) is not None:
         from stratbench.workload.network import sharding
 
-        if shard := stated.shard or sharding.stated_classes(model):
+        if shard := stated.wrap_classes or sharding.stated_classes(model):
             return sharding.groups_by_class(model, shard, stated)
         return sharding.groups_by_size(model)
     family = facts_of(name).family
@@ -377,20 +377,20 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
     A network that is `built` may say it where its user does not.
     """
     model = facts_of(network)
-    stated = model.own.heads if model.own else model.heads
-    return stated or getattr(built, "heads", 0)
+    stated = model.own.num_heads if model.own else model.num_heads
+    return stated or getattr(built, "num_heads", 0)
 
 
 def has_pieces(network: str | Model) -> bool:
     """Whether the network states its forward as a chain that can be cut into stages."""
-    return _states(network, "pieces")
+    return _states(network, "pipeline_modules")
 
 
 def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
     """The network's forward as a chain of pieces. ValueError where one is not in it."""
     from stratbench.workload.network import pieces
 
-    return pieces.pieces_of(model, _statement(network, "pieces", model))
+    return pieces.pieces_of(model, _statement(network, "pipeline_modules", model))
 
 
 def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
@@ -399,7 +399,9 @@ def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
     if model.own:
         from stratbench.workload.network import sharding
 
-        return sharding.rule_of(model.own.shard or (built and sharding.stated_classes(built)))
+        return sharding.rule_of(
+            model.own.wrap_classes or (built and sharding.stated_classes(built))
+        )
     blocks = [path.partition(":")[2] for path in FAMILIES[model.family].blocks]
     return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
 

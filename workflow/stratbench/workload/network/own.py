@@ -39,19 +39,19 @@ _DOUBTFUL = "channels"
 
 @dataclass(frozen=True)
 class OwnModel:
-    """What a user says of a model; `shard` are class names, None where the rule by size is taken.
+    """What a user says of a model; `wrap_classes` are class names, None where the rule by size is taken.
 
-    `tensor_plan`, `heads` and `pieces` say how it can be divided, as a built-in family does
+    `tensor_plan`, `num_heads` and `pipeline_modules` say how it can be divided, as a built-in family does
     (`workload/network/registry.py`), or name in the user's code, as `module:NAME`, what says it.
     """
 
     name: str
     call: str
     kwargs: dict[str, Any]
-    shard: list[str] | None
+    wrap_classes: list[str] | None
     tensor_plan: dict[str, str] | str | None = None
-    heads: int | None = None
-    pieces: list[str] | str | None = None
+    num_heads: int | None = None
+    pipeline_modules: list[str] | str | None = None
     #: Of data whose texts have a label each: the tokens of these, where `classes` are the labels.
     vocabulary: int | None = None
 

@@ -15,15 +15,16 @@ class Family:
     `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
     `reads_text`: whether its input is tokens, and not images. None: not known before it is built.
     `tensor_plan`: how workers divide its layers, as `module:NAME` of a dictionary from the paths of
-    modules to how each is divided (`strategies/splitting/tensor.py`); None: nobody has said so. `pieces`: its
-    forward as a chain that can be cut into stages, as `module:NAME` of a plan (`workload/network/pieces.py`).
+    modules to how each is divided (`strategies/splitting/tensor.py`); None: nobody has said so.
+    `pipeline_modules`: its forward as a chain that can be cut into stages, as `module:NAME` of a plan
+    (`workload/network/pieces.py`).
     """
 
     batchnorm: bool | None
     blocks: tuple[str, ...] = ()
     reads_text: bool | None = False
     tensor_plan: str | None = None
-    pieces: str | None = None
+    pipeline_modules: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Model:
     takes the data's channels. Without one it is torchvision's network of the same name; it keeps its
     three input channels, so that its size stays the published one (greyscale is repeated).
 
-    `own` is what a user says of a model that is not in MODELS; `parameters` is None then. `heads`: of its
+    `own` is what a user says of a model that is not in MODELS; `parameters` is None then. `num_heads`: of its
     attention, where its layers can be divided among workers. `most_stages`: into which it can be cut.
     """
 
@@ -47,7 +48,7 @@ class Model:
     builder: str | None = None
     patch: int = 1
     own: OwnModel | None = None
-    heads: int | None = None
+    num_heads: int | None = None
     most_stages: int | None = None
 
     @property
@@ -68,7 +69,7 @@ class Model:
 
 FAMILIES: dict[str, Family] = {
     "vgg": Family(  # its groups are made in `_vgg_groups`
-        batchnorm=False, pieces="stratbench.workload.network.torchvisions:VGG"
+        batchnorm=False, pipeline_modules="stratbench.workload.network.torchvisions:VGG"
     ),
     "efficientnet": Family(
         batchnorm=True,
@@ -90,14 +91,14 @@ FAMILIES: dict[str, Family] = {
         batchnorm=False,
         blocks=("torchvision.models.vision_transformer:EncoderBlock",),
         tensor_plan="stratbench.workload.network.torchvisions:VIT_TENSOR_PLAN",
-        pieces="stratbench.workload.network.torchvisions:VIT",
+        pipeline_modules="stratbench.workload.network.torchvisions:VIT",
     ),
     "gpt": Family(
         batchnorm=False,
         blocks=("stratbench.workload.network.gpt:Block",),
         reads_text=True,
         tensor_plan="stratbench.workload.network.gpt:TENSOR_PLAN",
-        pieces="stratbench.workload.network.gpt:PIECES",
+        pipeline_modules="stratbench.workload.network.gpt:PIECES",
     ),
     "torchvision": Family(batchnorm=None),  # its other networks
     "own": Family(batchnorm=None, reads_text=None),
@@ -109,15 +110,19 @@ MODELS: dict[str, Model] = {
     "convnext_large": Model("convnext", 197_767_336, 32),
     "resnet50": Model("resnet", 25_557_032, 32),
     "densenet121": Model("densenet", 7_978_856, 32),
-    "vit_b_16": Model("vit", 86_567_656, 32, patch=16, heads=12, most_stages=14),
+    "vit_b_16": Model("vit", 86_567_656, 32, patch=16, num_heads=12, most_stages=14),
     "gpt-char": Model(
-        "gpt", 10_770_816, builder="stratbench.workload.network.gpt:char", heads=6, most_stages=8
+        "gpt",
+        10_770_816,
+        builder="stratbench.workload.network.gpt:char",
+        num_heads=6,
+        most_stages=8,
     ),
     "gpt2-small": Model(
         "gpt",
         124_439_808,
         builder="stratbench.workload.network.gpt:gpt2_small",
-        heads=12,
+        num_heads=12,
         most_stages=14,
     ),
     "vgg-compact": Model(
@@ -139,11 +144,15 @@ MODELS: dict[str, Model] = {
         16,
         "stratbench.workload.network.compact:vit",
         patch=4,
-        heads=4,
+        num_heads=4,
         most_stages=6,
     ),
     "gpt-compact": Model(
-        "gpt", 809_856, builder="stratbench.workload.network.gpt:compact", heads=4, most_stages=6
+        "gpt",
+        809_856,
+        builder="stratbench.workload.network.gpt:compact",
+        num_heads=4,
+        most_stages=6,
     ),
 }
 

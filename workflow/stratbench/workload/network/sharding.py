@@ -31,10 +31,10 @@ _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b")
 Groups = list[tuple[str, list[nn.Module]]]
 
 
-def rule_of(shard: Sequence[str] | None) -> str:
+def rule_of(wrap_classes: Sequence[str] | None) -> str:
     """The rule in words, for the record."""
-    if shard:
-        return f"instances of {', '.join(shard)}"
+    if wrap_classes:
+        return f"instances of {', '.join(wrap_classes)}"
     return f"by size: groups of about 1/{GROUPS} of the parameters"
 
 
@@ -44,8 +44,8 @@ def stated_classes(model: nn.Module) -> list[str]:
     return sorted(there.intersection(getattr(model, "_no_split_modules", None) or ()))
 
 
-def groups_by_class(model: nn.Module, shard: Sequence[str], who: object) -> Groups:
-    """(label, modules) of every instance of a class named in `shard`, the outermost where they nest.
+def groups_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -> Groups:
+    """(label, modules) of every instance of a class named in `wrap_classes`, the outermost where they nest.
 
     In the order of registration. What shares a parameter with a module outside stays with the root.
     ModelError where a class has no instance; `who` is the model in words.
@@ -53,13 +53,13 @@ def groups_by_class(model: nn.Module, shard: Sequence[str], who: object) -> Grou
     groups: Groups = []
     for name, module in model.named_modules():
         within = any(name.startswith(f"{label}.") for label, _ in groups)
-        if name and not within and type(module).__name__ in shard:
+        if name and not within and type(module).__name__ in wrap_classes:
             groups.append((name, [module]))
     classes = {type(m).__name__ for m in model.modules()}
-    for name in shard:
+    for name in wrap_classes:
         if name not in classes:
             raise ModelError(
-                f"{who}: shard names {name!r}, and it has no such module; its classes are "
+                f"{who}: wrap_classes names {name!r}, and it has no such module; its classes are "
                 f"{', '.join(sorted(classes))}"
             )
     return [(label, modules) for label, modules in groups if _stands_alone(modules, model)]

@@ -38,6 +38,6 @@ VIT: Plan = (
 #: How workers divide a vision transformer's layers (`strategies/splitting/tensor.py`). Its scores are whole.
 VIT_TENSOR_PLAN = {
     "encoder.layers.*.self_attention": "heads",
-    "encoder.layers.*.mlp.0": "columns",
-    "encoder.layers.*.mlp.3": "rows",
+    "encoder.layers.*.mlp.0": "colwise",
+    "encoder.layers.*.mlp.3": "rowwise",
 }

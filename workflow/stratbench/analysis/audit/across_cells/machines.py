@@ -192,7 +192,7 @@ def own_gpus(facts: Facts) -> set[tuple[int, int]]:
 def groups_cross_nodes(facts: Facts) -> Iterator[str]:
     """Workers that divide layers between them were on several nodes, though a node could hold them: they
     exchanged activations over the slower link. Let the number of workers on a node be a multiple of
-    tensor_workers.
+    tensor_parallel_size.
     """
     together = facts.mesh.tensor
     if together > facts.workers_per_node:
