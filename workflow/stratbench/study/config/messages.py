@@ -54,15 +54,38 @@ ELSEWHERE = {
     "world_size": "gpus",
 }
 
+#: An earlier name of a key or an option -> its name.
+RENAMED = {
+    "accumulate": "gradient_accumulation_steps",
+    "clip_norm": "max_grad_norm",
+    "shard": "wrap_classes",
+    "heads": "num_heads",
+    "pieces": "pipeline_modules",
+    "worker_min": "worker_time_limit_min",
+    "tensor_workers": "tensor_parallel_size",
+    "sequence": "sequence_parallel",
+    "data": "data_parallel",
+    "pipeline_workers": "pipeline_parallel_size",
+    "shard_workers": "shard_group_size",
+    "tuned": "match_other_strategies",
+    "rank": "powersgd_rank",
+    "start": "powersgd_start_step",
+    "width": "num_gpus",
+    "hours": "training_hours",
+    "worth": "sample_efficiency",
+    "loss": "scaling_loss_per_worker",
+}
+
 
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
     """The closest of `allowed`, as a question after a blank; empty if none is close.
 
-    A key that another trainer calls so is closest, then the shortest one that begins with what was given.
+    A key that another trainer calls so, or that was called so, is closest; then the shortest one that begins
+    with what was given.
     """
     text, allowed = str(given), list(allowed)
-    if ELSEWHERE.get(text) in allowed:
-        return f" Did you mean {ELSEWHERE[text]!r}?"
+    if (ours := ELSEWHERE.get(text, RENAMED.get(text))) in allowed:
+        return f" Did you mean {ours!r}?"
     longer = sorted((name for name in allowed if len(text) > 2 and name.startswith(text)), key=len)
     close = longer or difflib.get_close_matches(text, allowed, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
