@@ -47,7 +47,7 @@ EQUAL = (
     ("restarts.checkpoints.every", "settings.more.checkpoints.checkpoint_every"),
 )  # fmt: skip
 #: Figures that may be less than 0: options, scores, and the exit code of a process that a signal ended.
-SIGNED = ("settings.", "strategy.options.", "score.", "program.outside.exit_code")
+SIGNED = ("settings.", "strategy.options.", "score.", "program.external.exit_code")
 PARTS = ("setup_s", "data_s", "warmup_s", "eval_s", "train_time_s")
 PERCENTILES = ("min", "p10", "p50", "p90", "p99", "max")
 #: The format in which a precision computes.
@@ -107,10 +107,10 @@ class Told(Facts):
         if None not in (one, other) and one != other:
             self.wrong(f"{what}: {one!r:.200}, {other!r:.200}")
 
-    def given(self, what: str, value: Any, must_be: bool, why: str) -> None:
+    def given(self, what: str, value: Any, must_be: bool, reason: str) -> None:
         """There is a value where there must be one, and only there."""
         if (value is not None) != must_be:
-            self.wrong(f"{what} is {value!r:.60}, {why}")
+            self.wrong(f"{what} is {value!r:.60}, {reason}")
 
     def rising(self, what: str, values: Iterable[float | None]) -> None:
         listed = [value for value in values if value is not None]
@@ -154,30 +154,30 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 def end(told: Told) -> None:
     """A cell that ended well has its results and no reason, another one a reason and no final score."""
-    status, why = told.status, f"although the cell ended as {told.status}"
+    status, reason = told.status, f"although the cell ended as {told.status}"
     is_ok, entries = status == "ok", told("score.per_epoch")
-    told.given("reason", told("reason") or None, not is_ok, why)
-    if is_ok or status in ("oom", "timeout", "refused"):
+    told.given("reason", told("reason") or None, not is_ok, reason)
+    if is_ok or status in ("oom", "timeout", "unsupported"):
         for path in RESULTS:
-            told.given(path, told(path), is_ok, why)
+            told.given(path, told(path), is_ok, reason)
     if not told.ours:
         return
     evaluated = not told("settings.steps")
     # The tests' software GPU computes nothing: none of its answers counts.
     drivers = (value_at(w["provenance"], "driver.driver_version") for w in told.workers)
     if not any("software GPU" in str(driver) for driver in drivers):
-        told.given("score.final", told("score.final"), is_ok and evaluated, why)
+        told.given("score.final", told("score.final"), is_ok and evaluated, reason)
     # The losses of a worker that was lost are not known.
     names = ("test_loss",) if told.elastic else ("train_loss", "test_loss")
     finite = all(entry[name] is not None for entry in entries for name in names)
     if is_ok:
         for path in ("batch.updates_applied", "time.step_ms", "model.parameters"):
-            told.given(path, told(path), True, why)
+            told.given(path, told(path), True, reason)
         for path in ("memory.peak_bytes", "memory.model_states"):
-            told.given(path, told(path), True, why)
-        told.given("workers", told.workers or None, True, why)
+            told.given(path, told(path), True, reason)
+        told.given("workers", told.workers or None, True, reason)
     if evaluated and (is_ok or (status == "diverged" and told.finished)) and finite != is_ok:
-        told.wrong(f"losses are {('' if finite else 'not ')}finite, {why}")
+        told.wrong(f"losses are {('' if finite else 'not ')}finite, {reason}")
 
 
 def span(told: Told) -> None:
@@ -465,8 +465,8 @@ def steps(told: Told) -> None:
         ):
             told.most(f"{of}: {what}, at most its time", took_s, its_s, ROUNDED, CLOCKS_S)
         if value_at(w["provenance"], "device") == "cpu":
-            why = "although on a CPU host and device are one"
-            told.given(f"{of}: issue_ms", w.get("issue_ms"), False, why)
+            reason = "although on a CPU host and device are one"
+            told.given(f"{of}: issue_ms", w.get("issue_ms"), False, reason)
 
 
 def slowdown(told: Told) -> None:
@@ -973,9 +973,9 @@ def elastic(told: Told) -> None:
     told.same("elastic.first_step_s and a job's", block["first_step_s"], first)
     resumed = sum(g["from_checkpoint"] for g in block["generations"])
     if told.served:
-        lives = told("elastic.servers.lives") or []
-        resumed = sum(life["tickets_before"] > 0 for life in lives[1:])
-        lives_of(told, lives)
+        incarnations = told("elastic.servers.incarnations") or []
+        resumed = sum(incarnation["tickets_before"] > 0 for incarnation in incarnations[1:])
+        check_incarnations(told, incarnations)
     told.same("elastic.restarts and from checkpoints", block["restarts"], resumed)
     if told.collective and told.finished:
         generations_of(told, jobs, block["generations"])
@@ -1005,20 +1005,25 @@ def jobs_of(told: Told, jobs: list[Record]) -> None:
                 )
 
 
-def lives_of(told: Told, lives: list[Record]) -> None:
+def check_incarnations(told: Told, incarnations: list[Record]) -> None:
     """The lives of the servers follow one another."""
-    block, stated = told("elastic.servers"), told("elastic.lives")
-    if [life["life"] for life in lives] != list(range(1, len(lives) + 1)):
-        told.wrong(f"the servers' lives have the numbers {[life['life'] for life in lives]}")
-    told.same("elastic.lives and the servers' lives", stated, len(lives))
-    twice = sum(life["tickets_done_twice"] for life in lives)
+    block, stated = told("elastic.servers"), told("elastic.incarnations")
+    if [incarnation["incarnation"] for incarnation in incarnations] != list(
+        range(1, len(incarnations) + 1)
+    ):
+        told.wrong(
+            f"the servers' lives have the numbers "
+            f"{[incarnation['incarnation'] for incarnation in incarnations]}"
+        )
+    told.same("elastic.incarnations and the servers' lives", stated, len(incarnations))
+    twice = sum(incarnation["tickets_done_twice"] for incarnation in incarnations)
     told.same("tickets_done_twice and all lives'", block["tickets_done_twice"], twice)
     if not 1 <= block["most_at_a_time"] <= told.gpus:
         told.wrong(f"most_at_a_time is {block['most_at_a_time']}, of {told.gpus} workers")
     evaluated, entries = block["evaluations"], len(told("score.per_epoch"))
     told.most("the number of scores, at most evaluations", entries, evaluated)
-    for one, other in pairwise(lives):
-        of, began_s = f"life {other['life']}: began_s", other["began_s"]
+    for one, other in pairwise(incarnations):
+        of, began_s = f"life {other['incarnation']}: began_s", other["began_s"]
         told.most(f"the life before, at most {of}", one["began_s"], began_s, absolute=DATES_S)
         done = other["tickets_before"] + other["tickets_done_twice"]
         told.most("tickets before, at most later ones", one["tickets_before"], done)
@@ -1029,7 +1034,7 @@ def generations_of(told: Told, jobs: list[Record], generations: list[Record]) ->
     by_number, taken, inside_s = {job["number"]: job for job in jobs}, 0, 0.0
     steps_of: dict[int, int] = {}
     for g in generations:
-        of, members = f"generation {g['number']} of life {g['life']}", g["members"]
+        of, members = f"generation {g['number']} of life {g['incarnation']}", g["members"]
         made = (g["to_step"] or g["from_step"]) - g["from_step"]
         taken += made
         if not 1 <= len(set(members)) == len(members) <= told.gpus:
@@ -1046,7 +1051,9 @@ def generations_of(told: Told, jobs: list[Record], generations: list[Record]) ->
             told.most(f"{of}, at most a member's", g["ended_s"], ended_s, 0.0, DATES_S)
     for one, other in pairwise(generations):
         of, stopped = f"generation {other['number']}", one["to_step"] or one["from_step"]
-        again = one["broken"] or other["from_checkpoint"] or other["life"] > one["life"]
+        again = (
+            one["broken"] or other["from_checkpoint"] or other["incarnation"] > one["incarnation"]
+        )
         if other["from_step"] > stopped or (other["from_step"] < stopped and not again):
             told.wrong(
                 f"{of} begins at step {other['from_step']}, the one before stopped at {stopped}"

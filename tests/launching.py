@@ -53,8 +53,8 @@ def each_strategy(names: Iterable[str] = IN_OUR_LOOP) -> list[Any]:
     """A test's parameters: names of strategies, skipped where what they need is not installed."""
     lacking = {name: " ".join(faults([(name, strategy_class(name), {})])) for name in names}
     return [
-        pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why))
-        for name, why in lacking.items()
+        pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=reason))
+        for name, reason in lacking.items()
     ]
 
 

@@ -86,10 +86,10 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
         raise ValueError("has no rows")
     left_out: dict[str, int] = {}
 
-    def keep(good: pd.Series, why: str) -> None:
+    def keep(good: pd.Series, reason: str) -> None:
         nonlocal rows
         if n := int((~good).sum()):
-            left_out[why] = n
+            left_out[reason] = n
         rows = rows[good]
 
     for column in NUMBERS:
@@ -106,13 +106,13 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
     keep((rows.gpus % 1 == 0) & (rows.gpus <= MOST_GPUS), "no count of GPUs")
     rows.loc[_units(rows).str.contains(SECONDS), "throughput"] = np.nan
     # How many GPUs share a node's rate is not known for sure; nor is whose steps are counted per GPU.
-    for patterns, why in (
+    for patterns, reason in (
         ([PER_NODE], "throughput of a node, not of a GPU or of all"),
         ([PER_GPU, BATCHES], "steps per GPU, an unclear unit"),
     ):
         unclear = np.logical_and.reduce([_units(rows).str.contains(p) for p in patterns])
         rows.loc[unclear, "throughput"] = np.nan
-        keep(~unclear | rows.step_time_s.notna(), why)
+        keep(~unclear | rows.step_time_s.notna(), reason)
     keep(rows.throughput.notna() | rows.step_time_s.notna(), "neither throughput nor step time")
     keep(rows.trust.str.upper() != "C", "trust C")
     fewest = rows.groupby(["source", "series", "gpus"]).nodes
@@ -345,8 +345,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {args.file}: {error}", file=sys.stderr)
         return 1
-    for why, n in left_out.items():
-        print(f"left out: {n} rows, {why}")
+    for reason, n in left_out.items():
+        print(f"left out: {n} rows, {reason}")
     if n := rows[rows.contradicts].groupby(["source", "series"]).ngroups:
         print(f"step times taken: {n} series, whose throughput contradicts them")
     cells = cells_of(rows, args.fit)

@@ -111,7 +111,7 @@ def measure_all() -> list[Measured]:
         own = [row for row in rows if row["configuration"] == name]
         planned = planner.plan(c)
         if planned.fit is None:
-            raise SystemExit(f"{name}: is not predicted: {planned.why}")
+            raise SystemExit(f"{name}: is not predicted: {planned.reason}")
         failed = own[0]["fails_at_batch"]
         on_failed = None
         if failed:

@@ -66,7 +66,7 @@ def plan_run(planner: Planner, run: Run) -> dict[str, str]:
     configurations = [run.configuration] if run.whole else [run.at(False), run.at(True)]
     planned = [planner.plan(c) for c in configurations]
     if planned[0].fit is None:
-        raise SystemExit(f"{run.row['sweep']}: is not predicted: {planned[0].why}")
+        raise SystemExit(f"{run.row['sweep']}: is not predicted: {planned[0].reason}")
     fit, times = planned[0].fit, [p.fit.usual_s for p in planned]
     planned_s = times[0] + (times[-1] - times[0]) * run.share
     memory_bytes = find_gpu(run.configuration["cluster"]["gpu"]).memory_gib * GIB

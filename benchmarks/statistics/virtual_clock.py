@@ -97,7 +97,7 @@ class _Worker:
     versions: list[int]
     present: bool = True
     idle: bool = False  # present, but without a ticket to work on
-    life: int = 0  # grows when it is lost: events of an earlier life are void
+    incarnation: int = 0  # grows when it is lost: events of an earlier life are void
     ticket: Ticket | None = None
     part: int = 0
     gradient: Tensor | None = None
@@ -165,10 +165,10 @@ class _Run:
             action = {"leave": self._lose, "join": self._join}[what]
             self._at(time_s, action, self.workers[number], None)
         while self._queue:
-            now_s, _, action, worker, life, shard = heapq.heappop(self._queue)
+            now_s, _, action, worker, incarnation, shard = heapq.heappop(self._queue)
             if shard is None:
                 action(worker, now_s)
-            elif life == worker.life:
+            elif incarnation == worker.incarnation:
                 action(worker, shard, now_s)
         self._check_complete()
         for policy in self.policies:
@@ -177,7 +177,7 @@ class _Run:
         return self.trace
 
     def _at(self, time_s: float, action: Callable, worker: _Worker, shard: int | None) -> None:
-        event = (time_s, next(self._order), action, worker, worker.life, shard)
+        event = (time_s, next(self._order), action, worker, worker.incarnation, shard)
         heapq.heappush(self._queue, event)
 
     # ---- a worker's round: read, take a ticket, compute, push, wait
@@ -267,7 +267,7 @@ class _Run:
         if not worker.idle and not self.policies[0].tolerates_loss:
             step = self.policies[0].version
             raise WorkerLost(f"step {step}: worker {worker.number} was lost")
-        worker.present, worker.life = False, worker.life + 1
+        worker.present, worker.incarnation = False, worker.incarnation + 1
         worker.ticket, worker.unapplied = None, 0
         worker.waiting.clear()
         if not worker.idle:

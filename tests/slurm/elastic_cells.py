@@ -71,24 +71,24 @@ class Elastic:
                 return process
         raise AssertionError(f"worker {number} has no process")
 
-    def life(self) -> dict[str, Any]:
+    def incarnation(self) -> dict[str, Any]:
         """What the last launcher has kept of its members."""
-        lives = self.run.lives()
-        return json.loads(lives[-1].read_text()) if lives else {"generations": []}
+        incarnations = self.run.incarnations()
+        return json.loads(incarnations[-1].read_text()) if incarnations else {"generations": []}
 
     def came(self) -> set[int]:
         """The numbers of all workers that the last launcher has let in."""
-        return set(map(int, self.life().get("dates", ())))
+        return set(map(int, self.incarnation().get("dates", ())))
 
     def present(self) -> set[int]:
         """The numbers of the workers that train now."""
-        last = next(iter(self.life()["generations"][-1:]), {"began_unix_s": None})
+        last = next(iter(self.incarnation()["generations"][-1:]), {"began_unix_s": None})
         goes_on = last["began_unix_s"] is not None and last["ended_unix_s"] is None
         return set(last["members"]) if goes_on and not last["broken"] else set()
 
     def gone(self, how: str) -> dict[int, float]:
         """When it was noted of each worker that it was "left" or "lost"; 0 where only that it was."""
-        return dict.fromkeys(self.life()[how], 0.0)
+        return dict.fromkeys(self.incarnation()[how], 0.0)
 
     def wait_for_new(self, before: set[int]) -> set[int]:
         """Wait until two train of whom none, or not all, are `before`; these."""
@@ -111,7 +111,7 @@ class Served(Elastic):
     def present(self) -> set[int]:
         here: set[int] = set()
         for event in read_journal(self.run.servers):
-            if event["event"] == "life":
+            if event["event"] == "incarnation":
                 here.clear()
             elif event["event"] == "begin":
                 here.add(event["worker"])

@@ -13,7 +13,7 @@ from cluster_host import refusal
 
 from launching import until
 
-# The clusters of other tests would be refused, too.
+# The clusters of other tests would end as unsupported, too.
 pytestmark = [pytest.mark.slurm, pytest.mark.alone]
 
 

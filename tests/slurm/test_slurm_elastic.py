@@ -54,7 +54,7 @@ def test_cells_whose_own_jobs_are_lost_go_on_and_finish(
         slurm.run(
             "scontrol", "update", f"JobId={own}", "StartTime=now"
         )  # in place of 121 s from now
-        served.wait_for("life", 2)
+        served.wait_for("incarnation", 2)
     finally:
         output = workflow.finish(run)
     records = {
@@ -67,17 +67,22 @@ def test_cells_whose_own_jobs_are_lost_go_on_and_finish(
         assert not cell.run.secret.exists()
     assert split.coordinator() == own
     told = records[split]["elastic"]
-    assert told["lives"] == 2
-    first, second = (next(g for g in told["generations"] if g["life"] == life) for life in (0, 1))
+    assert told["incarnations"] == 2
+    first, second = (
+        next(g for g in told["generations"] if g["incarnation"] == incarnation)
+        for incarnation in (0, 1)
+    )
     assert second["from_step"] >= first["from_step"]
     assert not list(split.run.path.glob("checkpoint*"))
     told = records[served]["elastic"]["servers"]
-    assert len(told["lives"]) == 2
-    second = told["lives"][1]  # what an epoch had settled by then was saved, or was done twice
+    assert len(told["incarnations"]) == 2
+    second = told["incarnations"][
+        1
+    ]  # what an epoch had settled by then was saved, or was done twice
     tickets = 2 * records[served]["batch"]["steps_per_epoch"]
     assert second["tickets_before"] + second["tickets_done_twice"] >= tickets
     assert told["evaluations"] >= 20
-    print({k: told[k] for k in ("tickets_done_twice", "returns", "lives")})
+    print({k: told[k] for k in ("tickets_done_twice", "returns", "incarnations")})
 
 
 def test_all_arms_of_a_small_study_leave_records_that_the_audit_believes(

@@ -99,11 +99,11 @@ def test_the_design_meets_every_precision_count_and_option(strategy: str) -> Non
     cells, left = cells_of(strategy, INSTALLED.index(strategy))
     met = {cell.precision for cell in cells}
     for precision in set(precisions()) - met:  # then the product says why
-        why = replace(cells[0], precision=precision, keys={}).refusal()
-        assert "precision" in why, why
+        reason = replace(cells[0], precision=precision, keys={}).refusal()
+        assert "precision" in reason, reason
     for gpus in set(COUNTS) - {cell.gpus for cell in cells}:
-        why = replace(cells[0], gpus=gpus, options={}, keys={}).refusal()
-        assert "worker" in why or "at most" in why, why
+        reason = replace(cells[0], gpus=gpus, options={}, keys={}).refusal()
+        assert "worker" in reason or "at most" in reason, reason
     for wish in left:
         assert wish.option is None, f"no cell of {strategy} has {wish}"
     assert len(left) < len(wishes_of(strategy))

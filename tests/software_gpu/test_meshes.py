@@ -94,9 +94,9 @@ def plan_of(cell: Planned, record: Record, folder: Path) -> Any:
     }
     config, study = load_config(config)
     (planned,) = make_plan(config, check_study(config, study), {}).cells
-    assert planned.footprint is not None, planned.why
+    assert planned.footprint is not None, planned.reason
     return planned
 
 
 def test_none_of_these_cells_is_refused() -> None:
-    assert {name: why for name, c in CELLS.items() if (why := c.refusal())} == {}
+    assert {name: reason for name, c in CELLS.items() if (reason := c.refusal())} == {}

@@ -140,7 +140,7 @@ def test_no_figure_of_it_is_in_a_table_an_answer_or_a_page(study: Workflow) -> N
     assert drawn == {"training_time"}
     decided = pd.read_csv(folder / "decision.csv")
     assert decided["rank"].isna().all()
-    assert decided["why"].str.contains("software GPU").all()
+    assert decided["reason"].str.contains("software GPU").all()
     assert software_gpu.WHY in (folder / "report.html").read_text()
 
 

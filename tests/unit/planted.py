@@ -100,7 +100,7 @@ def by_command(record: Record) -> None:
     record["program"] = {
         "files": ["train.py"],
         "git": None,
-        "outside": {
+        "external": {
             "exit_code": 0,
             "begun_s": 0.5,
             "ended_s": ended_s,
@@ -109,7 +109,7 @@ def by_command(record: Record) -> None:
             "node_rss_bytes": gpus * peak_bytes,
             "gpu_bytes": None,
         },
-        "said": {
+        "self_reported": {
             "workers": gpus,
             "parameters": record["model"]["parameters"],
             "batch": record["batch"]["global_batch"],

@@ -119,15 +119,15 @@ class Worked:
         before_push: Any = None,
         scaled: bool = False,
         rehearsals: int = 0,
-        life: int | None = None,
+        incarnation: int | None = None,
     ) -> None:
         """`before_push(worker, ticket, channel)` runs on each ticket, after backward.
 
         `scaled`: the worker has a loss scale, and the gradient whose number `before_push` returns
-        overflows. `life`: of the servers of an elastic run.
+        overflows. `incarnation`: of the servers of an elastic run.
         """
         self.evaluated: list[int] = []
-        self._life = life
+        self._incarnation = incarnation
         self.tickets: list[Ticket] = []
         self.model = small_model(dtype)
         self.flat = FlatSpace(self.model)
@@ -182,7 +182,7 @@ class Worked:
             DEADLINE_S,
             self.scale,
             config.n_servers,
-            self._life,
+            self._incarnation,
         )
 
     @property

@@ -7,9 +7,9 @@ from stratbench.analysis.decision.short import Short
 from stratbench.analysis.report import brief
 
 FIRST = Short(
-    "ddp", 4, "Fastest, in one run each.", "one run", "214 s", why="one run each: may be chance"
+    "ddp", 4, "Fastest, in one run each.", "one run", "214 s", reason="one run each: may be chance"
 )
-SECOND = Short(None, None, "Every cell failed.", "none", why="2 of 2 failed")
+SECOND = Short(None, None, "Every cell failed.", "none", reason="2 of 2 failed")
 ANSWERS = [
     {"model": "vgg16", "experiment": "main", "short": asdict(FIRST), "confidence": "low"},
     {"model": "gpt", "experiment": "texts", "short": asdict(SECOND), "confidence": "none"},
@@ -19,14 +19,14 @@ LEAD = "Two questions, no sure answer yet."
 
 def test_a_finished_study_is_told_in_a_few_lines(tmp_path):
     (tmp_path / "answers.json").write_text(json.dumps({"lead": LEAD, "answers": ANSWERS}))
-    (tmp_path / "audit.csv").write_text("rule,severity\na,doubtful\nb,note\nc,note\n")
+    (tmp_path / "audit.csv").write_text("rule,severity\na,warning\nb,note\nc,note\n")
     (tmp_path / "cells.csv").write_text("strategy,start_skew_ms\nddp,3.0\nfsdp,9.04\nps-sync,\n")
     assert list(brief.answer_lines(tmp_path)) == [
         LEAD,
         "vgg16 (main): ddp × 4, 214 s. Fastest, in one run each. "
         "Confidence: low (one run each: may be chance).",
         "gpt (texts): Every cell failed. Confidence: none (2 of 2 failed).",
-        "Audit: 0 unusable, 1 doubtful, 2 to note.",
+        "Audit: 0 unusable, 1 warnings, 2 to note.",
         "Start skew of an epoch's workers: median 6.0 ms, largest 9.0 ms in 2 cells.",
     ]
     (tmp_path / "cells.csv").write_text("strategy,start_skew_ms\nsingle,\n")

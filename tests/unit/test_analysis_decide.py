@@ -65,28 +65,28 @@ def decided(rows, findings=(), **constraints):
 
 
 def standings(decision):
-    return {(row["strategy"], row["gpus"]): row["standing"] for row in decision.matrix}
+    return {(row["strategy"], row["gpus"]): row["status"] for row in decision.matrix}
 
 
 @pytest.mark.parametrize(
-    ("test_samples", "standing"), [(None, "worse score"), (10_000, "worse score"), (360, "")]
+    ("test_samples", "status"), [(None, "worse score"), (10_000, "worse score"), (360, "")]
 )
-def test_accuracy_is_lost_only_beyond_what_chance_makes_of_the_test_set(test_samples, standing):
+def test_accuracy_is_lost_only_beyond_what_chance_makes_of_the_test_set(test_samples, status):
     """90 % against 88 %: the 95 % interval of the difference is 4.5 points at 360 samples."""
     rows = [
         cell("ddp", 10.0, score_final=0.88, test_samples=test_samples),
         cell("fsdp", 20.0, score_final=0.90, test_samples=test_samples),
     ]
     found = decided(rows)
-    assert found.choice.strategy == ("fsdp" if standing else "ddp")
-    assert standing in standings(found)["ddp", 4]
+    assert found.choice.strategy == ("fsdp" if status else "ddp")
+    assert status in standings(found)["ddp", 4]
 
 
 def test_what_the_plan_calls_infeasible_does_not_fit():
     rows = [cell("ddp", 10.0), failed("single", "infeasible", 1, reason="needs 93.0 GiB")]
     found = decided(rows)
     assert standings(found)["single", 1] == "does not fit"
-    assert any("needs 93.0 GiB by the plan" in why for _, why in found.excluded)
+    assert any("needs 93.0 GiB by the plan" in reason for _, reason in found.excluded)
 
 
 def test_the_fastest_is_chosen_by_how_much_and_how_sure():
@@ -145,7 +145,7 @@ def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
 
 
 @pytest.mark.parametrize(
-    ("change", "ratio", "level", "why"),
+    ("change", "ratio", "level", "reason"),
     [
         ({}, 1.08, "high", "told apart from its only rival"),
         ({"host": "node0"}, 1.08, "medium", "ran on host node0: others may order them differently"),
@@ -155,13 +155,13 @@ def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
         ({"slowdown": "rank 0 4 times slower"}, 1.5, "high", "slowed on purpose"),
     ],
 )
-def test_high_confidence_needs_several_repeats_on_several_hosts(change, ratio, level, why):
+def test_high_confidence_needs_several_repeats_on_several_hosts(change, ratio, level, reason):
     """On one host it needs a lead beyond what nodes of one kind differ by."""
     times = [10.0, 10.2, 10.1]
     rows = repeats("ddp", times) + repeats("fsdp", [ratio * t for t in times])
     found = decided([row | change for row in rows])
     assert found.confidence == level
-    assert why in " ".join(found.sure)
+    assert reason in " ".join(found.sure)
     two = decided([row | change for row in rows if row["repeat"] < 2])
     assert two.confidence == "medium"
 
@@ -184,7 +184,7 @@ WORSE = "The accuracy of ps-async on 4 GPUs may be up to {} points worse than th
 
 
 @pytest.mark.parametrize(
-    ("lost", "samples", "standing", "said"),
+    ("lost", "samples", "status", "said"),
     [
         # By one repeat: what the test set leaves to chance, 0.8 points at 10,000 samples.
         ([0.5], 10_000, "recommended", WORSE.format(1.3)),
@@ -197,9 +197,7 @@ WORSE = "The accuracy of ps-async on 4 GPUs may be up to {} points worse than th
         ([-1.0, 0.5, 2.0], 10_000, "recommended", WORSE.format("3.0")),
     ],
 )
-def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(
-    lost, samples, standing, said
-):
+def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(lost, samples, status, said):
     rows = [
         row
         for k, points in enumerate(lost)
@@ -210,7 +208,7 @@ def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(
         )
     ]
     found = decided(rows)
-    assert standings(found)["ps-async", 4] == standing
+    assert standings(found)["ps-async", 4] == status
     assert (said or "") in found.reason
     assert (said is not None) == ("may be up to" in found.reason) == found.short.score_open
     if said:
@@ -219,7 +217,7 @@ def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(
             change.startswith("A score that is certain: then ddp") for change in found.changes
         )
     if samples == 360:
-        assert standing != "recommended" or "points of a test set of 360 samples" in " ".join(
+        assert status != "recommended" or "points of a test set of 360 samples" in " ".join(
             found.sure
         )
 
@@ -246,7 +244,7 @@ def test_one_repeat_gives_no_interval_and_little_confidence():
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "why"),
+    ("row", "kind", "reason"),
     [
         (failed("ddp", "oom"), "does not fit", "out of memory"),
         (failed("ddp", "timeout", time_limit_s=3000), "too slow", "not done after 3000 s"),
@@ -256,13 +254,13 @@ def test_one_repeat_gives_no_interval_and_little_confidence():
         (cell("ddp", 5.0, score_final=0.85), "worse score", "5.00 points less than fsdp"),
     ],
 )
-def test_what_cannot_be_chosen_is_excluded_with_why(row, kind, why):
+def test_what_cannot_be_chosen_is_excluded_with_why(row, kind, reason):
     found = decided([row, cell("fsdp", 30.0)])
     assert found.choice.strategy == "fsdp"
     ((name, text),) = found.excluded
     assert name == "ddp"
     assert kind in text
-    assert why in text
+    assert reason in text
     assert standings(found)[("ddp", 4)] == kind
 
 
@@ -283,7 +281,7 @@ def test_nothing_is_recommended_from_an_unusable_cell(where):
     assert everything.choice is None
     assert everything.confidence == "none"
     # A doubt lowers the confidence and no more; what only memory suffers from needs a limit of it.
-    assert decided(rows, [finding(severity="doubtful", **where)]).choice.strategy == "ddp"
+    assert decided(rows, [finding(severity="warning", **where)]).choice.strategy == "ddp"
     memory = finding(affects="memory", **where)
     assert decided(rows, [memory]).choice.strategy == "ddp"
     assert decided(rows, [memory], gpu_memory_gib=80).choice.strategy == "fsdp"
@@ -291,12 +289,12 @@ def test_nothing_is_recommended_from_an_unusable_cell(where):
 
 def test_a_doubt_lowers_the_confidence_and_is_named():
     rows = repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15])
-    found = decided(rows, [finding("superlinear", "doubtful", strategy="ddp")])
+    found = decided(rows, [finding("superlinear", "warning", strategy="ddp")])
     assert found.confidence == "medium"
     assert "Doubts: superlinear." in " ".join(found.sure)
 
 
-@pytest.mark.parametrize("severity", ["unusable", "doubtful"])
+@pytest.mark.parametrize("severity", ["unusable", "warning"])
 def test_memory_that_the_audit_doubts_is_no_reason_for_a_choice(severity):
     rows = repeats("ddp", [100, 101, 100.5])
     rows += repeats("fsdp", [101, 102, 101.5], peak_memory_bytes=100 * MIB)
@@ -323,7 +321,7 @@ def test_a_mean_within_the_deadline_says_that_a_repeat_was_not():
     rows = repeats("ddp", [90, 98, 111]) + repeats("fsdp", [95, 102, 116])
     assert decided(rows, deadline_s=114).confidence != "low"
     found = decided(repeats("ddp", [90] * 3, device_kind="cpu"), gpu_memory_gib=1.0)
-    assert "by the audit" not in found.short.why
+    assert "by the audit" not in found.short.reason
 
 
 def test_elastic_workers_cost_what_their_jobs_held_and_are_compared_if_as_many_were_there():
@@ -337,7 +335,7 @@ def test_elastic_workers_cost_what_their_jobs_held_and_are_compared_if_as_many_w
     few = [row | {"allocated_s": 410.0} for row in rows[3:]]
     unlike = decided(rows[:3] + few)
     assert unlike.confidence == "low"
-    assert unlike.short.why == "not as many workers were there for each"
+    assert unlike.short.reason == "not as many workers were there for each"
     assert (
         "Workers came and went, and not as many were there on average: 4 of 4 for ddp, 2 of 4 for "
         "ps-async." in unlike.sure
@@ -400,7 +398,7 @@ def test_accuracy_may_be_traded_for_time():
 
 def test_training_that_does_not_work_is_never_recommended():
     rows = [cell("ps-sync", 10.0, score_final=0.2), cell("ddp", 30.0)]
-    floor = finding("score-below-floor", "doubtful", "score", strategy="ps-sync")
+    floor = finding("score-below-floor", "warning", "score", strategy="ps-sync")
     found = decided(rows, [floor], score_tolerance={"accuracy": 100})
     assert found.choice.strategy == "ddp"
     assert not any("ps-sync" in change for change in found.changes)
@@ -445,7 +443,7 @@ def projection(tmp_path, *rows, gpus=256):
         workers = int(count or gpus)
         row = Row("e", "vgg16", strategy, strategy, "strong", "A100", workers, None, "refused")
         if len(said) == 1:
-            found.append(replace(row, why=said[0]))
+            found.append(replace(row, reason=said[0]))
             continue
         times = dict(zip(("train_low_s", "train_s", "train_high_s"), said, strict=True))
         steps = {name.replace("train", "step"): t / 100 for name, t in times.items()}
@@ -526,14 +524,14 @@ def test_fewer_workers_than_there_are_may_be_the_faster_ones(tmp_path):
     assert found.changes[0].startswith("Cells on 8 workers: train them")
     assert standings(found)[("ddp", 32)] == "possible"
     # What was asked for and cannot be known comes first.
-    why = "32 is more than 8 times the largest measured count"
-    found = decided_on(tmp_path, LINES, ("ddp", why), *more, gpus=32)
+    reason = "32 is more than 8 times the largest measured count"
+    found = decided_on(tmp_path, LINES, ("ddp", reason), *more, gpus=32)
     assert (found.choice.strategy, found.choice.gpus, found.confidence) == ("ddp", 8, "low")
     assert found.short.claim == (
-        f"Nothing is known of 32 GPUs: {why}. Of the rest: Fastest as projected: nothing was "
+        f"Nothing is known of 32 GPUs: {reason}. Of the rest: Fastest as projected: nothing was "
         "measured on 8 workers."
     )
-    assert f"Not projected to 32 GPUs: ddp ({why}); fsdp" in found.reason
+    assert f"Not projected to 32 GPUs: ddp ({reason}); fsdp" in found.reason
     assert decided_on(tmp_path, LINES, *more, gpus=12).choice.gpus == 8
 
 
@@ -549,12 +547,12 @@ def test_projections_that_overlap_are_not_told_apart(tmp_path):
 
 
 def test_where_nothing_is_projected_the_answer_begins_with_that_and_why(tmp_path):
-    why = "256 is more than 8 times the largest measured count, 4: measure 32 or more"
-    refused = [(s, why) for s in ("ddp", "fsdp", "ps-async")]
+    reason = "256 is more than 8 times the largest measured count, 4: measure 32 or more"
+    refused = [(s, reason) for s in ("ddp", "fsdp", "ps-async")]
     found = decided_on(tmp_path, LINES, *refused, gpus=256)
     assert found.choice.gpus == 4
     assert found.short.claim.startswith(
-        f"Nothing is known of 256 GPUs: {why}. Of what was measured: "
+        f"Nothing is known of 256 GPUs: {reason}. Of what was measured: "
     )
     assert "Not projected" not in found.reason
     # Without any evidence, as of a bundle; and below what was measured, its memory would be more.
@@ -611,7 +609,7 @@ def test_where_nothing_was_measured_the_plan_is_pointed_to():
         "Nothing can be recommended. Nothing was measured: train its cells, or ask `plan` what "
         "fits and how long it takes."
     )
-    assert (found.confidence, found.short.why) == ("none", "2 of 2 were not measured")
+    assert (found.confidence, found.short.reason) == ("none", "2 of 2 were not measured")
     assert [name for name, _ in found.excluded] == ["ddp", "fsdp"]
     every = decided([failed(name, "error") for name in ("ddp", "fsdp")])
     assert every.headline == "Nothing can be recommended. Every cell failed."
@@ -655,7 +653,7 @@ def test_the_least_that_is_needed_counts_the_reserve_that_keeps_it_out():
 def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
     found = decided([failed("ddp", "diverged"), failed("fsdp", "diverged")])
     assert found.headline == "Nothing can be recommended. Every training diverged."
-    assert found.short.why == "2 of 2 diverged"
+    assert found.short.reason == "2 of 2 diverged"
     assert "A smaller lr, lr_warmup_steps or max_grad_norm steady" in found.reason
     some = decided([failed("ddp", "diverged"), failed("fsdp", "oom")])
     assert some.headline == "Nothing can be recommended. Every candidate is excluded."
@@ -698,7 +696,7 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     matrix = pd.read_csv(tmp_path / "d.csv")
     assert tuple(matrix.columns) == decide.MATRIX_COLUMNS
     assert len(matrix) == len(cells)
-    assert set(matrix.loc[matrix["gpus"] == 4, "standing"]) >= {"needs more workers"}
+    assert set(matrix.loc[matrix["gpus"] == 4, "status"]) >= {"needs more workers"}
     told = json.loads((tmp_path / "answers.json").read_text())
     assert all(answer["short"]["claim"] in said for answer in told["answers"])
 
@@ -825,9 +823,9 @@ def test_intervals_pay_for_looking_again_unless_every_record_planned_as_many(pla
 def test_doubts_that_do_not_touch_the_choice_are_left_to_the_audit():
     rows = repeats("ddp", [10.0, 12.0, 11.0]) + repeats("fsdp", [12.0, 10.5, 11.2])
     rows += repeats("zero1", [13.0, 11.0, 12.0])
-    doubt = finding("sharding-slow-alone", "doubtful", strategy="zero1")
+    doubt = finding("sharding-slow-alone", "warning", strategy="zero1")
     assert "sharding-slow-alone" not in " ".join(decided(rows, [doubt]).sure)
-    near = finding("sharding-slow-alone", "doubtful", strategy="fsdp")
+    near = finding("sharding-slow-alone", "warning", strategy="fsdp")
     assert "Doubts on fsdp on 4: sharding-slow-alone." in " ".join(decided(rows, [near]).sure)
 
 
@@ -836,7 +834,7 @@ def test_a_number_of_workers_that_nothing_is_known_of_has_no_sure_answer():
     assert decided(rows, gpus=4).confidence == "high"
     found = decided(rows, gpus=16)
     assert found.confidence == "low"
-    assert found.short.why == "nothing is known of 16 workers"
+    assert found.short.reason == "nothing is known of 16 workers"
     assert "Nothing is known of 16 GPUs" in found.short.claim
 
 

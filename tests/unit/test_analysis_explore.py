@@ -31,7 +31,7 @@ STATUSES = {
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!--&amp;"
 FINDING = {
     "rule": "odd",
-    "severity": "doubtful",
+    "severity": "warning",
     "affects": "time",
     "explanation": f"It is odd. {HOSTILE}",
     "experiment": "main",
@@ -107,7 +107,7 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     at = {name: FINDING[name] for name in ("strategy", "model", "gpus", "repeat")}
     there = (cells[list(at)] == pd.Series(at)).all(axis=1)
     assert list(data["audit"]["cells"]) == [str(np.flatnonzero(there)[0])]
-    everywhere = dict.fromkeys(FINDING) | {"experiment": "main", "severity": "doubtful"}
+    everywhere = dict.fromkeys(FINDING) | {"experiment": "main", "severity": "warning"}
     marked = explore.page_data(cells, [everywhere])["audit"]["cells"]
     assert list(marked) == list(np.flatnonzero(cells["status"] != "missing"))
     hue = FAMILIES["replicas"]
@@ -290,7 +290,7 @@ def test_the_table_sorts_and_axes_change(browser, page, study):
     state = browser.run("location.hash")
     assert {"x=peak_memory_bytes", "colour=model", "lx=1"} <= set(state[1:].split("&"))
     legend = browser.run("document.getElementById('legend').innerText")
-    for entry in ("resnet50", "audit: doubtful", "no full result"):
+    for entry in ("resnet50", "audit: warning", "no full result"):
         assert entry in legend
 
 
@@ -355,7 +355,7 @@ def test_a_drag_over_the_chart_zooms_and_failed_and_doubtful_cells_are_found(bro
     click(browser, "[data-filter=audit][data-level='no finding']")
     assert count(browser)[0] == 1
     hover_row(browser, 0)
-    assert "doubtful: odd" in tip(browser)
+    assert "warning: odd" in tip(browser)
     click(browser, "tr.cell")
     assert f"It is odd. {HOSTILE}" in browser.run("document.getElementById('details').innerText")
     click(browser, "#reset")

@@ -417,9 +417,9 @@ def test_a_doubted_figure_has_a_dagger_and_the_caption_says_what_it_means(tmp_pa
     for name, count in names:
         found = draw(data, name, count)
         assert sum("†" in text for text in found.texts) == 1, name
-        assert "†: doubtful, says the audit." in found.caption
+        assert "†: warning, says the audit." in found.caption
     data.summary.loc[at, "flags"] = "doubtful: some-rule; unusable: same-value-twice"
-    assert "†: unusable or doubtful, says the audit." in draw(data, "training_time").caption
+    assert "†: unusable or warning, says the audit." in draw(data, "training_time").caption
 
 
 def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw):

@@ -301,7 +301,7 @@ def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path)
     cells = fixture.expand(strategies=("single", "ddp"), models=("resnet50",), gpus=(1, 2))
     text = write_page(tmp_path, cells, change=change, figures=False).read_text()
     said = " ".join(" ".join(Page(text).text).split())
-    assert "doubtful score below floor main, ddp, resnet50, 2 workers, repeat 0" in said
+    assert "warning score below floor main, ddp, resnet50, 2 workers, repeat 0" in said
     assert "Rule score-below-floor; affects score." in said
     assert "main, ddp, resnet50, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
     assert text.count('<sup><a href="#audit" title="doubtful: score-below-floor">') == 1
@@ -318,7 +318,7 @@ def test_the_audit_says_which_findings_touch_a_choice():
     short = {"strategy": "ddp", "gpus": 4, "others": rivals}
     answers = [{"experiment": "e", "model": "m", "short": short}]
     place = dict.fromkeys(("experiment", "strategy", "model", "gpus", "repeat"))
-    said = {"severity": "doubtful", "affects": "time", "explanation": "x", "figures": "f"}
+    said = {"severity": "warning", "affects": "time", "explanation": "x", "figures": "f"}
     told = {
         "on the choice": {"strategy": "ddp", "gpus": 4},
         "next": {"strategy": "ddp", "gpus": 2},
@@ -338,9 +338,9 @@ def test_the_audit_says_which_findings_touch_a_choice():
         "elsewhere": [],
     }
     listed = audit_section.audit_rules(
-        findings.assign(severity=["note", "unusable", *["doubtful"] * 4]), answers
+        findings.assign(severity=["note", "unusable", *["warning"] * 4]), answers
     )
-    assert [r["severity"] for r in listed] == ["unusable", *["doubtful"] * 4, "note"]
+    assert [r["severity"] for r in listed] == ["unusable", *["warning"] * 4, "note"]
     assert audit_section.audit_lead(listed, answers) == (
         "What touches a choice or the rival nearest to it: next, of another, on all."
     )
@@ -373,7 +373,7 @@ def test_hosts_are_a_notice_only_where_a_strategy_is_known_by_its_host(tmp_path,
     notice = "Strategies ran on hosts of their own: ddp, fsdp. What differs may be the hosts"
     assert (notice in text) == alone
     assert ("Compare with care" in text) == alone
-    assert ("†: doubtful (confounded-host), says the audit" in text) == alone
+    assert ("†: warning (confounded-host), says the audit" in text) == alone
 
 
 def test_predictions_are_told_by_strategy_with_their_worst(tmp_path, page):

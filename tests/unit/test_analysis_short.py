@@ -75,12 +75,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_case_has_its_sentence_and_its_reason(name):
-    rows, level, claim, why = CASES[name]
+    rows, level, claim, reason = CASES[name]
     findings = (
-        [finding(severity="doubtful", experiment="e", strategy="ddp")] if name == "a doubt" else []
+        [finding(severity="warning", experiment="e", strategy="ddp")] if name == "a doubt" else []
     )
     answer = decided(rows, findings)
-    assert (answer.confidence, answer.short.claim, answer.short.why) == (level, claim, why)
+    assert (answer.confidence, answer.short.claim, answer.short.reason) == (level, claim, reason)
     assert (answer.choice is None) == (answer.short.strategy is None)
 
 

@@ -127,28 +127,32 @@ FAULTS = [
     Fault(
         "steps after a command's end",
         DDP,
-        both(by_command, times("program.said.last_s", 10)),
+        both(by_command, times("program.self_reported.last_s", 10)),
         "contradictory-report",
-        "program.said.last_s",
+        "program.self_reported.last_s",
     ),
     Fault(
         "a command that tells more time than it lived",
         DDP,
-        both(by_command, put("program.outside.begun_s", 100.0), put("program.said.first_s", 101.0)),
+        both(
+            by_command,
+            put("program.external.begun_s", 100.0),
+            put("program.self_reported.first_s", 101.0),
+        ),
         "contradictory-report",
         "time.train_time_s",
     ),
     Fault(
         "a command's samples are no multiple of its batch",
         DDP,
-        both(by_command, times("program.said.batch", 2)),
+        both(by_command, times("program.self_reported.batch", 2)),
         "contradictory-report",
-        "program.said.batch",
+        "program.self_reported.batch",
     ),
     Fault(
         "a command that trained with one process",
         DDP,
-        both(by_command, put("program.said.workers", 1)),
+        both(by_command, put("program.self_reported.workers", 1)),
         "unlike-its-cell",
         "cell.gpus",
     ),
@@ -157,12 +161,12 @@ FAULTS = [
         DDP,
         both(by_command, times("settings.epochs", 2)),
         "unlike-its-cell",
-        "program.said.samples",
+        "program.self_reported.samples",
     ),
     Fault(
         "a command that slept",
         DDP,
-        both(by_command, put("program.outside.cpu_time_s", 0.01)),
+        both(by_command, put("program.external.cpu_time_s", 0.01)),
         "contradictory-cpu-time",
         "cpu_time_s",
     ),
@@ -445,7 +449,7 @@ FAULTS = [
     Fault(
         "a stranger who came later",
         ASYNC,
-        put("provenance.gpu_strangers", {"0": [STRANGER]}),
+        put("provenance.foreign_gpu_processes", {"0": [STRANGER]}),
         "stranger-on-gpu",
         "process 4711 on GPU 1 with up to 79.5 GiB, seen from 30 to 95 s",
     ),
@@ -512,7 +516,7 @@ def test_strangers_on_gpus_of_other_cells_are_none():
         records[place]["provenance"] |= {
             "busy_at_start": {"0": {"other_gpu_processes": {"2": [4711], "3": [4712]}}},
             "gpus": {f"rank{i}": {"node": 0, "index": i, "uuid": f"GPU-{i}"} for i in (0, 1)},
-            "gpu_strangers": {},
+            "foreign_gpu_processes": {},
         }
     evidence = planted.study(records, "cuda")
     assert {rule.id for rule in RULES if any(rule.check(evidence))} == set()

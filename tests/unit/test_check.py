@@ -221,12 +221,12 @@ def test_the_check_says_what_strategies_really_do(name, outcomes):
     said["by-size"] = found_of(name, None, strategies=["fsdp"])["fsdp"]
     alone_fails, alone = outcomes[f"{name} alone"]
     for way in WAYS:
-        why, (failed, loss) = REFUSED[name].get(way), outcomes[f"{name} {way}"]
+        reason, (failed, loss) = REFUSED[name].get(way), outcomes[f"{name} {way}"]
         really = failed is None and loss == pytest.approx(alone, rel=1e-4)
-        assert really == (why is None), (way, failed, loss, alone)
+        assert really == (reason is None), (way, failed, loss, alone)
         assert (said[way] is None) == really, (way, said[way], failed)
-        if why is not None:
-            assert why in said[way]
+        if reason is not None:
+            assert reason in said[way]
             assert said[way].startswith(f"model {name!r} (odd_networks.{name}): ")
     if alone_fails is None:
         refused_by_servers = _flat_fails(getattr(odd_networks, name)(CLASSES))
@@ -340,7 +340,8 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
         "tied: blocks.0.outer.weight = again.weight is one parameter, and stays one",
         "buffers that forward writes: rank 0's are sent to all before each forward, and evaluated (ddp); ",
         "forward writes the buffers calls, mean",
-        "2 of 16 cells would be refused:\n  Unused with ddp on 1, 2 workers (2 cells of e): spare.weight, ",
+        "2 of 16 cells would end as unsupported:\n  Unused with ddp on 1, 2 workers (2 cells of e): "
+        "spare.weight, ",
         "groups of about 1/12 of the parameters: stem 520, blocks.0.inner to blocks.0.outer 144, ",
     ):
         assert line in text, text
@@ -368,7 +369,7 @@ def test_the_list_of_refused_cells_has_a_line_for_each_reason():
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "reason"),
     [
         ({}, None),
         ({"optimizer": "adamw"}, "which AdamW does not take; make the layer with sparse=False"),
@@ -379,15 +380,15 @@ def test_the_list_of_refused_cells_has_a_line_for_each_reason():
         ),
     ],
 )
-def test_who_trains_a_sparse_gradient_refuses_what_pytorch_does_not_take(changes, why):
+def test_who_trains_a_sparse_gradient_refuses_what_pytorch_does_not_take(changes, reason):
     named = {"gossip": {"strategy": "gossip"}, "local": VARIANTS["local"]}
     for gpus, strategies in (([1], ["single"]), ([2], list(named))):
         said = found_of("Sparse", None, gpus=gpus, strategies=strategies, **changes)
         for strategy in strategies:
-            if why is None:
+            if reason is None:
                 assert said[strategy] is None, said
             else:
-                assert f"the gradient of table.weight is sparse, {why}" in said[strategy], said
+                assert f"the gradient of table.weight is sparse, {reason}" in said[strategy], said
 
 
 def test_fused_kernels_are_left_out_on_a_gpu_where_a_gradient_is_sparse():
@@ -472,10 +473,10 @@ def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypa
     blocks = {"x": {}, "y": {"task": bad}, "z": {"task": "Good"}}
     blocks = dict(sorted(blocks.items(), reverse=first))
     checked = check_tasks(tmp_path, monkeypatch, **blocks)
-    [(cell, why)] = checked.refused.items()
+    [(cell, reason)] = checked.refused.items()
     assert cell.experiment == "y"
-    assert why.startswith("task 'my_tasks_")
-    assert why.endswith(BAD_TASKS[bad])
+    assert reason.startswith("task 'my_tasks_")
+    assert reason.endswith(BAD_TASKS[bad])
     text = check_text(checked)
     assert text.count("ddp: works with 2 workers\n") == 2
     assert f"Plain on digits, task '{blocks['y']['task']}'\n   cannot be trained: task '" in text
@@ -509,10 +510,10 @@ def test_what_one_experiment_asks_of_a_network_refuses_no_other(tmp_path, monkey
     """Activation checkpointing of a network without blocks; the lines name the experiment."""
     blocks = {"x": {}, "y": {"activation_checkpointing": True}}
     checked = check_tasks(tmp_path, monkeypatch, **dict(sorted(blocks.items(), reverse=first)))
-    [(cell, why)] = checked.refused.items()
-    assert (cell.experiment, "activation_checkpointing" in why) == ("y", True), why
+    [(cell, reason)] = checked.refused.items()
+    assert (cell.experiment, "activation_checkpointing" in reason) == ("y", True), reason
     text = check_text(checked)
-    assert "   ddp: works with 2 workers in x\n   ddp: refused with 2 workers in y: " in text
+    assert "   ddp: works with 2 workers in x\n   ddp: unsupported with 2 workers in y: " in text
 
 
 def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monkeypatch):
@@ -621,7 +622,7 @@ def test_a_job_ends_with_the_checks_sentence(
         assert made["status"] == "ok"
         assert made["strategy"]["traits"]["equals_ddp"] == (name != "Dice")
     else:
-        assert made["status"] == "refused"
+        assert made["status"] == "unsupported"
         assert sentence in made["reason"]
         assert "Traceback" not in made["reason"]
 
@@ -684,4 +685,4 @@ def test_what_some_parts_skip_is_refused_where_fsdp_cannot_add_it_up(parts, opti
     )
     said = list(strategy.refusals_of_model(odd_networks.Plain(CLASSES), worker))
     assert len(said) == (parts > 1 and remedy is not None)
-    assert all(remedy in why for why in said)
+    assert all(remedy in reason for reason in said)

@@ -122,7 +122,9 @@ def test_who_cannot_says_so(strategy):
     values = vars(request_for("ddp", MODEL, loss_chunks=2).settings)
     given = values | {"gpus": [2], "networks": {MODEL: MODEL}}
     found = strategy_class(strategy).refusals(option_defaults(strategy), given)
-    assert any(why.startswith(".loss_chunks = 2: ") and "set it to 1" in why for why in found)
+    assert any(
+        reason.startswith(".loss_chunks = 2: ") and "set it to 1" in reason for reason in found
+    )
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_a_command_becomes_a_record(start_cell, trainer):
     found = record.read(launched.record)  # validates
     assert (found["status"], found["strategy"]["kind"]) == ("ok", "own")
     assert found["strategy"]["details"] == {"engine": "command"}
-    said, outside = found["program"]["said"], found["program"]["outside"]
+    said, outside = found["program"]["self_reported"], found["program"]["external"]
     counts = {key: said[key] for key in ("workers", "parameters", "batch", "steps", "samples")}
     assert counts == {"workers": 2, "parameters": 1000, "batch": 16, "steps": 8, "samples": 128}
     assert said["facts"] == {"note": "a fact"}
@@ -444,7 +444,7 @@ def test_plan_and_check_say_of_a_command_what_they_cannot_know(tmp_path):
     assert "mine: is a command of yours, which is not tried" in check_text(checked)
     (planned,) = make_plan(config, checked, {}).cells
     assert (planned.state, planned.footprint) == ("to do", None)
-    assert "memory and traffic of a command are unknown" in planned.why
+    assert "memory and traffic of a command are unknown" in planned.reason
     found = {
         "cell": planned.cell.as_dict(),
         "status": "ok",
@@ -518,5 +518,5 @@ def test_a_command_is_started_once_on_each_node(start_cell, tmp_path, fails):
     assert first.startswith("2 ")
     found = record.read(launched.record)
     assert found["provenance"]["nodes"] == 2
-    assert found["program"]["said"]["steps"] == 1
-    assert found["program"]["outside"]["exit_code"] == 0
+    assert found["program"]["self_reported"]["steps"] == 1
+    assert found["program"]["external"]["exit_code"] == 0

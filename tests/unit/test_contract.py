@@ -142,9 +142,7 @@ def findings(trained: Trained) -> list[str]:
         f"{f.rule}: {f.figures}"
         for f in pd.read_csv(out).itertuples()
         if f.severity == "unusable"
-        or (
-            f.severity == "doubtful" and affects[f.rule] != "time" and f.rule != "score-below-floor"
-        )
+        or (f.severity == "warning" and affects[f.rule] != "time" and f.rule != "score-below-floor")
     ]
 
 

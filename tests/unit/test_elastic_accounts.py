@@ -26,13 +26,13 @@ def cell(tmp_path: Path) -> Any:
     found.coordinator.close()
 
 
-def job_of(tmp_path: Path, *lives: dict[str, Any]) -> Job:
+def job_of(tmp_path: Path, *incarnations: dict[str, Any]) -> Job:
     """A job of 2 epochs of 4 steps that had these lives."""
     job = job_in(tmp_path, epochs=2)
     s = replace(job.settings, more={"elastic": {"elastic": True}}, epochs=2, global_batch=16)
     job = replace(job, settings=s, data={"train_samples": 64})
-    for number, life in enumerate(lives):
-        job.folder.write_life(number, life)
+    for number, incarnation in enumerate(incarnations):
+        job.folder.write_incarnation(number, incarnation)
     return job
 
 
@@ -94,9 +94,9 @@ def test_the_time_of_all_that_ended_with_their_launcher_counts(cell: Cell, tmp_p
     first.next()
     first.say("begun", pause_s=None)
     until(lambda: cell.coordinator.has_begun)
-    life = cell.coordinator.facts()
-    life["seen_unix_s"] += 60
-    job = job_of(tmp_path, life)
+    incarnation = cell.coordinator.facts()
+    incarnation["seen_unix_s"] += 60
+    job = job_of(tmp_path, incarnation)
     train_time_s = accounts.run_of_members(job, entries(0.5))["train_time_s"]
     assert 60 <= train_time_s <= 60 + time.time() - begun_unix_s
 
@@ -112,9 +112,9 @@ def test_an_epoch_of_which_steps_were_lost_and_others_done_again_has_no_mean_los
     }  # fmt: skip
     again = generation | {"number": 1, "from_step": 1, "to_step": 8, "from_checkpoint": True}
     whole = {"loss": 8.0, "steps": 4.0, "train_s": 1.0, "pause_s": 0.0}
-    life = cell.coordinator.facts()
-    life |= {"generations": [generation, again], "epochs": {"0": whole, "1": whole}}
-    run = accounts.run_of_members(job_of(tmp_path, life), entries(0.5, 0.4))
+    incarnation = cell.coordinator.facts()
+    incarnation |= {"generations": [generation, again], "epochs": {"0": whole, "1": whole}}
+    run = accounts.run_of_members(job_of(tmp_path, incarnation), entries(0.5, 0.4))
     assert [e["train_loss"] for e in run["per_epoch"]] == [None, 2.0]
 
 

@@ -209,7 +209,7 @@ def test_strangers_and_surplus_workers_are_sent_away(
     )
     with pytest.raises(Over):
         take_seat(stranger.folder, 9, lambda: None, threading.Event())
-    until(lambda: any("secret" in why for why in cell.coordinator.refusals.first))
+    until(lambda: any("secret" in reason for reason in cell.coordinator.refusals.first))
     assert cell.coordinator.present == 2
 
 

@@ -65,7 +65,7 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     options = option_defaults("ps-ormo") | {"servers": 2}
     s = settings("ps-ormo", epochs=12, options=options, **SLOW)
     first = start_cell(s, env=warm)
-    wait_for(first, "life", 1)
+    wait_for(first, "incarnation", 1)
     second = start_cell(s, env=warm)  # while the first one's workers start
     code, output = second.finish()
     assert code == 1
@@ -91,10 +91,10 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     found = again.read_record()
     record.validate(found)
     told = found["elastic"]
-    assert told["servers"]["lives"][1]["tickets_before"] > 0
+    assert told["servers"]["incarnations"][1]["tickets_before"] > 0
     # Servers that are asked to end save their state.
     assert told["servers"]["tickets_done_twice"] == 0
-    assert [told[k] for k in ("lives", "restarts", "leaves")] == [2, 1, 1]
+    assert [told[k] for k in ("incarnations", "restarts", "leaves")] == [2, 1, 1]
     assert 4 <= told["joins"] <= len(told["jobs"])
     assert not again.folder.secret.exists()
     assert not list(again.folder.servers.glob("state*"))
@@ -114,12 +114,12 @@ PLANTED: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "a ticket was never settled": lambda e, r: change_tickets(r["server"]["servers"][0], -1),
     "a shard took a ticket twice": lambda e, r: bump(r["server"]["servers"][1]["staleness"][0]),
     "a worker did less than its tickets": lambda e, r: r["workers"][-1].update(steps=0),
-    "the servers had one life": lambda e, r: e.update(lives=1),
+    "the servers had one life": lambda e, r: e.update(incarnations=1),
     "it never went on": lambda e, r: e.update(restarts=0),
     "tickets were done twice": lambda e, r: e["servers"].update(tickets_done_twice=4),
     "more were there than may be": lambda e, r: e["servers"].update(most_at_a_time=3),
     "an epoch was not evaluated": lambda e, r: e["servers"].update(evaluations=2),
-    "life 2 began before life 1": lambda e, r: e["servers"]["lives"][1].update(began_s=-9.0),
+    "life 2 began before life 1": lambda e, r: e["servers"]["incarnations"][1].update(began_s=-9.0),
     "a job that trained has gone": lambda e, r: e["jobs"].remove(
         next(j for j in e["jobs"] if j["first_step_s"] is not None)
     ),

@@ -372,7 +372,9 @@ PLANTED: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 def generations(launched: LaunchedCell) -> list[dict[str, Any]]:
     """Who has trained together so far."""
     return [
-        g for path in launched.folder.lives() for g in json.loads(path.read_text())["generations"]
+        g
+        for path in launched.folder.incarnations()
+        for g in json.loads(path.read_text())["generations"]
     ]
 
 
@@ -398,7 +400,7 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
     began = len(generations(launched))
     until(lambda: any(silent not in g["members"] for g in generations(launched)[began:]))
     until(lambda: together(launched, 2))  # another has come in its place
-    lost = json.loads(launched.folder.lives()[-1].read_text())["lost"]
+    lost = json.loads(launched.folder.incarnations()[-1].read_text())["lost"]
     assert silent in lost
     # All are asked to leave at once, as where all are preempted: the state is kept, and gone on with.
     here = generations(launched)[-1]["members"]

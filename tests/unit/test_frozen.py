@@ -168,4 +168,4 @@ def test_the_check_says_how_many_are_frozen(tmp_path, monkeypatch, code):
     text = check_text(check.check_study(config, study))
     everything = ALL + 7 * 9  # ten classes
     assert f"{everything:,} parameters, {ALL - TRAINED:,} of them frozen; takes images" in text
-    assert "none of 3 cells would be refused" in text
+    assert "none of 3 cells would end as unsupported" in text

@@ -136,7 +136,8 @@ def elastic(**block: Any) -> Change:
             for n in range(2)
         ]
         record["elastic"] = {
-            "lives": 2, "queue_wait_s": 0.5, "first_step_s": 15.0, "allocated_s": 122.0, "idle_s": 24.0,
+            "incarnations": 2, "queue_wait_s": 0.5, "first_step_s": 15.0, "allocated_s": 122.0,
+            "idle_s": 24.0,
             "joins": 2, "leaves": 0, "losses": 0, "restarts": 1, "steps_repeated": 10,
             "pauses": {"count": 0, "median_s": None, "longest_s": None, "total_s": 0.0},
             "checkpoints": {"count": 9, "held_up_s": 0.1}, "jobs": jobs, "generations": [],
@@ -147,10 +148,10 @@ def elastic(**block: Any) -> Change:
 
 
 def generation(
-    life: int, steps: tuple[int, int], dates: tuple[float, float], **more: Any
+    incarnation: int, steps: tuple[int, int], dates: tuple[float, float], **more: Any
 ) -> Record:
     own = {
-        "life": life,
+        "incarnation": incarnation,
         "number": 0,
         "members": [0, 1],
         "cause": "",
@@ -158,7 +159,7 @@ def generation(
         "pause_s": None,
     }
     own |= {"from_step": steps[0], "to_step": steps[1], "began_s": dates[0], "ended_s": dates[1]}
-    return own | {"from_checkpoint": life > 0} | more
+    return own | {"from_checkpoint": incarnation > 0} | more
 
 
 #: Synchronous workers: all stop for a change, and later resume from a checkpoint.
@@ -174,14 +175,14 @@ SPLIT = elastic(
 
 def served_elastic(record: Record) -> None:
     """Servers that were started again twice; forty tickets were done twice."""
-    lives = [(1, 0.2, 0, 0), (2, 30.0, 2000, 10), (3, 40.0, 1990, 30)]
-    keys = ("life", "began_s", "tickets_before", "tickets_done_twice")
+    incarnations = [(1, 0.2, 0, 0), (2, 30.0, 2000, 10), (3, 40.0, 1990, 30)]
+    keys = ("incarnation", "began_s", "tickets_before", "tickets_done_twice")
     of_servers = {
         "tickets_done_twice": 40, "tickets_handed_on": 0, "returns": 2, "evaluations": 6,
         "last_epoch": None, "most_at_a_time": 2,
-        "lives": [dict(zip(keys, life, strict=True)) for life in lives],
+        "incarnations": [dict(zip(keys, incarnation, strict=True)) for incarnation in incarnations],
     }  # fmt: skip
-    elastic(servers=of_servers, steps_repeated=20, lives=3, restarts=2)(record)
+    elastic(servers=of_servers, steps_repeated=20, incarnations=3, restarts=2)(record)
     (server,) = record["server"]["servers"]
     server["elastic"] = {"settled_before": 1990, "after_the_end": 0}
     for link in server["workers"]:
@@ -338,7 +339,7 @@ BROKEN: dict[str, tuple[Place, Change, str]] = {
     "a generation that skips steps": (DDP, both(SPLIT, put("elastic.generations.1.from_step", 1005)),
                                       "the one before stopped"),
     "a pause left out": (DDP, both(SPLIT, put("elastic.pauses.count", 0)), "pauses.count"),
-    "a life left out": (ASYNC, both(served_elastic, put("elastic.lives", 1)), "elastic.lives"),
+    "a life left out": (ASYNC, both(served_elastic, put("elastic.incarnations", 1)), "elastic.incarnations"),
     "more MFU than there is": (DDP, both(on_known_gpus, times("compute.mfu", 2)), "compute.mfu"),
     "half the flops of training": (DDP, times("compute.training_flops_per_sample", 0.5), "flops"),
     "ten times the energy": (DDP, both(*(times(f"energy.{x}", 10) for x in

@@ -286,7 +286,7 @@ def planned_as(s: Settings) -> Request:
 def test_what_would_learn_from_a_part_of_the_positions_is_refused(cell, trained, left_out):
     stated = {"tensor_plan": {path: word for path, word in ALONG.items() if path != left_out}}
     found = trained(cell("tensor", 2, stated, sequence_parallel=True))
-    assert found["status"] == "refused"
+    assert found["status"] == "unsupported"
     name = left_out.replace("*", "0")
     assert f"would train {name}.weight, {name}.bias" in found["reason"]
     assert "call the modules that hold them `norm`" in found["reason"]
@@ -302,7 +302,7 @@ SILENT = {
 @pytest.mark.parametrize(("strategy", "stated"), SILENT.items(), ids=SILENT)
 def test_a_job_that_would_train_something_else_is_refused(cell, trained, strategy, stated):
     found = trained(cell(strategy, 2, stated))
-    assert found["status"] == "refused"
+    assert found["status"] == "unsupported"
     assert "gives other scores than the whole network" in found["reason"]
 
 

@@ -124,19 +124,21 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "changes", "why"),
+    ("name", "strategy", "changes", "reason"),
     [
         ("narrow text", "ddp", {}, "buckets of several blocks"),
         ("crossed", "single", {}, "before|after|back"),
         (WIDE, "single", {"optimizer_impl": "foreach"}, "events of"),
     ],
 )
-def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(name, strategy, changes, why):
+def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(
+    name, strategy, changes, reason
+):
     """Small layers share a bucket, crossed ones hold what lies between, and foreach takes all at once."""
     request = request_of(name, strategy, **changes)
     blocks = blocks_of(request)
     assert blocks is not None
-    with pytest.raises(UnlikeError, match=why):
+    with pytest.raises(UnlikeError, match=reason):
         draw_footprint(partial(follow, request, 0, None), blocks)
     assert make_by_blocks(request, None, blocks) == make_footprint(request)
 

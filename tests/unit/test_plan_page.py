@@ -182,7 +182,7 @@ def test_between_two_counts_of_workers_the_pages_figures_are_the_plans(
     interpolated = set()
     for c, shown in zip(plan.cells, told, strict=True):
         if "needed" not in shown:  # what it does not know, it says
-            assert "this plan has no" in shown["why"], c.cell
+            assert "this plan has no" in shown["reason"], c.cell
             continue
         interpolated.add(c.cell.strategy)
         span = (c.fit.by_device.low_s, c.fit.by_device.high_s)

@@ -159,7 +159,7 @@ def test_a_need_fits_to_81_and_is_tight_to_103_percent_of_a_gpu(
     assert c.fit.needed_bytes == pytest.approx(share * gib * GIB)
     assert c.fit.verdict == table.row_of(c, [])["fits"] == verdict
     assert c.state == ("infeasible" if verdict == "does not fit" else "to do")
-    assert ("GiB" in c.why) == (verdict == "does not fit")
+    assert ("GiB" in c.reason) == (verdict == "does not fit")
     told = {
         "fits": "all cells fit",
         "tight": "0 of 1 cells fit, 1 tight (",
@@ -181,13 +181,13 @@ def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path):
     evidence.parent.mkdir(parents=True)
     evidence.write_text(json.dumps({"reason": "rank 1 was lost"}))
     plan = plan_of(records=found)
-    states = [(cell(plan, "ddp", n).state, cell(plan, "ddp", n).why) for n in (1, 2, 8)]
+    states = [(cell(plan, "ddp", n).state, cell(plan, "ddp", n).reason) for n in (1, 2, 8)]
     assert states == [("done", ""), ("recorded", "oom: no memory"), ("failed", "rank 1 was lost")]
 
 
 def test_a_cell_that_cannot_be_predicted_is_told_and_spoils_nothing(plan_of):
     plan = plan_of("NotImplementedError: no such operator")
-    assert all(c.state == "to do" and "no such operator" in c.why for c in plan.cells)
+    assert all(c.state == "to do" and "no such operator" in c.reason for c in plan.cells)
     assert "no such operator" in plan_text(plan)
 
 
@@ -209,7 +209,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     plan = plan_of(made_up(model_states_bytes=states), cluster=cluster)
     c = cell(plan, "ps-async-modified", 8)
     row = table.row_of(c, plan.others)
-    assert [name for name, value in row.items() if value == ""] == ["why", "stage_peaks_mib"]
+    assert [name for name, value in row.items() if value == ""] == ["reason", "stage_peaks_mib"]
     MIB = 1 << 20
     for name, n_bytes in (
         ("needed_mib", c.fit.needed_bytes),
@@ -337,7 +337,7 @@ def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_p
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     settings = planned.subject.settings
     assert plan.gpu is not None
-    assert kept.why_infeasible(planned.cell, settings, plan.cluster) == planned.why
+    assert kept.why_infeasible(planned.cell, settings, plan.cluster) == planned.reason
     other = replace(settings, lr=0.5)
     assert kept.why_infeasible(planned.cell, other, plan.cluster) is None
     assert kept.why_infeasible(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
@@ -469,10 +469,10 @@ def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypat
     assert quantities.totals(plan, plan.device)["gpu_hours"][1] > 0
     small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
     monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: small)
-    record = record_of("ddp", 2, 5.0) | {"status": "refused", "reason": "it cannot"}
+    record = record_of("ddp", 2, 5.0) | {"status": "unsupported", "reason": "it cannot"}
     found = {plan.cells[0].cell: record | {"time": {"train_time_s": None}}}
     plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
-    assert (plan.cells[0].state, plan.unheld) == ("refused", [])
+    assert (plan.cells[0].state, plan.unheld) == ("unsupported", [])
     assert quantities.totals(plan, plan.device)["gpu_hours"] == (0, 0)
     assert "nothing left to do" in plan_text(plan)
 

@@ -82,10 +82,10 @@ def table(tmp_path) -> Path:
         [
             row("ddp", 1, "measured", 4), row("ddp", 2, "measured", 2.0),
             row("ddp", 4, "projected", 1.4, a_plus_b_s=1.5, **by),
-            row("ddp", 8, "refused", 0, why="no <b>link</b> was measured"),
+            row("ddp", 8, "refused", 0, reason="no <b>link</b> was measured"),
             row("mine<script>", 1, "measured", 5), row("mine<script>", 2, "measured", 2.4),
             row("mine<script>", 4, "projected", 1.1, **by),
-            row("mine<script>", 8, "refused", 0, why="no <b>link</b> was measured"),
+            row("mine<script>", 8, "refused", 0, reason="no <b>link</b> was measured"),
         ],
     )  # fmt: skip
     return path
@@ -111,9 +111,9 @@ def test_a_count_that_is_refused_between_others_is_told_by_itself(tmp_path):
     write_csv(
         path,
         [
-            row("ddp", 2, "measured", 4), row("ddp", 6, "refused", 0, why="6 does not divide it"),
+            row("ddp", 2, "measured", 4), row("ddp", 6, "refused", 0, reason="6 does not divide it"),
             row("ddp", 8, "projected", 2, **by), row("ddp", 16, "projected", 1, **by | {"evidence": "steps"}),
-            row("ddp", 32, "refused", 0, why="too far"), row("ddp", 64, "refused", 0, why="farther"),
+            row("ddp", 32, "refused", 0, reason="too far"), row("ddp", 64, "refused", 0, reason="farther"),
         ],
     )  # fmt: skip
     [found] = report.projection_section(path)

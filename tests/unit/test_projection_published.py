@@ -187,13 +187,13 @@ def relative_times(benchmark, folder: Path, unit: str, rates: tuple[float, ...])
 
 
 @pytest.mark.parametrize(
-    ("unit", "why"),
+    ("unit", "reason"),
     [("samples/s/node", "throughput of a node, not of a GPU or of all"),
      ("tokens per second per node", "throughput of a node, not of a GPU or of all"),
      ("steps/s/GPU", "steps per GPU, an unclear unit")],
 )  # fmt: skip
 def test_an_unclear_unit_is_left_out_and_counted_but_for_its_step_times(
-    unit, why, benchmark, tmp_path
+    unit, reason, benchmark, tmp_path
 ):
     file = tmp_path / "node.csv"
     file.write_text(
@@ -203,7 +203,7 @@ def test_an_unclear_unit_is_left_out_and_counted_but_for_its_step_times(
         )
     )
     rows, left_out = benchmark.read(file)
-    assert left_out == {why: 3}
+    assert left_out == {reason: 3}
     assert rows.time.tolist() == [8, 16, 32]
 
 

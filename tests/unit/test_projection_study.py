@@ -85,12 +85,12 @@ def test_every_strategy_gets_intervals_and_refusals(study, capsys):
     assert list(ddp.index) == [8, 16, 32, 64, 128, 256, 512, 1024]
     assert ddp.step_low_s[8] < ddp.step_s[8] < ddp.step_high_s[8]
     assert 0 < ddp.efficiency_low[8] < ddp.efficiency[8] < ddp.efficiency_high[8]
-    assert "between nodes" in ddp.why[16]  # 8 a node, and no step or link was measured between
-    assert "more than 8 times" in ddp.why[64]
+    assert "between nodes" in ddp.reason[16]  # 8 a node, and no step or link was measured between
+    assert "more than 8 times" in ddp.reason[64]
     assert ddp.step_s.isna()[16]
     assert "single: not projected: it has records of one count alone" in told
     assert "ddp: strong scaling, measured on 1, 2, 4 workers" in told
-    assert "cannot be split evenly over 256 workers" in ddp.why[256]  # of a global batch of 128
+    assert "cannot be split evenly over 256 workers" in ddp.reason[256]  # of a global batch of 128
     assert ddp.train_s[8] == pytest.approx(ddp.step_s[8] * 4, rel=1e-4)  # batches in 512 samples
     assert 0 < ddp.memory_low_bytes[8] <= ddp.memory_bytes[8] <= ddp.memory_high_bytes[8]
     assert ddp.evidence[8].startswith("steps measured on 1, 2 and 4 workers, by ")
@@ -108,12 +108,12 @@ def test_measured_links_are_used_where_there_are_some(study, capsys):
     links.write_links(Path(study["results"]) / "small" / "links", times, 1.1)
     table, told = projected(study, capsys)
     ddp = table[table.strategy == "ddp"].set_index("workers")
-    assert ddp.why.isna()[16]  # the link between nodes was measured
+    assert ddp.reason.isna()[16]  # the link between nodes was measured
     assert set(ddp.rule[[8, 16, 32]]) <= {"replay on measured links", "perfect", "a + b/N",
                                           "same loss per doubling"}  # fmt: skip
     assert "replay on measured links" in told or "the model did worse" in told
     servers = table[table.strategy == "ps-async"].set_index("workers")
-    assert "between nodes" in servers.why[16]  # their links were not
+    assert "between nodes" in servers.reason[16]  # their links were not
     assert "has no links of servers-" in told
 
 
@@ -210,9 +210,9 @@ def test_servers_are_projected_by_a_queue_and_not_past_its_knee(study, capsys):
         table, _ = projected(study, capsys)
         row = table[(table.strategy == "ps-async") & (table.workers == 8)].iloc[0]
         if refused:
-            assert "the servers are full" in row.why
+            assert "the servers are full" in row.reason
         else:
-            assert pd.isna(row.why)
+            assert pd.isna(row.reason)
             assert row.step_low_s < row.step_s < row.step_high_s
 
 
@@ -269,7 +269,7 @@ def test_processes_that_share_cores_are_not_projected(study, capsys):
     table, _ = projected(study, capsys)
     assert (
         table[table.workers == 8]
-        .why.str.contains("8 CPU processes of a node would share its 6 cores")
+        .reason.str.contains("8 CPU processes of a node would share its 6 cores")
         .all()
     )
 

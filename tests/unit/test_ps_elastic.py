@@ -105,7 +105,7 @@ def history(folder, policy, n_servers, seed, numbers=12):
     while not all(s.done for s in servers):
         assert time.monotonic() < deadline, f"the run of seed {seed} hangs"
         if come < numbers and rng.random() < 0.6:
-            here.append(Worked(plan, SECRET, come, before_push=slowly, life=1))
+            here.append(Worked(plan, SECRET, come, before_push=slowly, incarnation=1))
             came.append(here[-1])
             come += 1
         elif here and come < numbers and rng.random() < 0.5:
@@ -115,7 +115,7 @@ def history(folder, policy, n_servers, seed, numbers=12):
         time.sleep(rng.uniform(0.0, 0.05))
         if come == numbers and not any(w.running for w in here):
             here.append(
-                Worked(plan, SECRET, come, before_push=slowly, life=1)
+                Worked(plan, SECRET, come, before_push=slowly, incarnation=1)
             )  # or nobody finished it
             came.append(here[-1])
             come, numbers = come + 1, numbers + 1
@@ -173,8 +173,8 @@ class Returning(Worked):
         super().__init__(plan, SECRET, number, **habits)
 
     def connect(self, config, secret, worker, transport, wire):
-        def join(life):
-            rest = (transport, wire, 1.0, None, config.n_servers, life)
+        def join(incarnation):
+            rest = (transport, wire, 1.0, None, config.n_servers, incarnation)
             return Channel.connect(config.rendezvous, worker, self.flat, secret, *rest)
 
         channel = ReturningChannel(
@@ -192,8 +192,8 @@ class ServerProcesses:
     def __init__(self, plan):
         self.plan, self.processes = replace(plan, stats_path=str(plan.rendezvous) + ".stats"), []
 
-    def start(self, life=1, resumes=False):
-        own = replace(self.plan.elastic, life=life, resumes=resumes)
+    def start(self, incarnation=1, resumes=False):
+        own = replace(self.plan.elastic, incarnation=incarnation, resumes=resumes)
         plans = [replace(self.plan, server=k, elastic=own) for k in range(self.plan.n_servers)]
         plans = [replace(p, stats_path=f"{p.stats_path}{p.server}") for p in plans]
         self.processes = [forking().Process(target=self.target, args=(p, SECRET)) for p in plans]
@@ -247,7 +247,7 @@ def test_another_life_of_the_servers_goes_on(tmp_path, processes, policy, n_serv
     servers.end(signum)
     held.go.set()
     assert read_end(plan.elastic.folder) is None
-    servers.start(life=2, resumes=True)
+    servers.start(incarnation=2, resumes=True)
     workers.append(Returning(plan, 2, before_push=slowly))
     for worker in workers:
         worker.join()
@@ -332,7 +332,7 @@ def test_with_all_workers_from_the_start_it_is_the_run_of_a_gang_bit_for_bit(
     told = {key: value for key, value in vars(plan).items() if key != "elastic"}
     gang = ServerConfig(**told | {"rendezvous": str(tmp_path / "gang")})
     ours, tickets = weights_at_the_end(
-        monkeypatch, plan, lambda *a: Worked(a[0], SECRET, a[1], before_push=a[2], life=1)
+        monkeypatch, plan, lambda *a: Worked(a[0], SECRET, a[1], before_push=a[2], incarnation=1)
     )
     monkeypatch.undo()
     theirs, gangs_tickets = weights_at_the_end(
@@ -347,7 +347,7 @@ def test_who_leaves_says_so_before_its_training_ends_the_connection(tmp_path):
     """`leave` is another thread's than the training, which ends as soon as it sees that."""
     plan = replace(elastic(tmp_path), workers=2)
     servers, held = serve_all(plan), Held(first=0)
-    here = [Worked(plan, SECRET, n, before_push=held, life=1) for n in (0, 1)]
+    here = [Worked(plan, SECRET, n, before_push=held, incarnation=1) for n in (0, 1)]
     until(lambda: all(w.tickets for w in here), PATIENCE_S)
     leaving = here[0].channel
     say = leaving._say
@@ -371,15 +371,15 @@ def test_a_place_comes_back_and_a_number_does_not(tmp_path):
     plan = replace(elastic(tmp_path), workers=2)
     servers = serve_all(plan)
     held = Held(first=10)
-    here = [Worked(plan, SECRET, n, before_push=held, life=1) for n in (5, 3)]
+    here = [Worked(plan, SECRET, n, before_push=held, incarnation=1) for n in (5, 3)]
     until(lambda: all(w.tickets for w in here), PATIENCE_S)
     with pytest.raises(JoinLater, match="all 2 places are taken; come again later"):
-        Worked(plan, SECRET, 8, life=1).join()
+        Worked(plan, SECRET, 8, incarnation=1).join()
     first = here[0]
     first.channel.leave()
     with pytest.raises(JoinRefused, match="worker 5 was here and cannot come back"):
-        Worked(plan, SECRET, 5, life=1).join()
-    here[0] = Worked(plan, SECRET, 8, before_push=slowly, life=1)
+        Worked(plan, SECRET, 5, incarnation=1).join()
+    here[0] = Worked(plan, SECRET, 8, before_push=slowly, incarnation=1)
     until(lambda: here[0].tickets, PATIENCE_S)
     held.go.set()
     with pytest.raises(Left):
@@ -399,13 +399,13 @@ def test_a_place_comes_back_and_a_number_does_not(tmp_path):
 
 
 def test_a_worker_of_another_life_of_the_servers_is_sent_away(tmp_path):
-    plan = elastic(tmp_path, life=4)
+    plan = elastic(tmp_path, incarnation=4)
     servers = serve_all(plan)
     with pytest.raises(JoinLater, match="this is life 4 of the servers"):
-        Worked(plan, SECRET, 0, life=3).join()
+        Worked(plan, SECRET, 0, incarnation=3).join()
     with pytest.raises(JoinRefused, match="does not know this job's secret"):
-        Worked(plan, b"x" * 32, 0, life=4).join()
-    Worked(plan, SECRET, 0, life=4).join()
+        Worked(plan, b"x" * 32, 0, incarnation=4).join()
+    Worked(plan, SECRET, 0, incarnation=4).join()
     check_run(plan, [server.result() for server in servers])
 
 
@@ -413,14 +413,14 @@ def test_training_outlives_its_last_worker(tmp_path):
     plan = elastic(tmp_path)
     servers = serve_all(plan)
     held = Held(first=10)
-    only = Worked(plan, SECRET, 0, before_push=held, life=1)
+    only = Worked(plan, SECRET, 0, before_push=held, incarnation=1)
     until(lambda: len(only.tickets) > 4, PATIENCE_S)
     only.channel._close_connections()
     until(lambda: events(plan, "loss"), PATIENCE_S)
     held.go.set()
     time.sleep(0.1)
     assert not servers[0].done
-    Worked(plan, SECRET, 1, life=1).join()
+    Worked(plan, SECRET, 1, incarnation=1).join()
     (found,) = [server.result() for server in servers]
     check_run(plan, [found])
     assert [w["worker"] for w in found["lost"]] == [0]
@@ -445,13 +445,13 @@ def cut_the_network(folder: Path, out: Any) -> None:
     plan = elastic(folder)  # whose heartbeat is waited for longer than any test takes
     servers = serve_all(plan)
     held = Held(first=10)
-    first = Worked(plan, SECRET, 0, "tcp", before_push=held, life=1)
+    first = Worked(plan, SECRET, 0, "tcp", before_push=held, incarnation=1)
     until(lambda: len(first.tickets) > 4, PATIENCE_S)
     set_loopback(False)
     held.go.set()
     (lost,) = until(lambda: events(plan, "loss"), PATIENCE_S)
     set_loopback(True)
-    Worked(plan, SECRET, 1, "tcp", life=1).join()
+    Worked(plan, SECRET, 1, "tcp", incarnation=1).join()
     found = [server.result() for server in servers]
     check_run(plan, found)
     out.put(("lost", lost["reason"]))
@@ -465,10 +465,10 @@ def test_a_worker_whose_host_is_gone_is_lost_long_before_its_heartbeat_is_overdu
     process.start()
     process.join(PATIENCE_S)
     assert not out.empty(), process.exitcode
-    what, why = out.get()
+    what, reason = out.get()
     if what == "skip":
-        pytest.skip(f"no network of its own: {why}")
-    assert why == "its host has not answered for 2 s"
+        pytest.skip(f"no network of its own: {reason}")
+    assert reason == "its host has not answered for 2 s"
 
 
 @pytest.mark.slow
@@ -498,7 +498,7 @@ def test_one_worker_alone_trains_where_there_are_places_for_four(tmp_path, polic
     """A bounded or averaging policy waits for nobody who never came."""
     plan = elastic(tmp_path, policy=policy)
     servers = serve_all(plan)
-    Worked(plan, SECRET, 0, life=1).join()
+    Worked(plan, SECRET, 0, incarnation=1).join()
     check_run(plan, [server.result() for server in servers])
 
 
@@ -511,7 +511,7 @@ def test_the_first_epoch_that_reaches_the_target_ends_the_run(tmp_path, n_server
     """`figures_of` gives the fourth epoch a score of 0.4."""
     plan = elastic(tmp_path, epochs=8, target_score=0.35, n_servers=n_servers)
     servers = serve_all(plan)
-    workers = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in range(3)]
+    workers = [Worked(plan, SECRET, n, before_push=slowly, incarnation=1) for n in range(3)]
     for worker in workers:
         worker.join()
     found = [server.result() for server in servers]
@@ -540,7 +540,7 @@ def test_others_train_while_one_evaluates(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Channel, "score", score_when_told)
     servers = serve_all(plan)
-    workers = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in range(3)]
+    workers = [Worked(plan, SECRET, n, before_push=slowly, incarnation=1) for n in range(3)]
     assert begun.wait(PATIENCE_S)
     of_first_epoch = plan.steps_per_epoch * plan.slices
     until(lambda: sum(len(w.tickets) for w in workers) > of_first_epoch + 10, PATIENCE_S)
@@ -564,7 +564,7 @@ def test_what_a_worker_that_goes_was_to_evaluate_another_evaluates(tmp_path, mon
 
     monkeypatch.setattr(Channel, "score", go_the_first_time)
     servers = serve_all(plan)
-    workers = [Worked(plan, SECRET, n, before_push=slowly, life=1) for n in range(3)]
+    workers = [Worked(plan, SECRET, n, before_push=slowly, incarnation=1) for n in range(3)]
     for number, worker in enumerate(workers):
         with contextlib.suppress(Left):
             worker.join()
@@ -638,7 +638,7 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
 def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
     plan = elastic(tmp_path, save_every_s=0.0, steps_per_epoch=40)
     servers = serve_all(plan)
-    worker = Worked(plan, SECRET, 0, before_push=slowly, life=1)
+    worker = Worked(plan, SECRET, 0, before_push=slowly, incarnation=1)
     folder = Path(plan.elastic.folder)
     until(lambda: has_state(folder, 1), PATIENCE_S)
     worker.join()

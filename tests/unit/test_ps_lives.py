@@ -37,7 +37,7 @@ from stratbench.ps.elastic.channel import ReturningChannel
 from stratbench.ps.elastic.journal import (
     Journal,
     has_state,
-    last_life,
+    last_incarnation,
     read_journal,
     scores_in,
     state_manifest,
@@ -89,7 +89,7 @@ def test_a_place_that_only_one_server_has_free_yet_is_waited_for(tmp_path, monke
     monkeypatch.setattr(ElasticRun, "_on_leave", leave_late)
     servers = serve_all(plan)
     held = Held(first=10)
-    leaving = Worked(plan, SECRET, 0, before_push=held, life=1)
+    leaving = Worked(plan, SECRET, 0, before_push=held, incarnation=1)
     until(lambda: len(leaving.tickets) > 2, PATIENCE_S)
     threading.Thread(target=leaving.channel.leave, daemon=True).start()
     assert heard.wait(PATIENCE_S)
@@ -143,11 +143,11 @@ def test_a_descriptor_that_comes_late_is_waited_for():
 def test_who_is_asked_to_leave_while_it_joins_has_left(tmp_path):
     leaving, left = threading.Event(), []
 
-    def connect(life):
+    def connect(incarnation):
         leaving.set()
-        return SimpleNamespace(leave=lambda: left.append(life))
+        return SimpleNamespace(leave=lambda: left.append(incarnation))
 
-    (tmp_path / "rendezvous.0").write_text('{"life": 3}')
+    (tmp_path / "rendezvous.0").write_text('{"incarnation": 3}')
     with pytest.raises(Left):
         ReturningChannel(connect, tmp_path / "rendezvous", tmp_path, leaving)
     assert left == [3]
@@ -172,7 +172,7 @@ def channel_over(*servers):
 def test_a_worker_that_waits_for_weights_hears_that_the_training_is_over(waits):
     """It may be before its last ticket: who was to release the weights may be gone."""
     channel, _ = channel_over(0)
-    channel._life, channel._push, found = 1, channel._expect, []
+    channel._incarnation, channel._push, found = 1, channel._expect, []
     channel._expect()
     channel._take_ticket(Ticket(7, 0, 0, 0))
     call = {"_await_reply": lambda: channel._await_reply(0.0), "rehearse": channel.rehearse}[waits]
@@ -189,7 +189,7 @@ def test_a_worker_that_waits_for_weights_hears_that_the_training_is_over(waits):
 def test_a_server_hears_that_the_training_is_over_before_the_worker_says_goodbye():
     """A worker that leaves before the end counts as lost."""
     channel, said = channel_over(0, 1)
-    channel._life, hold = 1, threading.Event()
+    channel._incarnation, hold = 1, threading.Event()
     other = channel._links[1]
     other.to_send.put(lambda: hold.wait(PATIENCE_S))
     channel._thread(channel._send_queued, other)
@@ -247,7 +247,7 @@ def test_an_epoch_that_ends_while_the_state_is_saved_is_evaluated_in_the_next_li
     (tmp_path / GO).touch()
     until(lambda: has_state(Path(plan.elastic.folder), 1), PATIENCE_S)
     servers.end(signal.SIGKILL)
-    servers.start(life=2, resumes=True)
+    servers.start(incarnation=2, resumes=True)
     hold.set()
     worker.join()
     (found,) = servers.statistics()
@@ -311,32 +311,32 @@ def test_an_epoch_that_is_over_and_was_not_noted_ends_with_the_next_life(settled
 
 def test_a_line_of_the_journal_that_was_cut_off_is_gone_in_the_next_life(tmp_path):
     journal = Journal(tmp_path, 1)
-    journal.note("life", settled=0)
+    journal.note("incarnation", settled=0)
     journal.close()
     with (tmp_path / "journal.jsonl").open("ab") as file:
-        file.write(b'{"life": 1, "eve')
+        file.write(b'{"incarnation": 1, "eve')
     journal = Journal(tmp_path, 2)
-    journal.note("life", settled=3)
+    journal.note("incarnation", settled=3)
     journal.close()
-    assert [e["life"] for e in read_journal(tmp_path)] == [1, 2]
-    assert last_life(tmp_path) == 2
+    assert [e["incarnation"] for e in read_journal(tmp_path)] == [1, 2]
+    assert last_incarnation(tmp_path) == 2
 
 
 def test_what_the_disk_takes_only_half_of_is_written_to_its_end(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2 + 1]))
     journal = Journal(tmp_path, 1)
-    journal.note("life", settled=0)
+    journal.note("incarnation", settled=0)
     journal.close()
-    assert last_life(tmp_path) == 1
+    assert last_incarnation(tmp_path) == 1
 
 
 def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
     """Life 2 went on from before the second epoch's end: what that was in life 1 is no more."""
     journal = Journal(tmp_path, 1)
-    for life, settled, epochs in ((1, 0, (0, 1)), (2, 45, ()), (3, 90, ())):
-        journal._life = life
-        journal.note("life", settled=settled)
+    for incarnation, settled, epochs in ((1, 0, (0, 1)), (2, 45, ()), (3, 90, ())):
+        journal._incarnation = incarnation
+        journal.note("incarnation", settled=settled)
         for epoch in epochs:
             journal.note("score", epoch=epoch, settled=40 * (epoch + 1))
     journal.close()

@@ -484,7 +484,7 @@ def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, wa
     assert process.returncode == 1
     assert "FAILED" in output
     assert any(
-        why in output for why in ("worker 1 was lost", "server1: killed", "server 1 was lost")
+        reason in output for reason in ("worker 1 was lost", "server1: killed", "server 1 was lost")
     )
     assert not record.exists()
     assert_gone([*processes.values()])

@@ -114,7 +114,7 @@ def test_who_cannot_says_why(strategy, options, remedy):
     values = settings(strategy if strategy != "ps-sync" else "ddp", precision=PRECISION)
     given = vars(values) | {"compile": False, "gpus": [2]}
     found = strategy_class(strategy).refusals(option_defaults(strategy) | options, given)
-    assert any(remedy in why for why in found)
+    assert any(remedy in reason for reason in found)
 
 
 def test_its_rate_is_that_of_bf16():

@@ -256,7 +256,7 @@ def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("given", "reason"),
     [
         ({}, "give either load or history, and not both"),
         ({"load": 0.5, "history": "x"}, "give either load or history, and not both"),
@@ -265,11 +265,11 @@ def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
         ({"load": 0.5, "num_gpus": 33}, "the cluster has 8 nodes of 4 GPUs"),
     ],
 )
-def test_requests_that_contradict_themselves_are_refused(given, why):
+def test_requests_that_contradict_themselves_are_refused(given, reason):
     block = checked_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
     with pytest.raises(ConfigError) as error:
         check_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
-    assert why in str(error.value)
+    assert reason in str(error.value)
 
 
 def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):

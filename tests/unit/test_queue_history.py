@@ -183,7 +183,7 @@ def test_other_columns_are_read_by_their_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
         (
             "1|2|3",
@@ -196,12 +196,12 @@ def test_other_columns_are_read_by_their_names(tmp_path):
         ("", "no job with a GPU has started"),
     ],
 )
-def test_what_is_no_accounting_is_refused_with_what_to_do(tmp_path, text, why):
+def test_what_is_no_accounting_is_refused_with_what_to_do(tmp_path, text, reason):
     path = tmp_path / "history.txt"
     path.write_text(text)
     with pytest.raises(HistoryError) as error:
         read_history(path, 4)
-    assert why in str(error.value)
+    assert reason in str(error.value)
 
 
 def recorded(

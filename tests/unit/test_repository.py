@@ -37,7 +37,7 @@ def test_imports_point_down_and_wings_stay_apart():
 
 
 @pytest.mark.parametrize(
-    ("module", "target", "why"),
+    ("module", "target", "reason"),
     [
         ("ps.server", "train.loop", "which lies above it"),
         ("plan.footprint.cache", "train.loop", "wings do not import each other"),
@@ -47,12 +47,12 @@ def test_imports_point_down_and_wings_stay_apart():
         ("train.loop", "statistics.moderated", "which is no part that measures"),
     ],
 )
-def test_an_import_up_or_sideways_is_found(monkeypatch, module, target, why):
+def test_an_import_up_or_sideways_is_found(monkeypatch, module, target, reason):
     edges = {module: {target}, target: set()}
     monkeypatch.setattr(architecture, "graph", lambda types=False: edges)
     [fault] = architecture.faults()
     assert fault.startswith(f"{module} imports {target}")
-    assert why in fault
+    assert reason in fault
 
 
 def test_a_circle_of_types_or_of_rooms_is_found(monkeypatch):

@@ -39,7 +39,7 @@ def fewer_samples(record):
 
 
 def smaller_batch(record):
-    record["program"]["said"]["batch"] //= 2
+    record["program"]["self_reported"]["batch"] //= 2
 
 
 def larger_network(record):
@@ -51,7 +51,7 @@ def untold_network(record):
 
 
 def other_workers(record):
-    record["program"]["said"]["workers"] = 4
+    record["program"]["self_reported"]["workers"] = 4
 
 
 def worse(record):
@@ -90,7 +90,7 @@ def test_other_work_stands_with_its_reason_and_is_not_ranked(change, words):
     frame = pd.DataFrame(table, columns=list(COLUMNS))
     found = {c.strategy: c for c in candidates_among(frame, [], Constraints()) if c.gpus == 2}
     assert found["mine"].kind == "other work"
-    assert words in found["mine"].why
+    assert words in found["mine"].reason
     assert found["ddp"].kind != "other work"
 
 

@@ -87,7 +87,7 @@ def test_its_records_are_used_nowhere_and_the_others_are(tmp_path, mark):
     assert summary.loc[summary["strategy"] == "single", "value"].notna().any()
     decided = pd.read_csv(folder / "decision.csv")
     ddp = decided[decided["strategy"] == "ddp"]
-    assert ddp["why"].str.contains(software_gpu.WHY, regex=False).all()
+    assert ddp["reason"].str.contains(software_gpu.WHY, regex=False).all()
     assert ddp["rank"].isna().all()
     for path in folder.rglob("*"):
         if path.suffix in (".csv", ".md", ".tex", ".html", ".json") and path.name != "record.json":

@@ -184,7 +184,7 @@ def test_a_study_read_from_what_was_trained_has_the_same_settings(source):
 
 
 @pytest.mark.parametrize(
-    ("source", "entry", "changes", "why"),
+    ("source", "entry", "changes", "reason"),
     [
         ("masked-markov-text", {"call": "net.Net"}, {"task": "next-token"},
          "task = 'next-token': the data set is a masked text, whose task is masked-token"),
@@ -207,22 +207,22 @@ def test_a_study_read_from_what_was_trained_has_the_same_settings(source):
          "is no text whose next tokens are learnt"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_told_in_a_sentence(source, entry, changes, why):
+def test_what_does_not_go_together_is_told_in_a_sentence(source, entry, changes, reason):
     with pytest.raises(ConfigError) as raised:
         study_on(source, entry, **changes)
-    assert why in str(raised.value)
+    assert reason in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("spec", "why"),
+    ("spec", "reason"),
     [
         ({"source": "masked-markov-text", "sequence": 2}, "sequence is 2; it must be a whole number >= 3"),
         ({"source": "tones", "classes": 9, "length": 19}, "length is 19; it must be a whole number >= 20"),
     ],
 )  # fmt: skip
-def test_a_value_that_nothing_can_be_made_of_is_told(spec, why):
-    with pytest.raises(DataError, match=why):
+def test_a_value_that_nothing_can_be_made_of_is_told(spec, reason):
+    with pytest.raises(DataError, match=reason):
         describe("mine", spec)
 
 

@@ -639,7 +639,7 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
 
 LOSS = {
     "task": "next-token", "score_name": "loss", "score_unit": "nats/token", "score_better": "lower",
-    "score_tolerance": 0.05, "counts": "tokens", "counts_per_sample": 32, "score_guess": 4.2,
+    "score_tolerance": 0.05, "throughput_unit": "tokens", "counts_per_sample": 32, "score_chance_level": 4.2,
     "dataset": "text", "test_samples": 256,
 }  # fmt: skip
 

@@ -389,7 +389,7 @@ def test_texts_that_cannot_be_divided_by_positions_are_refused(start_cell, warm,
     code, output = cell.finish()
     assert code == 0, output
     made = record.read(cell.record)
-    assert made["status"] == "refused"
+    assert made["status"] == "unsupported"
     assert "2 workers cannot divide texts of 15 tokens evenly" in made["reason"]
 
 

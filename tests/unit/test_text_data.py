@@ -100,7 +100,7 @@ def test_long_texts_are_evaluated_a_few_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "why"),
+    ("spec", "reason"),
     [
         (
             {"source": "markov-text", "size": 8},
@@ -114,8 +114,8 @@ def test_long_texts_are_evaluated_a_few_at_once() -> None:
         ),
     ],
 )
-def test_a_wrong_spec_is_refused(spec: dict, why: str) -> None:
-    with pytest.raises(DataError, match=why):
+def test_a_wrong_spec_is_refused(spec: dict, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
         describe("mine", spec)
 
 

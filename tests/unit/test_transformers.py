@@ -300,8 +300,8 @@ def check_cells(cells: list[test_zoo.Cell], folder: Path) -> None:
     assert len(found) == len(cells)
     for name, way, _ in cells:
         got = found[f"{name} {way} "]
-        if why := REFUSED.get((name, way)):
-            assert why in got["refused"]
+        if reason := REFUSED.get((name, way)):
+            assert reason in got["refused"]
             continue
         assert "losses" in got, (name, way, got)
         expected = plain(name, way)
@@ -416,11 +416,11 @@ def test_a_vocabulary_and_a_length_may_be_larger_than_the_datas_and_not_smaller(
     model = models.named_model("mine", study_of(gpt2).own_model("mine"))
     longer = models.for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
     assert longer.network.config.n_positions == 2000
-    for key, why in {
+    for key, reason in {
         "vocab_size": "vocab_size = 5: the data set has 8 tokens; remove it, or set at least 8",
         "max_position_embeddings": "n_positions = 5: the data set's samples have 12 tokens",
     }.items():
-        with pytest.raises(ModelError, match=rf"\(transformers:GPT2LMHeadModel\): {why}"):
+        with pytest.raises(ModelError, match=rf"\(transformers:GPT2LMHeadModel\): {reason}"):
             built_from(gpt2 | {"arguments": OF_GPT2 | {key: 5}})
 
 
@@ -476,8 +476,8 @@ def test_texts_and_images_are_told_apart_in_a_sentence():
     sound = models.named_model(
         "mine", study_of(ENTRIES["Wav2Vec2ForSequenceClassification"]).own_model("mine")
     )
-    why = "the data are texts, and Wav2Vec2ForSequenceClassification takes waveforms"
-    with pytest.raises(ModelError, match=why):
+    reason = "the data are texts, and Wav2Vec2ForSequenceClassification takes waveforms"
+    with pytest.raises(ModelError, match=reason):
         models.for_training(sound, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     model = models.named_model("mine", study_of(LLAMA).own_model("mine"))
     with pytest.raises(ModelError, match="the data are images, and LlamaConfig has no image_size"):
@@ -486,16 +486,16 @@ def test_texts_and_images_are_told_apart_in_a_sentence():
 
 @with_transformers
 @pytest.mark.parametrize(
-    ("config", "why"),
+    ("config", "reason"),
     [
         ({"model_type": "lama"}, "model_type = 'lama': this transformers has no such model"),
         ({"model_type": "vit"}, "the data are texts, and ViTConfig has no vocab_size"),
         ({"model_type": "t5"}, "AutoModelForCausalLM has no class for T5Config; name one in the config's"),
     ],
 )  # fmt: skip
-def test_a_config_that_no_model_is_made_of_is_told(tmp_path, config, why):
+def test_a_config_that_no_model_is_made_of_is_told(tmp_path, config, reason):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=why):
+    with pytest.raises(ModelError, match=reason):
         built_from({"transformers": str(tmp_path)})
 
 
@@ -543,7 +543,7 @@ def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(mon
 
 @with_transformers
 @pytest.mark.parametrize(
-    ("name", "arguments", "why"),
+    ("name", "arguments", "reason"),
     [
         ("LamaForCausalLM", {}, "transformers has no 'LamaForCausalLM'; did you mean 'LlamaForCausalLM'?"),
         ("LlamaForCausalLM", {"num_layers": 2},
@@ -552,9 +552,9 @@ def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(mon
          "arguments.n_layers: its config has no 'n_layers'; did you mean 'n_layer'?"),
     ],
 )  # fmt: skip
-def test_a_wrong_class_or_key_is_told_before_any_job(name, arguments, why):
+def test_a_wrong_class_or_key_is_told_before_any_job(name, arguments, reason):
     entry = {"transformers": name, "arguments": arguments}
-    told = f"model 'mine' (transformers:{name}): {why}"
+    told = f"model 'mine' (transformers:{name}): {reason}"
     assert faults_of(entry) == [told]
     with pytest.raises(ModelError) as raised:  # as `check` and `plan` tell it, and the job itself
         built_from(entry)

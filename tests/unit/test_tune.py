@@ -23,9 +23,9 @@ from stratbench.tune.sieves import (
     LATER,
     MEASURED,
     OUT_OF_MEMORY,
-    REFUSED,
     TOO_LARGE,
     TOO_SLOW,
+    UNSUPPORTED,
     Sieved,
     _planned,
     drop_slow,
@@ -108,7 +108,7 @@ def test_only_what_is_planned_far_slower_than_the_fastest_is_dropped():
         each("fsdp", 13.0),
         each("tensor", 13.1),
         each("pipeline", None),
-        each("deepspeed", 1.0, REFUSED),
+        each("deepspeed", 1.0, UNSUPPORTED),
     ]
     by_name = {s.combination.name: s for s in given}
     drop_slow(by_name, "ddp", 1.3, {})
@@ -119,9 +119,9 @@ def test_only_what_is_planned_far_slower_than_the_fastest_is_dropped():
         "fsdp": MEASURED,
         "tensor": TOO_SLOW,
         "pipeline": MEASURED,  # nothing is known of it
-        "deepspeed": REFUSED,
+        "deepspeed": UNSUPPORTED,
     }
-    assert by_name["tensor"].why == "planned 1.31 times as long as zero1 (kept up to 1.30)"
+    assert by_name["tensor"].reason == "planned 1.31 times as long as zero1 (kept up to 1.30)"
 
 
 PLAIN = dict.fromkeys(KINDS, 1.0)
@@ -142,7 +142,7 @@ def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
     ]
     by_name = {s.combination.name: s for s in given}
     drop_slow(by_name, "zero1", None, {("checkpointing", True): Margin(1.2, 9, 4)})
-    dropped = {name: s.why for name, s in by_name.items() if s.fate == TOO_SLOW}
+    dropped = {name: s.reason for name, s in by_name.items() if s.fate == TOO_SLOW}
     assert dropped == {
         "ddp_checkpointing": "planned 1.21 times as long as ddp (kept up to 1.20)",
         "ddp_bucket-cap-mb-100_checkpointing": (
@@ -209,7 +209,7 @@ def test_the_sieves_say_why_and_write_a_study_that_can_be_run(tmp_path, monkeypa
         rows = {row["variant"]: row for row in csv.DictReader(file)}
     assert f"{len(rows)} combinations: " in told
     assert rows["ddp"]["fate"] == MEASURED
-    assert all(row["why"] for row in rows.values())
+    assert all(row["reason"] for row in rows.values())
     tuned = yaml.safe_load((tmp_path / "results/s/tune/config.yaml").read_text())
     whole, study = load_config(config | tuned)
     assert study.name == "s-tune"
@@ -224,9 +224,9 @@ def test_what_the_config_refuses_is_not_measured():
         Combination("ps-sync", {}, {"gradient_accumulation_steps": 2}),
     ]
     sieved = sieve(config_of(), "first", 2, "gpt-compact", found, "ddp")
-    assert [s.fate for s in sieved] == [REFUSED, REFUSED]
-    assert "cannot be divided" in sieved[0].why
-    assert "ps-sync" in sieved[1].why
+    assert [s.fate for s in sieved] == [UNSUPPORTED, UNSUPPORTED]
+    assert "cannot be divided" in sieved[0].reason
+    assert "ps-sync" in sieved[1].reason
 
 
 @pytest.mark.parametrize(("needed_bytes", "fate"), [(150, MEASURED), (151, TOO_LARGE)])
@@ -276,7 +276,7 @@ def test_a_budget_puts_off_the_planned_slowest_and_a_larger_one_measures_them():
         by_name = {s.combination.name: s for s in given}
         sieves.put_off(by_name, "ddp", budget_gpu_hours)
         later = [s for s in by_name.values() if s.fate == LATER]
-        assert all("a larger one measures it, too" in s.why for s in later)
+        assert all("a larger one measures it, too" in s.reason for s in later)
         return [name for name, s in by_name.items() if s.fate == MEASURED]
 
     assert measured(0.1) == ["ddp", "fsdp", "pipeline"]

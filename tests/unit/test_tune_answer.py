@@ -14,7 +14,7 @@ from synthetic_race import World
 from stratbench.tune import answer as answers
 from stratbench.tune.answer import Answer, Measured, answer_lines, effects_of, read_answer
 from stratbench.tune.page import page
-from stratbench.tune.sieves import MEASURED, REFUSED, TOO_SLOW, Sieved
+from stratbench.tune.sieves import MEASURED, TOO_SLOW, UNSUPPORTED, Sieved
 from stratbench.tune.space import Combination
 
 GIB = 1 << 30
@@ -95,7 +95,7 @@ SIEVED = [
     Sieved(Combination("ddp"), MEASURED, "fits", 1.0, GIB, device_bytes=8.0 * GIB),
     Sieved(Combination("fsdp"), MEASURED, "fits", 1.0, GIB),
     Sieved(Combination("zero1"), MEASURED),
-    Sieved(Combination("tensor"), REFUSED, "it states no plan"),
+    Sieved(Combination("tensor"), UNSUPPORTED, "it states no plan"),
     Sieved(
         Combination("pipeline"), TOO_SLOW, "planned 3.00 times as long as ddp (kept up to 1.20)"
     ),
@@ -141,7 +141,7 @@ def rich_answer() -> tuple[Answer, list[Sieved]]:
             "high": m.step_s / 0.94,
             "against": "fsdp_reshard-never",
             "text": f"{m.step_s / 0.95:.3f}",
-            "why": "out of memory" if i == 6 else "",
+            "reason": "out of memory" if i == 6 else "",
             "words": "slower",
         }
         for i, m in enumerate(MEASURED_ONES)

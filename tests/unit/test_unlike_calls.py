@@ -53,7 +53,7 @@ def test_a_collective_that_gloo_aborts_ends_in_the_sentence_of_the_calls(
     code, output = launched.finish()
     assert code == 0, output
     found = launched.read_record()
-    assert (found["status"], found["reason"]) == ("refused", SAID.format(4)), output
+    assert (found["status"], found["reason"]) == ("unsupported", SAID.format(4)), output
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second,
         assert found.status == "error"
         assert found.reason.startswith("it hangs: no worker got on")
     else:
-        assert found == ending.Ending("refused", SAID.format(step))
+        assert found == ending.Ending("unsupported", SAID.format(step))
 
 
 def test_calls_are_those_of_the_last_step(tmp_path: Path):

@@ -106,7 +106,7 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     }  # fmt: skip
     broken = pd.DataFrame([finding], columns=findings.columns)
     (found,) = decide.decisions(cells, broken, decide.Constraints(), [BlocksEvidence(raced)])
-    kinds = {row["strategy"]: row["standing"] for row in found.matrix}
+    kinds = {row["strategy"]: row["status"] for row in found.matrix}
     assert kinds["ps-dana"] == "unusable record"
     assert "slower" not in (kinds["ddp"], kinds["fsdp"])
 

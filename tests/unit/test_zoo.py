@@ -128,7 +128,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
                 mesh=strategy.mesh(s.gpus),
             )  # fmt: skip
         except users_code.ModelError as e:
-            return {"refused": str(e)}
+            return {"unsupported": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
             return {"failed": users_code.error_text(e)}
         log = PhaseLog(folder / f"phases{rank}", rank, time.monotonic())
@@ -144,7 +144,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
             steps = [result.losses[e].values() for e in sorted(result.losses)]
             found["own"] = [tuple(map(sum, zip(*each, strict=True))) for each in steps]
         except users_code.ModelError as e:
-            return {"refused": str(e)}
+            return {"unsupported": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
             return {"failed": users_code.error_text(e)}
         finally:
@@ -206,7 +206,7 @@ def trained(cells: list[Cell], folder: Path) -> dict[str, dict[str, Any]]:
     first, second = (json.loads((folder / f"found{r}.json").read_text()) for r in range(2))
     for key, found in first.items():
         both = [f for f in (found, second.get(key)) if f]
-        assert len({f.get("refused") for f in both}) == 1, (key, both)
+        assert len({f.get("unsupported") for f in both}) == 1, (key, both)
         if found.get("own"):  # the mean over all batches that workers of a server took
             epochs = zip(*(f["own"] for f in both), strict=True)
             means = [sum(s for s, _ in e) / sum(n for _, n in e) for e in epochs]
@@ -360,10 +360,10 @@ QUICK_WAYS = ["single", "ddp", "fsdp", "zero1", "ps-sync"]
 
 def faults(name: str, way: str, found: dict[str, Any]) -> Iterator[str]:
     """What is wrong with what came of a network: neither the plain losses, nor a sentence that says why."""
-    why = REFUSED.get(name, {}).get(way)
-    if why is not None:
-        if why not in found.get("refused", ""):
-            yield f"{name} {way}: {found}, but it should be refused: {why}"
+    reason = REFUSED.get(name, {}).get(way)
+    if reason is not None:
+        if reason not in found.get("unsupported", ""):
+            yield f"{name} {way}: {found}, but it should be refused: {reason}"
         return
     if "losses" not in found:
         yield f"{name} {way}: {found}"
@@ -414,9 +414,9 @@ def test_the_check_says_of_each_network_what_a_run_does(name, monkeypatch):
     network = check.check_network(requests["single"])
     for way, request in requests.items():
         said = network.fault or check.rehearse(request, network).refusal
-        why = REFUSED.get(name, {}).get(way)
-        assert (said is None) == (why is None), (way, said)
-        assert why is None or why in said
+        reason = REFUSED.get(name, {}).get(way)
+        assert (said is None) == (reason is None), (way, said)
+        assert reason is None or reason in said
     assert network.fault or network.dropout == (name in DRAWS)
 
 
@@ -492,5 +492,5 @@ def test_each_mistake_is_seen_and_so_is_a_start_that_no_seed_decides(tmp_path):
     for name, way, mutant in SEEN_BY:
         assert list(faults(name, way, found[f"{name} {way} {mutant}"])), (name, way, mutant)
     for name, way, _ in other_starts:
-        why = found[f"{name} {way} "]["refused"]
-        assert "its workers built it with different initial weights from one seed" in why
+        reason = found[f"{name} {way} "]["unsupported"]
+        assert "its workers built it with different initial weights from one seed" in reason

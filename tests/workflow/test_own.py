@@ -78,18 +78,18 @@ def test_the_check_refuses_one_network_for_one_strategy_and_says_what_to_do(trai
         "   shard groups, instances of Block: blocks.1 544, blocks.2 544; in none: 1,002",
         "   tied: blocks.0.second.weight = again.weight is one parameter",
         "   fsdp: works with 2 workers",
-        f"   ddp: refused with 2 workers: {REFUSAL}",
+        f"   ddp: unsupported with 2 workers: {REFUSAL}",
         f"spared with ddp on 2 workers (1 cell of first): {REFUSAL}",
     ):
         assert " ".join(line.split()) in " ".join(trained.check.split()), trained.check
 
 
 def test_the_plan_says_the_same_and_plans_the_others(trained):
-    refused = f"refused: spared with ddp on 2 workers (1 cell of first): {REFUSAL}"
+    refused = f"unsupported: spared with ddp on 2 workers (1 cell of first): {REFUSAL}"
     assert refused in " ".join(trained.plan.split())  # its lines are broken at 100 columns
     with open(trained.work.folder / "results/tiny/plan.csv", newline="") as file:
         states = {(r["strategy"], r["model"]): r["state"] for r in csv.DictReader(file)}
-    assert states["ddp", "spared"] == "refused"
+    assert states["ddp", "spared"] == "unsupported"
     assert states["fsdp", "spared"] == states["ddp", "mine"] == "to do"
     assert "first, mine, 2 workers on CPU: the study's global batch is 32" in trained.plan
     for name in DATASETS:
@@ -124,17 +124,17 @@ def test_a_cell_that_is_refused_stands_in_the_tables_with_its_reason(trained):
     work = trained.work
     record = json.loads(work.record("first", "ddp", "spared", "2gpu").read_text())
     assert (record["status"], record["reason"]) == (
-        "refused",
+        "unsupported",
         f"model 'spared' (my_net:Spared): {DDP}",
     )
     tables = [p.read_text() for p in (work.folder / "results/tiny/tables").rglob("*.csv")]
-    assert any("refused" in text for text in tables)
+    assert any("unsupported" in text for text in tables)
     report = (work.folder / "results/tiny/report.html").read_text()
-    assert "refused: the strategy cannot train the network" in report
+    assert "unsupported: the strategy cannot train the network" in report
     assert "DDP waits for one from every parameter" in report
     with open(work.folder / "results/tiny/decision.csv", newline="") as file:
-        standings = {(r["strategy"], r["model"]): r["standing"] for r in csv.DictReader(file)}
-    assert standings["ddp", "spared"] == "refused"
+        standings = {(r["strategy"], r["model"]): r["status"] for r in csv.DictReader(file)}
+    assert standings["ddp", "spared"] == "unsupported"
     assert "train tiny/" not in work.run("-n").stdout
 
 

@@ -34,7 +34,7 @@ def test_a_regression_goes_from_the_page_to_its_report(tmp_path):
     assert check.returncode == 0, check.stdout
     assert "net on diabetes, task 'my_regression" in check.stdout
     assert "   385 parameters; takes images [batch, 1, 1, 10], gives 1 value" in check.stdout
-    assert "none of 3 cells would be refused" in check.stdout
+    assert "none of 3 cells would end as unsupported" in check.stdout
     plan = work.run("plan")
     assert plan.returncode == 0, plan.stdout
     done = work.run()

@@ -49,7 +49,7 @@ def fates(workflow: Workflow) -> dict[str, str]:
 def test_the_known_best_is_found_and_said_on_one_screen_and_a_page(tuning):
     done = tuning.run("tune")
     assert done.returncode == 0, done.stdout
-    assert "12 combinations: 0 refused, 0 do not fit" in done.stdout
+    assert "12 combinations: 0 unsupported, 0 do not fit" in done.stdout
     assert set(fates(tuning).values()) == {"measured"}
     done = tuning.run("verdict", *FILES, "--config", "verdict={rounds: all}")
     assert done.returncode == 0, done.stdout

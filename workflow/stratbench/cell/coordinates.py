@@ -16,7 +16,7 @@ CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
 
 
 #: Ways a cell can end that are results. Anything else is an error and leaves no record.
-STATUSES = ("ok", "oom", "timeout", "diverged", "refused")
+STATUSES = ("ok", "oom", "timeout", "diverged", "unsupported")
 #: In tables, the status of a cell that did other work than those it is compared with.
 INCOMPARABLE = "incomparable"
 

@@ -172,13 +172,16 @@ class RunFolder:
         """What `write_unheard` kept; None: it was heard."""
         return _read(self.path / f"unheard{number}.json")
 
-    def lives(self) -> list[Path]:
+    def incarnations(self) -> list[Path]:
         """What each launcher of an elastic cell kept of its members, in order."""
-        return sorted(self.path.glob("life*.json"), key=lambda p: int(p.stem.removeprefix("life")))
+        return sorted(
+            self.path.glob("incarnation*.json"),
+            key=lambda p: int(p.stem.removeprefix("incarnation")),
+        )
 
-    def write_life(self, number: int, facts: dict[str, Any]) -> None:
+    def write_incarnation(self, number: int, facts: dict[str, Any]) -> None:
         """Keep what happened to the members of an elastic cell under its launcher `number`, from 0."""
-        write_atomic(self.path / f"life{number}.json", json.dumps(facts))
+        write_atomic(self.path / f"incarnation{number}.json", json.dumps(facts))
 
     def write_endpoint(self, host: str, port: int) -> None:
         """Tell the other nodes where all meet: where rank 0's store listens, or a command's node 0."""

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             config, study = load_config(config)
         else:
             config, study, left_out = study_of(config, args.model, args.dataset)
-            print("".join(f"left out: {why}\n" for why in left_out), end="", flush=True)
+            print("".join(f"left out: {reason}\n" for reason in left_out), end="", flush=True)
         cluster = config["cluster"]
         named_gpus(cluster)  # before what takes minutes
         set_job_environment(config, str(ROOT / "workflow"))
@@ -60,7 +60,10 @@ def main(argv: list[str] | None = None) -> int:
                 print(folded([mixed]))
             return 1 if checked.refused else 0
         if checked.refused:
-            told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"
+            told = (
+                f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would end as "
+                "unsupported"
+            )
             more = "" if args.model else ", and `check`"
             print(f"{told}: see below{more}", flush=True)
         records = records_by_cell(study, config["results"])
@@ -106,7 +109,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only check the networks; exit code 1 where a cell would be refused",
+        help="only check the networks; exit code 1 where a cell would end as unsupported",
     )
     parser.add_argument("--out", type=Path, help="folder of the plan; default: results/<study>")
     parser.add_argument("--model", help="plan this network alone, without a study")

@@ -94,8 +94,8 @@ class CheckResult:
         return cls(**fields)
 
     @classmethod
-    def failed(cls, why: str) -> CheckResult:
-        return cls(fault=why)
+    def failed(cls, reason: str) -> CheckResult:
+        return cls(fault=reason)
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class Rehearsal:
         return cls(**fields | {"footprint": made and Footprint.from_dict(made)})
 
     @classmethod
-    def failed(cls, why: str) -> Rehearsal:
-        return cls(unpredicted=why)
+    def failed(cls, reason: str) -> Rehearsal:
+        return cls(unpredicted=reason)
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
         requests += others.values()
     networks, rehearsals = rehearsals_of(requests, Path(config["results"]) / "plan-cache")
     refused = {
-        s.cell: why
+        s.cell: reason
         for s in subjects
-        if (why := refusal_of_cell(s, networks[Network.of(s.request)], rehearsals[s.request]))
+        if (reason := refusal_of_cell(s, networks[Network.of(s.request)], rehearsals[s.request]))
     }
     both = {
         s.request: {

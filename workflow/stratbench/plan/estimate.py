@@ -154,11 +154,11 @@ def estimate(
         given=Given(model, x.to("meta"), y.to("meta"), loss or _usual_loss(y)),
     )
     cls = strategy_class(name)
-    why = BY_COMMAND if request.by_command else None
+    reason = BY_COMMAND if request.by_command else None
     if cls.divides_network:
-        why = cls.why_not(request.network)
-    if why is not None:
-        raise ValueError(f"stratbench.estimate: strategy = {name!r}: {why}")
+        reason = cls.why_not(request.network)
+    if reason is not None:
+        raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
     # With a GPU in sight, some of PyTorch's code on fake tensors takes the way of real ones.
     with replaced(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -60,7 +60,7 @@ class Choice:
     Attributes:
         strategy: Its name, or that of its variant.
         checkpointing: Whether activations are checkpointed.
-        why: Why nothing is predicted of it; empty if something is.
+        reason: Why nothing is predicted of it; empty if something is.
         verdict: FITS, TIGHT or DOES_NOT_FIT, of that batch.
         micro_batch: Samples that a copy of the network computes on at once; the least if none fits.
         global_batch: Samples of a step on all GPUs.
@@ -72,7 +72,7 @@ class Choice:
 
     strategy: str
     checkpointing: bool
-    why: str = ""
+    reason: str = ""
     verdict: str = ""
     micro_batch: int = 0
     global_batch: int = 0
@@ -220,9 +220,9 @@ def _choice_of(
     s: Subject, network: Any, rehearsal: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
 ) -> Choice:
     checkpointing = s.settings.activation_checkpointing
-    why = refusal_of_cell(s, network, rehearsal) or rehearsal.unpredicted
-    if rehearsal.footprint is None or why:
-        return Choice(s.cell.strategy, checkpointing, why=why or "")
+    reason = refusal_of_cell(s, network, rehearsal) or rehearsal.unpredicted
+    if rehearsal.footprint is None or reason:
+        return Choice(s.cell.strategy, checkpointing, reason=reason or "")
     least = acceptance.least_samples(network.batchnorm, s.settings.gradient_accumulation_steps)
     return choose_batch(s, rehearsal.footprint, gpu_device(sheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip

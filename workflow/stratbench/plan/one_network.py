@@ -82,9 +82,9 @@ def study_of(
     for (kind, change), (group, matrix) in product(given["each"].items(), given["numbers"].items()):
         name, values = f"{kind}-{group}", block | matrix | change
         if refusal(values) is not None:
-            why = {s: refusal(values | {"strategies": [s]}) for s in values["strategies"]}
-            values["strategies"] = [s for s in why if why[s] is None]
-            left_out += [f"{name}{text}" for text in dict.fromkeys(filter(None, why.values()))]
+            reason = {s: refusal(values | {"strategies": [s]}) for s in values["strategies"]}
+            values["strategies"] = [s for s in reason if reason[s] is None]
+            left_out += [f"{name}{text}" for text in dict.fromkeys(filter(None, reason.values()))]
         if values["strategies"]:
             experiments[name] = values
     return *loaded(experiments), left_out

@@ -24,7 +24,7 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
     fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
     open_ = [(c, v) for c, v in fits if not c.recorded and v.may_run]
     timed = [(c, _within_limit(c, v.total)) for c, v in open_ if v.total is not None]
-    unknown = [c for c in plan.cells if not (c.fits_on or c.recorded or c.state == "refused")]
+    unknown = [c for c in plan.cells if not (c.fits_on or c.recorded or c.state == "unsupported")]
     gpu_hours = cost = None
     if timed or not (open_ or unknown):
         low = sum(c.cell.gpus * span.low_s for c, span in timed) / 3600

@@ -76,15 +76,15 @@ class DeviceFit:
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell's part of the plan. Without a footprint nothing is known of it; `why` says why.
+    """One cell's part of the plan. Without a footprint nothing is known of it; `reason` says why.
 
     `recorded`: whether it has a record, whatever that says, and so is not trained again.
     `least_samples`: that a worker must compute on at once.
     """
 
     subject: Subject
-    state: str  # done, recorded, failed, refused, infeasible, to do
-    why: str
+    state: str  # done, recorded, failed, unsupported, infeasible, to do
+    reason: str
     recorded: bool
     footprint: Footprint | None
     needs: Needs | None
@@ -166,7 +166,9 @@ def make_plan(
         gpu=named,
         others=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
         cells=cells,
-        unheld=nodes.lines_of_refusals({cell: why for cell, why in refusals.items() if why}),
+        unheld=nodes.lines_of_refusals(
+            {cell: reason for cell, reason in refusals.items() if reason}
+        ),
         gpu_types=nodes.describe_types(there, (c.asked for c in to_train)),
         projected=projected,
         resharding=checked.resharding,
@@ -184,8 +186,8 @@ def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
             except record.RecordError as error:
                 print(f"left out: {error}")
                 continue
-            if why := record.describe_other_settings(of_cell, study.settings(cell)):
-                others.append(f"{path} {why}")
+            if reason := record.describe_other_settings(of_cell, study.settings(cell)):
+                others.append(f"{path} {reason}")
             else:
                 found[cell] = of_cell
     if others:
@@ -229,11 +231,11 @@ def _planned(
             for device, span in zip(devices, spans, strict=False)
         }
     fit = next(iter(fits_on.values()), None)
-    state, why = _state(s, checked, record, fit, measured, config["results"])
+    state, reason = _state(s, checked, record, fit, measured, config["results"])
     return Planned(
         subject=s,
         state=state,
-        why=why,
+        reason=reason,
         recorded=record is not None,
         footprint=footprint,
         needs=needs,
@@ -343,19 +345,19 @@ def _state(
     if found is not None:
         if found["status"] == "ok":
             return "done", ""
-        if found["status"] == "refused":
-            return "refused", found["reason"]
+        if found["status"] == "unsupported":
+            return "unsupported", found["reason"]
         return "recorded", f"{found['status']}: {found['reason']}"
     if s.cell in checked.refused:
-        return "refused", checked.refused[s.cell]
+        return "unsupported", checked.refused[s.cell]
     failed = record.failure_reason(s.cell.log_dir(results))
     if failed is not None:
         return "failed", failed
     if fit is None:
-        why = checked.rehearsals[s.request].unpredicted
+        reason = checked.rehearsals[s.request].unpredicted
         if s.request.by_command and measured is not None:
-            why = f"{why}: {' to '.join(map(seconds_text, measured))} by {measured.source}"
-        return "to do", f"could not be predicted: {why}"
+            reason = f"{reason}: {' to '.join(map(seconds_text, measured))} by {measured.source}"
+        return "to do", f"could not be predicted: {reason}"
     if not fit.may_run:
         return (
             "infeasible",

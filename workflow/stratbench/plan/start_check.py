@@ -53,14 +53,14 @@ def faults_of_networks(
         print("the user's networks could not be checked before the start", file=sys.stderr)
         return []
     faults = []
-    for why, on_gpus in json.loads(done.stdout).items():
-        if (elsewhere or on_gpus) and MAY_BE_MACHINES.search(why):
+    for reason, on_gpus in json.loads(done.stdout).items():
+        if (elsewhere or on_gpus) and MAY_BE_MACHINES.search(reason):
             print(
-                folded([f"cannot be trained here, and is started all the same: {why}"]),
+                folded([f"cannot be trained here, and is started all the same: {reason}"]),
                 file=sys.stderr,
             )
         else:
-            faults.append(why)
+            faults.append(reason)
     return faults
 
 

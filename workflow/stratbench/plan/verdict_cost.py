@@ -66,7 +66,7 @@ def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[Cost, Cost]]:
         c
         for c in plan.cells
         if c.cell.repeat == 0 and c.fit is not None and c.fit.total and c.fit.train
-        and c.state not in ("refused", "infeasible")
+        and c.state not in ("unsupported", "infeasible")
     ]  # fmt: skip
     bouts = cells_by(known, "experiment", "model", "gpus")
     return {

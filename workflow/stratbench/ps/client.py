@@ -62,7 +62,7 @@ class Channel:
         self.version = 0  # updates in the weights now held, as the shard that came last counts them
         self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
         self._wire = wire
-        self._life: int | None = None
+        self._incarnation: int | None = None
         self._start = ""
         self._links: list[Link] = []
         self._ticket = NO_TICKET
@@ -90,7 +90,7 @@ class Channel:
         deadline_s: float = 60.0,
         scale: LossScale | None = None,
         n_servers: int = 1,
-        life: int | None = None,
+        incarnation: int | None = None,
         start: str = "",
     ) -> Channel:
         """Join the run whose `n_servers` servers publish `<rendezvous>.<server>`, as worker number `worker`.
@@ -101,7 +101,7 @@ class Channel:
         `wire`: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in
         which nothing moves, is always native. `scale`: what the loss of each backward is multiplied
         by; a push undoes it, is dropped as a whole where a gradient overflowed, and updates the
-        scale. When the run is over for this worker, the next call raises. `life`: of an elastic run's
+        scale. When the run is over for this worker, the next call raises. `incarnation`: of an elastic run's
         servers; None: the workers are a gang.
 
         Raises ConnectionError (JoinRefused with the server's reason) when that fails by `deadline_s`.
@@ -111,23 +111,25 @@ class Channel:
         if flat.host.descriptor is None and transport == "auto":
             transport = "tcp"
         channel = cls(flat, worker, wire, scale)
-        channel._life, channel._start = life, start
+        channel._incarnation, channel._start = incarnation, start
         deadline = time.monotonic() + deadline_s
         try:
             first = (
-                worker if life is None else 0
+                worker if incarnation is None else 0
             )  # where places are few, all ask the same one first
             for k in range(first, first + n_servers):
                 link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
                 channel._links.append(link)
-                if link.life != life:
-                    raise JoinLater(f"server {link.server} is in life {link.life}, not {life}")
+                if link.incarnation != incarnation:
+                    raise JoinLater(
+                        f"server {link.server} is in life {link.incarnation}, not {incarnation}"
+                    )
                 if link.n_servers != n_servers:
                     raise JoinRefused(f"the run has {link.n_servers} servers, not {n_servers}")
                 channel.snapshot_dir = link.snapshot_dir
             channel._links.sort(key=lambda link: link.server)
         except BaseException:
-            if life is not None:  # it comes again, and was not lost where it was let in
+            if incarnation is not None:  # it comes again, and was not lost where it was let in
                 channel._say(Kind.LEAVE)
             channel._close_connections()
             raise
@@ -161,7 +163,7 @@ class Channel:
             "wire": wire,
             "scaled": self.scale is not None,
             "start": self._start,
-            **({} if self._life is None else {"life": self._life}),
+            **({} if self._incarnation is None else {"incarnation": self._incarnation}),
         }
         try:
             welcome = join_handshake(connection, secret, hello)
@@ -314,7 +316,7 @@ class Channel:
     def close(self) -> None:
         """Leave: say goodbye (if the run is over) and stop the threads."""
         if self._done and self._error is None:
-            for link in self._links[1:] if self._life is not None else ():
+            for link in self._links[1:] if self._incarnation is not None else ():
                 sent = threading.Event()  # the word of the end: before it this would be no goodbye
                 link.to_send.put(sent.set)
                 sent.wait(_FAREWELL_S)
@@ -512,7 +514,7 @@ class Channel:
     def _end(self) -> None:
         """The training is over. It may be before its last ticket, of which only server 0 knows then."""
         self._done = True
-        for link in self._links[1:] if self._life is not None else ():
+        for link in self._links[1:] if self._incarnation is not None else ():
             self._queue(link, Frame(Kind.DONE))
         for link in self._links:  # who was to release what is still awaited may be gone
             link.replied.set()

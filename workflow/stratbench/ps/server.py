@@ -41,7 +41,7 @@ def serve(
     listeners = Listeners(config.bind, config.advertise)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)
     accepting.start()
-    listeners.publish(config.rendezvous, config.server, run.life)
+    listeners.publish(config.rendezvous, config.server, run.incarnation)
     try:
         run.watch()
     finally:

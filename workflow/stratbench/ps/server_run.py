@@ -51,7 +51,7 @@ class ServerRun:
     #: How workers get their places.
     members_by: ClassVar[type[Membership]] = Membership
     #: Of the servers, which may be started again to go on: this time, from 1.
-    life = 1
+    incarnation = 1
 
     def __init__(self, config: ServerConfig, secret: bytes, make: MakePolicy) -> None:
         self.config, self._secret = config, secret

@@ -55,7 +55,7 @@ def machines(cells: pd.DataFrame) -> str:
 
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
-    """Lines with the audit's tally, and with each rule that calls figures unusable or doubtful."""
+    """Lines with the audit's tally, and with each rule that calls figures unusable or a warning."""
     tally = [f"{int((findings['severity'] == s).sum())} {s}" for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
     told = findings[findings["severity"] != "note"]

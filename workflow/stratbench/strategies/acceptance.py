@@ -25,9 +25,9 @@ def check_model(
     worker: Worker,
 ) -> None:
     """Refused where the strategy would fail to train `model`, of which `worker.trial` was taken."""
-    for why in strategy.refusals_of_model(model, worker):
+    for reason in strategy.refusals_of_model(model, worker):
         name = worker.settings.strategy
-        raise Refused(f"{models.in_words(network)}: {name} cannot train it: {why}")
+        raise Refused(f"{models.in_words(network)}: {name} cannot train it: {reason}")
 
 
 #: How far the scores of a divided network may be from the whole one's, relative to the largest of them.

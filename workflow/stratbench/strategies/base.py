@@ -274,7 +274,7 @@ class Strategy:
             "max_grad_norm cannot measure": s.max_grad_norm is not None,
         }
         if sparse and any(by.values()):
-            yield sparse_gradient(sparse, next(why for why, set_ in by.items() if set_))
+            yield sparse_gradient(sparse, next(reason for reason, set_ in by.items() if set_))
 
     @classmethod
     def on_fakes(cls) -> AbstractContextManager:
@@ -797,9 +797,9 @@ def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
     return sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
 
 
-def sparse_gradient(names: Sequence[str], why: str) -> str:
+def sparse_gradient(names: Sequence[str], reason: str) -> str:
     """Why a strategy refuses parameters with a sparse gradient, and the remedy."""
-    return f"the gradient of {names_text(names)} is sparse, which {why}; make the layer with sparse=False"
+    return f"the gradient of {names_text(names)} is sparse, which {reason}; make the layer with sparse=False"
 
 
 def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]:

@@ -21,8 +21,8 @@ Used = tuple[str, "type[Strategy]", Mapping[str, Any]]
 
 def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
     """Missing where this Python lacks what the strategy `cls`, which the study calls `name`, needs."""
-    for why in faults([(name, cls, options)]):
-        raise Missing(why)
+    for reason in faults([(name, cls, options)]):
+        raise Missing(reason)
 
 
 def faults(strategies: Iterable[Used]) -> Iterator[str]:
@@ -34,7 +34,7 @@ def faults(strategies: Iterable[Used]) -> Iterator[str]:
             distribution, version = pin.split("==")
             wanted.setdefault((distribution, version), {})[name] = None
     yield from _missing(wanted)
-    lacks = (f"{name}: {why}" for name, cls, o in strategies for why in cls.faults_here(o))
+    lacks = (f"{name}: {reason}" for name, cls, o in strategies for reason in cls.faults_here(o))
     yield from dict.fromkeys(lacks)
 
 

@@ -184,9 +184,9 @@ class ParameterServer(base.Strategy):
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         optimizer = values["optimizer"]
-        if why := cls.Options.refusal(optimizer):
+        if reason := cls.Options.refusal(optimizer):
             others = ", ".join(policies_that_take(optimizer))
-            yield f".optimizer = {optimizer!r}: {why} ({others} take it)"
+            yield f".optimizer = {optimizer!r}: {reason} ({others} take it)"
         if values["precision"] == PURE_BF16:
             yield ".precision = 'bf16-true': servers keep the weights in float32; use bf16"
         if (implementation := values["optimizer_impl"]) != "fused":
@@ -259,7 +259,7 @@ class ParameterServer(base.Strategy):
         by = self.worker.channel_by
         return by(self._connect) if by else self._connect(None, 300.0)
 
-    def _connect(self, life: int | None, deadline_s: float) -> Channel:
+    def _connect(self, incarnation: int | None, deadline_s: float) -> Channel:
         from stratbench.ps.client import Channel
         from stratbench.ps.wire.handshake import JoinRefused, load_secret
         from stratbench.workload.generators import OTHER_START
@@ -276,7 +276,7 @@ class ParameterServer(base.Strategy):
                 deadline_s=deadline_s,
                 scale=self.scale,
                 n_servers=options["servers"],
-                life=life,
+                incarnation=incarnation,
                 start=worker.start,
             )
         except JoinRefused as refused:

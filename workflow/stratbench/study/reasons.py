@@ -57,13 +57,13 @@ def _reason(log_dir: Path, since_s: float) -> str:
 def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
     """Why cells are not trained, or were not: a line for each reason, with all of its cells."""
     groups: dict[str, list[Cell]] = {}
-    for cell, why in reasons:
-        groups.setdefault(without_subject(why), []).append(cell)
+    for cell, reason in reasons:
+        groups.setdefault(without_subject(reason), []).append(cell)
     return [
         f"{_names(c.model for c in cells)} with {_names(c.strategy for c in cells)} on "
         f"{workers_text({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
-        f"{_names(c.experiment for c in cells)}): {why}"
-        for why, cells in groups.items()
+        f"{_names(c.experiment for c in cells)}): {reason}"
+        for reason, cells in groups.items()
     ]
 
 
@@ -71,9 +71,9 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def without_subject(why: str) -> str:
+def without_subject(reason: str) -> str:
     """A reason beside the names of its model and strategy, which need not be told again."""
-    return why.partition(" cannot train it: ")[2] or why
+    return reason.partition(" cannot train it: ")[2] or reason
 
 
 def workers_text(counts: set[int]) -> str:

@@ -335,9 +335,9 @@ def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
         if (gpu := nvml.gpu_named(name)) is not None:
             gpus.append(gpu)
             continue
-        why = nvml.reason or "it is unknown, or divided into MIG instances"
+        reason = nvml.reason or "it is unknown, or divided into MIG instances"
         print(
-            f"NVML cannot sample GPU {name} ({why}): no utilisation, power and energy of it",
+            f"NVML cannot sample GPU {name} ({reason}): no utilisation, power and energy of it",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""How a cell ended: with a result (ok, oom, timeout, diverged, refused), or with an error, and why."""
+"""How a cell ended: with a result (ok, oom, timeout, diverged, unsupported), or with an error, and why."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     is gone. A worker's own report wins over the deadline.
     """
     workers = job.folder.read_workers(job.world_size)
-    if refused := first_reason(workers, "refused"):
-        return Ending("refused", refused)
+    if refused := first_reason(workers, "unsupported"):
+        return Ending("unsupported", refused)
     if first_reason(workers, "oom"):
         return out_of_memory(job, workers)
     if any(p.exit_code == -signal.SIGKILL for p in exits.processes) and has_killed(kills_before):
@@ -76,7 +76,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
     """How a cell ended whose workers need one another, and none of whom lacked memory."""
     s, step = job.settings, unlike_step(standings_of(job))
     if step is not None:  # whatever came of it: gloo aborts, and NCCL waits
-        return Ending("refused", calls_differ(s.model, s.strategy, f"step {step}"))
+        return Ending("unsupported", calls_differ(s.model, s.strategy, f"step {step}"))
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
         return Ending("error", watchdog_reason(job, killed) or str(killed[0]))

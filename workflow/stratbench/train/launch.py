@@ -2,8 +2,8 @@
 
     python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
 
-Exit code 0: the record is written (ok, oom, timeout, diverged and refused are results). Exit code 1: the cell
-failed; the end of every process's log is printed and kept, with exit codes, in the cell's log folder.
+Exit code 0: the record is written (ok, oom, timeout, diverged and unsupported are results). Exit code 1: the
+cell failed; the end of every process's log is printed and kept, with exit codes, in the cell's log folder.
 """
 
 from __future__ import annotations

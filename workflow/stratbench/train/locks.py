@@ -84,8 +84,8 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
     whichever node, and for the workers of one that was killed. Raises NoLocks on a file system without locks.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    why = "another launcher trains this cell"
-    descriptor, waited = _wait_for(logs / "launcher.lock", why, wait)
+    reason = "another launcher trains this cell"
+    descriptor, waited = _wait_for(logs / "launcher.lock", reason, wait)
     try:
         # For launchers that wait; on a full disk they wait unknowing.
         with contextlib.suppress(OSError):
@@ -104,15 +104,15 @@ def _own_name() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
 
 
-def _wait_for(path: Path, why: str, wait: bool = True) -> tuple[int, bool]:
+def _wait_for(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
     """A descriptor that holds `path` locked, and whether it had to be waited for; Held without `wait`."""
     waited = False
     while (descriptor := try_lock(path)) is None:
         if not waited:
             who = path.read_text(encoding="utf-8", errors="replace")
             if not wait:
-                raise Held(f"{why}: {who or 'it does not say which'}; {path} is locked")
-            print(f"waiting: {why}{f' ({who})' if who else ''}; {path} is locked", flush=True)
+                raise Held(f"{reason}: {who or 'it does not say which'}; {path} is locked")
+            print(f"waiting: {reason}{f' ({who})' if who else ''}; {path} is locked", flush=True)
             waited = True
         time.sleep(POLL_S)
     return descriptor, waited

@@ -446,7 +446,7 @@ def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
     reason = str(e) if isinstance(e, Refused) else first_line(e)
     if is_out_of_memory(e):
         return {"status": "oom", "reason": reason}, EXIT_OOM
-    status = "refused" if isinstance(e, Refused) else "error"
+    status = "unsupported" if isinstance(e, Refused) else "error"
     return {"status": status, "reason": reason}, EXIT_ERROR
 
 

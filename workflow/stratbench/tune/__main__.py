@@ -32,9 +32,9 @@ from stratbench.tune.sieves import (
     LATER,
     MEASURED,
     OUT_OF_MEMORY,
-    REFUSED,
     TOO_LARGE,
     TOO_SLOW,
+    UNSUPPORTED,
     Sieved,
     out_of_memory_in,
     sieve,
@@ -49,7 +49,7 @@ COLUMNS = (
     "options",
     "settings",
     "fate",
-    "why",
+    "reason",
     "planned_s",
     "planned_bytes",
 )
@@ -124,7 +124,7 @@ def question_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def lines_of(sieved: Sequence[Sieved]) -> list[str]:
     """What the sieves did, in numbers, and the combinations that are measured, quickest first."""
     fates = Counter(s.fate for s in sieved)
-    said = [f"{fates[REFUSED]} refused", f"{fates[TOO_LARGE]} do not fit"]
+    said = [f"{fates[UNSUPPORTED]} unsupported", f"{fates[TOO_LARGE]} do not fit"]
     said.append(f"{fates[TOO_SLOW]} cannot be among the fastest")
     said += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
     said.append(f"{fates[MEASURED]} to measure")
@@ -135,12 +135,12 @@ def lines_of(sieved: Sequence[Sieved]) -> list[str]:
         memory = (
             bytes_text(each.memory_bytes) if each.memory_bytes is not None else "memory not planned"
         )
-        lines.append(f"  {each.combination.name}: {time}, {memory} a worker; {each.why}")
+        lines.append(f"  {each.combination.name}: {time}, {memory} a worker; {each.reason}")
     if any(s.amounts is not None for s in sieved):
         lines += ["", "Dropped by time where it is planned slower than another by more than:"]
         lines += evidence_lines(public_margins())
-    reasons = Counter(s.why for s in sieved if s.fate == REFUSED)
-    lines += ["", *(f"Refused ({n}): {why}" for why, n in reasons.most_common())]
+    reasons = Counter(s.reason for s in sieved if s.fate == UNSUPPORTED)
+    lines += ["", *(f"Refused ({n}): {reason}" for reason, n in reasons.most_common())]
     return lines
 
 
@@ -157,7 +157,7 @@ def write_table(sieved: Sequence[Sieved], path: Path) -> None:
             _json(c.options),
             _json(c.settings),
             s.fate,
-            s.why,
+            s.reason,
             s.time_s,
             s.memory_bytes,
         )

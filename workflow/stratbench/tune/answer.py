@@ -201,8 +201,8 @@ def against_baseline(answer: Answer, winner: Measured) -> str:
         return f"It is the baseline, {name}."
     ratio = next((r for r in answer.bout["ratios"] if r["strategy"] == name), None)
     if ratio is None or ratio["ratio"] is None:
-        why = ratio["why"] if ratio else "it was not measured"
-        return f"The baseline, {name}, has no time to hold it against: {why or 'no block'}."
+        reason = ratio["reason"] if ratio else "it was not measured"
+        return f"The baseline, {name}, has no time to hold it against: {reason or 'no block'}."
     interval = "" if ratio["low"] is None else f" (95 %: {ratio['low']:.3f} to {ratio['high']:.3f})"
     against = ratio["against"]
     of = "" if against == winner.name else f" of {against}, which led then"

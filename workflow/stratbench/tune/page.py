@@ -103,7 +103,7 @@ def _row(answer: Answer, m: Measured) -> dict[str, str]:
         "step": time_text(m),
         "memory": bytes_text(m.memory_bytes) if m.memory_bytes else "",
         "ratio": ratio["text"],
-        "words": ratio["why"] or ratio["words"],
+        "words": ratio["reason"] or ratio["words"],
     }
 
 
@@ -112,12 +112,12 @@ def _others(sieved: Sequence[Sieved]) -> Iterator[str]:
     yield FIXED
     for fate in dict.fromkeys(s.fate for s in sieved if s.fate not in (MEASURED, OUT_OF_MEMORY)):
         own = [s for s in sieved if s.fate == fate]
-        reasons = Counter(s.why for s in own)
+        reasons = Counter(s.reason for s in own)
         if len(reasons) > MAX_REASONS:
-            examples = "; ".join(f"{s.combination.name} ({s.why})" for s in own[:MAX_REASONS])
+            examples = "; ".join(f"{s.combination.name} ({s.reason})" for s in own[:MAX_REASONS])
             yield f"{counted(len(own), 'combination')} {fate}, such as {examples}."
         else:
-            said = "; ".join(f"{why} ({n})" for why, n in reasons.most_common())
+            said = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
             yield f"{counted(len(own), 'combination')} {fate}: {said}."
     if any(s.amounts is not None for s in sieved):
         margins = "; ".join(line.strip() for line in evidence_lines(public_margins()))

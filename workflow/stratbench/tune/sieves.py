@@ -40,7 +40,12 @@ from stratbench.tune.space import Combination
 #: a short run tells whether it fits.
 MEMORY_FACTOR = 1.5
 #: What becomes of a combination. The last two are in the study that is measured.
-REFUSED, TOO_LARGE, TOO_SLOW, LATER = "refused", "does not fit", "slower", "beyond the budget"
+UNSUPPORTED, TOO_LARGE, TOO_SLOW, LATER = (
+    "unsupported",
+    "does not fit",
+    "slower",
+    "beyond the budget",
+)
 MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
 
 
@@ -56,7 +61,7 @@ class Sieved:
 
     combination: Combination
     fate: str
-    why: str = ""
+    reason: str = ""
     time_s: float | None = None
     memory_bytes: int | None = None
     amounts: Amounts | None = None
@@ -86,16 +91,16 @@ def sieve(
         out_of_memory: What ran out of memory in a block: its name, and a digest of its settings.
     """
     by_name = {
-        c.name: Sieved(c, REFUSED, _refusal(config, experiment, gpus, model, c)) for c in found
+        c.name: Sieved(c, UNSUPPORTED, _refusal(config, experiment, gpus, model, c)) for c in found
     }
-    left = [s.combination for s in by_name.values() if not s.why]
+    left = [s.combination for s in by_name.values() if not s.reason]
     if left:
         whole, study = load_config(study_of(config, experiment, gpus, model, left))
         for planned in make_plan(whole, check_study(whole, study), {}).cells:
             name = planned.cell.strategy
             s = _planned(by_name[name].combination, planned, whole["cluster"]["memory_margin"])
             if (name, trained_digest(planned.subject.settings)) in out_of_memory:
-                s = replace(s, fate=OUT_OF_MEMORY, why="ran out of memory in a block")
+                s = replace(s, fate=OUT_OF_MEMORY, reason="ran out of memory in a block")
             by_name[name] = s
         drop_slow(by_name, baseline, whole["tune"]["keep_within"], public_margins())
         put_off(by_name, baseline, whole["tune"]["budget_gpu_hours"])
@@ -127,8 +132,8 @@ def drop_slow(
         found = {n: Beaten(fastest, r, keep_within) for n, r in ratios.items() if r > keep_within}
     for name, (faster, ratio, margin) in found.items():
         if name != baseline:
-            why = f"planned {ratio:.2f} times as long as {faster} (kept up to {margin:.2f})"
-            by_name[name] = replace(by_name[name], fate=TOO_SLOW, why=why)
+            reason = f"planned {ratio:.2f} times as long as {faster} (kept up to {margin:.2f})"
+            by_name[name] = replace(by_name[name], fate=TOO_SLOW, reason=reason)
 
 
 def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None) -> None:
@@ -147,11 +152,11 @@ def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float |
         if gpu_hours <= budget_gpu_hours:
             paid.append(s)
             continue
-        why = (
+        reason = (
             f"with it {gpu_hours:.3g} GPU-hours are planned, of a budget of {budget_gpu_hours:g}; "
             "a larger one measures it, too"
         )
-        by_name[s.combination.name] = replace(s, fate=LATER, why=why)
+        by_name[s.combination.name] = replace(s, fate=LATER, reason=reason)
 
 
 def out_of_memory_in(results: str, study: str) -> set[tuple[str, str]]:
@@ -262,19 +267,19 @@ def _refusal(
 
 
 def _planned(combination: Combination, planned: Planned, memory_margin: float) -> Sieved:
-    if planned.state == "refused":
-        return Sieved(combination, REFUSED, planned.why)
+    if planned.state == "unsupported":
+        return Sieved(combination, UNSUPPORTED, planned.reason)
     fit = planned.fit
     if fit is None:
-        return Sieved(combination, MEASURED, f"not planned: {planned.why}")
+        return Sieved(combination, MEASURED, f"not planned: {planned.reason}")
     memory_bytes = fit.room_bytes * (1 + memory_margin)  # what the reserve leaves
-    fate, why = MEASURED, fit.verdict
+    fate, reason = MEASURED, fit.verdict
     if fit.needed_bytes > MEMORY_FACTOR * memory_bytes:
         fate = TOO_LARGE
-        why = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
+        reason = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
     # The sweeps are of GPUs.
     amounts = amounts_of(planned.subject) if planned.subject.request.on_cuda else None
-    s = Sieved(combination, fate, why, fit.usual_s, fit.needed_bytes, amounts)
+    s = Sieved(combination, fate, reason, fit.usual_s, fit.needed_bytes, amounts)
     s = replace(s, device_bytes=memory_bytes)
     if fit.usual_s is None:
         return s

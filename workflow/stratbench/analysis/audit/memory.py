@@ -16,7 +16,7 @@ REDUCED = 1.05
 UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
 
 
-@rule("memory-reduced-too-much", "doubtful", "memory")
+@rule("memory-reduced-too-much", "warning", "memory")
 def memory_reduced_too_much(evidence: Evidence) -> Iterator[Case]:
     """Sharding over N workers divides memory by N at most. Something else differs."""
     columns = {"model_states_bytes": "model states", "peak_memory_bytes": "peak memory"}
@@ -40,7 +40,7 @@ def memory_reduced_too_much(evidence: Evidence) -> Iterator[Case]:
                 yield group, f"{name}: {sizes}: {whole / held:.2f} times on {group.gpus}"
 
 
-@rule("oom-with-more-workers", "doubtful", "memory")
+@rule("oom-with-more-workers", "warning", "memory")
 def oom_with_more_workers(evidence: Evidence) -> Iterator[Case]:
     """With more workers each computes on less of a global batch, so what fits one fits one of several.
     Something else was in the GPU's memory.
@@ -61,7 +61,7 @@ def oom_with_more_workers(evidence: Evidence) -> Iterator[Case]:
             yield group, f"out of memory on {row.gpus}, but not on {fewer[-1].gpus}"
 
 
-@rule("repeats-uneven-memory", "doubtful", "memory")
+@rule("repeats-uneven-memory", "warning", "memory")
 def repeats_uneven_memory(evidence: Evidence) -> Iterator[Case]:
     """The allocator's peak is all but the same in each repeat of a cell on GPUs. Look for other batches,
     other algorithms of cuDNN, or a figure of another cell.

@@ -23,7 +23,7 @@ from stratbench.analysis.records.groups import GROUP, Group, Repeats
 from stratbench.analysis.records.samples import Timeline
 from stratbench.cell.record import Record
 
-Severity = Literal["unusable", "doubtful", "note"]
+Severity = Literal["unusable", "warning", "note"]
 #: The figures of the cells that a rule casts doubt on.
 Affects = Literal["time", "memory", "score", "all"]
 #: Whose records a rule judges.

@@ -33,7 +33,7 @@ SCORE = 0.03
 SERIES = ("train_loss", "test_loss", "score")
 
 
-@rule("score-below-floor", "doubtful", "score")
+@rule("score-below-floor", "warning", "score")
 def score_below_floor(evidence: Evidence) -> Iterator[Case]:
     """It learnt less than half of what `single`, or a synchronous strategy on the fewest workers, learnt in
     as many epochs, or no more than guessing. Look at the learning rate, BatchNorm statistics that never reach
@@ -46,7 +46,9 @@ def score_below_floor(evidence: Evidence) -> Iterator[Case]:
             continue
         score = scores[row.experiment]
         # Only tables of accuracies, such as the paper's, leave out what guessing reaches.
-        guess = 0.0 if score.is_share and pd.isna(row.score_guess) else row.score_guess
+        guess = (
+            0.0 if score.is_share and pd.isna(row.score_chance_level) else row.score_chance_level
+        )
         if pd.isna(guess):
             continue
         # A gain over guessing is larger for a better score, whether higher or lower scores are better.
@@ -141,7 +143,7 @@ def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Case]:
             yield coordinates_of_strategy(group), figures
 
 
-@rule("equal-arithmetic-unequal-loss", "doubtful", "score")
+@rule("equal-arithmetic-unequal-loss", "warning", "score")
 def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Case]:
     """These strategies say that their updates are DDP's, but for rounding, and from the same weights their
     losses or scores differ by more than rounding grows to. Of two, nobody can say which is wrong.

@@ -36,7 +36,7 @@ INPUT, SKEW = 0.10, 0.02
 EVEN, BY_CHANCE = 0.03, 1000
 
 
-@rule("sharding-slow-alone", "doubtful", "time")
+@rule("sharding-slow-alone", "warning", "time")
 def sharding_slow_alone(evidence: Evidence) -> Iterator[Case]:
     """With one worker there is nothing to communicate, so sharding cannot explain being slower than the same
     training unsharded. Look at precision, wrap groups and the optimizer.
@@ -65,7 +65,7 @@ def were_mostly_busy(evidence: Evidence, group: Group) -> bool:
     return bool(are_busy(evidence.groups[group]).median() > 0.5)
 
 
-@rule("superlinear", "doubtful", "time")
+@rule("superlinear", "warning", "time")
 def superlinear(evidence: Evidence) -> Iterator[Case]:
     """N workers cannot do more than N times the work of one. Look at the baseline: a batch too large for one
     worker's cache or memory, other settings, or a busy machine.
@@ -138,7 +138,7 @@ def steps_uneven(evidence: Evidence) -> Iterator[Case]:
             yield row, figures
 
 
-@rule("repeats-uneven", "doubtful", "time")
+@rule("repeats-uneven", "warning", "time")
 def repeats_uneven(evidence: Evidence) -> Iterator[Case]:
     """The repeats scatter more than repeats do: small differences between strategies mean little. Look at
     what else ran on the machine.
@@ -164,7 +164,7 @@ def deviation_by_chance(repeats: int) -> float:
     return EVEN * math.sqrt(chdtri(repeats - 1, 1 / BY_CHANCE) / (repeats - 1))
 
 
-@record_rule("late-start", "doubtful", "time")
+@record_rule("late-start", "warning", "time")
 def late_start(facts: Facts) -> Iterator[str]:
     """The workers did not begin the epochs together, and the slowest worker's time counts: waiting for a late
     start is charged to the strategy.
@@ -177,7 +177,7 @@ def late_start(facts: Facts) -> Iterator[str]:
         yield f"{together_s:.4g} s of start skew in {train_s:.4g} s of training"
 
 
-@record_rule("recompiled", "doubtful", "time")
+@record_rule("recompiled", "warning", "time")
 def recompiled(facts: Facts) -> Iterator[str]:
     """torch.compile compiled while the training was timed: its steps hold seconds that are no training. Look
     for what changes between steps, or train with more warmup_steps.
@@ -186,7 +186,7 @@ def recompiled(facts: Facts) -> Iterator[str]:
         yield f"{count} compilations after the warm-up"
 
 
-@rule("input-bound", "doubtful", "time")
+@rule("input-bound", "warning", "time")
 def input_bound(evidence: Evidence) -> Iterator[Case]:
     """The workers wait for data: the times say little about the strategy."""
     for row in evidence.rows:
@@ -194,7 +194,7 @@ def input_bound(evidence: Evidence) -> Iterator[Case]:
             yield row, f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms"
 
 
-@rule("synthetic-unlike-real", "doubtful", "time")
+@rule("synthetic-unlike-real", "warning", "time")
 def synthetic_unlike_real(evidence: Evidence) -> Iterator[Case]:
     """Real data should train as fast as generated data; where not, reading it is measured."""
     same = ["model", "strategy", "gpus", "global_batch", "precision"]

@@ -88,7 +88,7 @@ def idle_worker(facts: Facts) -> Iterator[str]:
             yield f"the {kind} of rank {rank} was busy in {mean:.3g} % of training{others}"
 
 
-@rule("clock-low", "doubtful", "time")
+@rule("clock-low", "warning", "time")
 def clock_low(evidence: Evidence) -> Iterator[Case]:
     """A GPU worked at a lower clock than others of its kind in this study, or than its application clock, and
     was not at its power limit: the times are of a slowed GPU, or compare clocks, not strategies.
@@ -129,7 +129,7 @@ def is_at_its_limit(worker: dict[str, Any], one: Series) -> bool:
     return share is not None and share >= CAPPED_POWER
 
 
-@record_rule("loaded-machine", "doubtful", "time", of="both")
+@record_rule("loaded-machine", "warning", "time", of="both")
 def loaded_machine(facts: Facts) -> Iterator[str]:
     """Others used the machine while the cell trained: more processes wanted a core than the cell's own and
     the cores explain, or cores were busy with none of the cell's processes.

@@ -70,7 +70,7 @@ def least_bytes_per_s(row: Any) -> float | None:
     return float(copies * (row.gpus - 1) / row.gpus * one_copy / row.train_time_s)
 
 
-@record_rule("nvlink-unused", "doubtful", "time")
+@record_rule("nvlink-unused", "warning", "time")
 def nvlink_unused(facts: Facts) -> Iterator[str]:
     """GPUs with active NVLinks exchanged gradients far slower than these carry, and each step waited for it:
     NCCL used sockets or the host's memory. See NCCL_DEBUG=INFO, NCCL_P2P_DISABLE and the size of /dev/shm.

@@ -15,7 +15,7 @@ from stratbench.strategies import REGISTRY, mesh_of, traits_of
 WAITED = 0.2
 
 
-@record_rule("traits-unlike-strategy", "doubtful", "all")
+@record_rule("traits-unlike-strategy", "warning", "all")
 def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     """The record says of its strategy what this version of the strategy does not say of itself, and the audit
     and the decision go by what the record says. Train the cell again.
@@ -44,8 +44,8 @@ def lost_workers(facts: Facts) -> Iterator[str]:
     if facts.lost and not facts.elastic:
         entries = (w for server in facts.servers for w in server.get("lost") or ())
         said = {value_at(w, "own_reason") for w in entries} - {None}
-        why = f": {'; '.join(sorted(said))}" if said else ""
-        yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{why}"
+        reason = f": {'; '.join(sorted(said))}" if said else ""
+        yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{reason}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
     if facts.elastic:
         return  # each that was lost has been replaced
@@ -56,7 +56,7 @@ def lost_workers(facts: Facts) -> Iterator[str]:
             yield f"rank {worker['rank']} trained no sample, or made no step"
 
 
-@record_rule("waits-for-cores", "doubtful", "time")
+@record_rule("waits-for-cores", "warning", "time")
 def waits_for_cores(facts: Facts) -> Iterator[str]:
     """A worker could have computed and waited for a core, since others computed on its cores. Its times are
     those of a crowded machine.
@@ -77,7 +77,7 @@ def waits_for_cores(facts: Facts) -> Iterator[str]:
         )
 
 
-@record_rule("fewer-workers-than-asked", "doubtful", "time")
+@record_rule("fewer-workers-than-asked", "warning", "time")
 def fewer_workers_than_asked(facts: Facts) -> Iterator[str]:
     """The workers of an elastic cell never trained all at the same time: some waited in the queue, as for
     whole nodes, until the training was over. Its times are those of fewer workers.

@@ -13,6 +13,8 @@ def answer_line(answer: Mapping[str, Any]) -> str:
     if short["strategy"]:
         value = f", {short['value']}" if short["value"] else ""
         choice = [f"{short['strategy']} × {short['gpus']}{value}."]
-    why = f" ({short['why']})" if short["why"] else ""
+    reason = f" ({short['reason']})" if short["reason"] else ""
     where = f"{answer['model']} ({answer['experiment']}):"
-    return " ".join([where, *choice, short["claim"], f"Confidence: {answer['confidence']}{why}."])
+    return " ".join(
+        [where, *choice, short["claim"], f"Confidence: {answer['confidence']}{reason}."]
+    )

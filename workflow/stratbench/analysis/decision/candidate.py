@@ -19,7 +19,7 @@ EXCLUDED = {
     "oom": "does not fit",
     "timeout": "too slow",
     "diverged": "worse score",
-    "refused": "refused",
+    "unsupported": "unsupported",
 }
 #: Why a candidate is excluded whose loss was no number.
 DIVERGED = "training diverged"
@@ -32,7 +32,7 @@ def _three_digits(value: float) -> str:
 
 @dataclass(eq=False)
 class Candidate:
-    """A strategy on a number of workers; `kind` and `why` say what excludes it, if anything does."""
+    """A strategy on a number of workers; `kind` and `reason` say what excludes it, if anything does."""
 
     strategy: str
     gpus: int
@@ -71,7 +71,7 @@ class Candidate:
     global_batch: float | None = None
     hosts: frozenset[str] = frozenset()  # all hosts of a repeat are one text
     #: Upper bound (95 %) on how much worse its score may be, as shown; None: not known.
-    may_lose: float | None = None
+    score_loss_upper: float | None = None
     #: Why nothing is projected to the number of workers that is asked for, if nothing is.
     not_projected: str = ""
     #: Whose score is the best.
@@ -84,7 +84,7 @@ class Candidate:
     #: Whether it has the repeats that its records say were planned before they ran.
     repeats_fixed: bool = False
     kind: str = ""
-    why: str = ""
+    reason: str = ""
     doubts: list[str] = field(default_factory=list)
     #: The claim of a verdict on its bout, with the confidence, if it leads the bout.
     claim: tuple[str, str] | None = None
@@ -97,7 +97,7 @@ class Candidate:
     @property
     def diverged(self) -> bool:
         """Whether it is excluded because a training of it diverged."""
-        return self.why.endswith(DIVERGED)
+        return self.reason.endswith(DIVERGED)
 
     @property
     def rate_text(self) -> str:
@@ -155,11 +155,11 @@ class Candidate:
 
     def is_score_open(self, given: Constraints) -> bool:
         """Whether its score may be worse than allowed; one that was not measured is not."""
-        if self.unscored or self.may_lose is None:
+        if self.unscored or self.score_loss_upper is None:
             return False
-        return bool(self.may_lose > given.tolerance_of(self.score))
+        return bool(self.score_loss_upper > given.tolerance_of(self.score))
 
-    def exclude(self, kind: str, why: str) -> None:
+    def exclude(self, kind: str, reason: str) -> None:
         """Exclude the candidate, unless it is excluded already."""
         if not self.kind:
-            self.kind, self.why = kind, why
+            self.kind, self.reason = kind, reason

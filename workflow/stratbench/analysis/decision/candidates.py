@@ -165,7 +165,7 @@ def exclude_by_records(
             candidate.exclude(
                 "does not learn", f"the audit: {candidate.score.name} {finding['figures']}"
             )
-        elif finding["severity"] == "doubtful" and finding["rule"] not in candidate.doubts:
+        elif finding["severity"] == "warning" and finding["rule"] not in candidate.doubts:
             candidate.doubts.append(finding["rule"])
 
 
@@ -203,8 +203,10 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
         sizes = exceeding(held / unit, limit_bytes / unit, f"{name}{reserve}", name)
         candidate.exclude("does not fit", f"{what} {sizes} are given")
     elif candidate.on_cpu or held is None:
-        why = "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
-        candidate.doubts.append(f"whether it fits is not known: {why}")
+        reason = (
+            "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
+        )
+        candidate.doubts.append(f"whether it fits is not known: {reason}")
 
 
 def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None) -> str:

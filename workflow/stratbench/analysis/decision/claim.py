@@ -24,8 +24,8 @@ def unanswered(
 ) -> Iterator[str]:
     """What the constraints ask for and no record can tell."""
     if not is_count_known(found, given):
-        why = first.not_projected or "nobody measured it"
-        yield f"Nothing is known of {counted(given.gpus, noun)}: {why}."
+        reason = first.not_projected or "nobody measured it"
+        yield f"Nothing is known of {counted(given.gpus, noun)}: {reason}."
     if not given.homogeneous and not slowed:
         yield "Nothing is known of unequal workers: only equally fast ones were measured."
 

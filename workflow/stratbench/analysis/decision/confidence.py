@@ -26,7 +26,7 @@ class Confidence:
 
     #: `high`, `medium` or `low`.
     level: str
-    why: str
+    reason: str
     sure: tuple[str, ...]
 
 
@@ -66,7 +66,9 @@ def confidence_in(
     limits.append((level, what_repeats_leave_open(ranking, given, level)))
     if score_open:
         limits.append((1, f"{runs}: the score is not certain"))
-    losable = first.may_lose is None or first.may_lose > given.tolerance_of(first.score)
+    losable = first.score_loss_upper is None or first.score_loss_upper > given.tolerance_of(
+        first.score
+    )
     if losable and not score_open:
         limits.append(
             (1, "equal scores are assumed" if first.unscored else "the score is not known")
@@ -94,13 +96,13 @@ def confidence_in(
             f"Workers were slowed on purpose ({'; '.join(slowed)}); yours are said to be equal."
         )
     lowest = min(cap for cap, _ in limits)
-    why = next((words for cap, words in limits if cap == lowest and words), "")
-    if not why and ranking.is_clear:
+    reason = next((words for cap, words in limits if cap == lowest and words), "")
+    if not reason and ranking.is_clear:
         processes = " of CPU processes" if first.on_cpu else ""
-        why = f"{runs}{processes} on {counted(len(hosts), 'host')}, no doubts"
-    elif not why:
-        why = f"equal within {100 * given.equivalence_margin:g} %: either will do"
-    return Confidence(LEVELS[lowest], why, tuple(filter(None, sentences)))
+        reason = f"{runs}{processes} on {counted(len(hosts), 'host')}, no doubts"
+    elif not reason:
+        reason = f"equal within {100 * given.equivalence_margin:g} %: either will do"
+    return Confidence(LEVELS[lowest], reason, tuple(filter(None, sentences)))
 
 
 def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
@@ -219,7 +221,7 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
 
 def score_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
     """Sentences on what is not known of the score of the chosen candidate."""
-    if first.may_lose is None:
+    if first.score_loss_upper is None:
         if first.unscored:
             yield "No score was measured (steps): equal scores are assumed."
         else:

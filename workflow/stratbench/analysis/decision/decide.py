@@ -47,9 +47,9 @@ from stratbench.study.config.consistency import check_model
 from stratbench.study.config.messages import ConfigError
 
 MATRIX_COLUMNS = (
-    "experiment", "dataset", "model", "strategy", "gpus", "standing", "rank", "why", "basis", "repeats",
+    "experiment", "dataset", "model", "strategy", "gpus", "status", "rank", "reason", "basis", "repeats",
     "time_s", "time_low_s", "time_high_s", "cost", "memory_mib", "score", "score_name", "score_unit",
-    "ratio_to_first", "low", "high", "may_lose", "doubts",
+    "ratio_to_first", "low", "high", "score_loss_upper", "doubts",
 )  # fmt: skip
 
 
@@ -171,19 +171,20 @@ def matrix_rows(
     rows = []
     for c in found:
         place, against = places.get(id(c), (None, None))
-        standing = c.kind
+        status = c.kind
         if ranking is not None and c is ranking.first:
-            place, standing = 1, "recommended"
+            place, status = 1, "recommended"
         elif against is not None:
-            standing = "tied" if against.stand == "tied" else "possible"
+            status = "tied" if against.stand == "tied" else "possible"
         ratio = against.ratio if against else Estimate(1.0) if place == 1 else (None, None, None)
         rows.append(dict(zip(MATRIX_COLUMNS, where, strict=False)) | {
-            "strategy": c.strategy, "gpus": c.gpus, "standing": standing, "rank": place, "why": c.why,
+            "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place, "reason": c.reason,
             "basis": c.basis, "repeats": len(c.times), "time_s": c.time_s, "time_low_s": c.time_low_s,
             "time_high_s": c.time_high_s, "cost": c.cost,
             "memory_mib": c.memory_bytes and c.memory_bytes / MIB, "score": c.mean_score,
             "score_name": c.score.name, "score_unit": c.score.shown_unit,
-            **dict(zip(("ratio_to_first", "low", "high"), ratio, strict=True)), "may_lose": c.may_lose,
+            **dict(zip(("ratio_to_first", "low", "high"), ratio, strict=True)),
+            "score_loss_upper": c.score_loss_upper,
             "doubts": "; ".join(c.doubts),
         })  # fmt: skip
     return tuple(rows)
@@ -215,7 +216,7 @@ def describe_decisions(
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
         lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
         lines += [f"  What would change it: {change}" for change in d.changes]
-        lines += [f"  Excluded: {name}: {why}" for name, why in d.excluded]
+        lines += [f"  Excluded: {name}: {reason}" for name, reason in d.excluded]
         lines.append("")
     if common:
         lines += [*(f"Of all of them: {sentence}" for sentence in common), ""]

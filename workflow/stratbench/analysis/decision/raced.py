@@ -48,8 +48,8 @@ def read_verdict(path: str) -> dict[str, Any] | None:
         return None
     if not isinstance(verdict, dict) or verdict.get("schema_version") != VERDICT_VERSION:
         return None
-    if why := why_broken(verdict, path):
-        print(f"{path} is not used: {why}; `snakemake verdict` writes it anew", file=sys.stderr)
+    if reason := why_broken(verdict, path):
+        print(f"{path} is not used: {reason}; `snakemake verdict` writes it anew", file=sys.stderr)
         return None
     return verdict
 
@@ -76,8 +76,8 @@ def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
                 on_cpu=bout["device"] == "cpu",
                 served=bool(bout.get("served", {}).get(arm)),
                 traits=traits_from(bout.get("traits", {}).get(arm, {})),
-                excluded=None if kind is None else (kind, f"in the race: {state['why']}"),
-                slower_than=(state["against"], f"in the race: {state['why']}")
+                excluded=None if kind is None else (kind, f"in the race: {state['reason']}"),
+                slower_than=(state["against"], f"in the race: {state['reason']}")
                 if state["state"] in ("slower", "much slower") and state["against"] != arm
                 else None,
                 claim=(bout["text"], bout["confidence"]) if leads else None,
@@ -122,9 +122,9 @@ class BlocksEvidence(Evidence):
             raced = self.raced.get(Group(experiment, c.strategy, model, c.gpus))
             if c.projected or raced is None or raced.slower_than is None or not len(raced.times_s):
                 continue
-            leader, why = raced.slower_than
+            leader, reason = raced.slower_than
             if (leader, c.gpus) in left:
-                c.exclude("slower", why)
+                c.exclude("slower", reason)
 
 
 def read_blocks(path: str, given: Constraints) -> Evidence:

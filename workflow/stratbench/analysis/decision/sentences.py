@@ -38,8 +38,8 @@ def score_sentence(first: Candidate, noun: str, given: Constraints) -> str:
     score = first.score
     return (
         f"The {score.name} of {name_of(first, noun)} may be up to "
-        f"{score.difference(first.may_lose, score.decimals - 1)} worse than that of {first.best_score} "
-        f"({given.tolerance_of(score):g} allowed)."
+        f"{score.difference(first.score_loss_upper, score.decimals - 1)} worse than that of "
+        f"{first.best_score} ({given.tolerance_of(score):g} allowed)."
     )
 
 
@@ -57,8 +57,8 @@ def why_none(found: Sequence[Candidate]) -> str:
 def reason_of_nearest(held: Sequence[Candidate]) -> str:
     """Why the one is excluded that comes nearest of all of a kind, with its name if others say otherwise."""
     nearest = min(held, key=lambda c: math.inf if (lack := lacking(c)) is None else lack)
-    named = "" if len({c.why for c in held}) == 1 else f"the nearest, {nearest.name}: "
-    return textwrap.shorten(f"{named}{nearest.why}", MOST_OF_A_REASON, placeholder=" ...")
+    named = "" if len({c.reason for c in held}) == 1 else f"the nearest, {nearest.name}: "
+    return textwrap.shorten(f"{named}{nearest.reason}", MOST_OF_A_REASON, placeholder=" ...")
 
 
 def lacking(c: Candidate) -> float | None:
@@ -119,7 +119,9 @@ def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constrain
             refused.setdefault(c.not_projected, {})[c.strategy] = None
     if not refused or not any(c.projected for c in found):  # where none is, the headline says so
         return ""
-    reasons = "; ".join(f"{joined_with_and(list(names))} ({why})" for why, names in refused.items())
+    reasons = "; ".join(
+        f"{joined_with_and(list(names))} ({reason})" for reason, names in refused.items()
+    )
     return f"Not projected to {counted(given.gpus, noun)}: {reasons}."
 
 
@@ -174,7 +176,9 @@ def sentences_on_changes(
     yield from sentences_on_constraints(found, first)
     tolerance = given.tolerance_of(first.score)
     if first.is_score_open(given):
-        sure = [c for c in ranked if c.may_lose is not None and c.may_lose <= tolerance]
+        sure = [
+            c for c in ranked if c.score_loss_upper is not None and c.score_loss_upper <= tolerance
+        ]
         if sure:
             yield (
                 f"A score that is certain: then {sure[0].strategy} on {sure[0].gpus} "
@@ -220,7 +224,7 @@ def sentences_on_constraints(found: Sequence[Candidate], first: Candidate | None
     for kind, best in kept_out(found, first, lift).items():
         # Why a candidate is too slow says its time.
         amount = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
-        yield f"{lift[kind]}: then {best.strategy} on {best.gpus} ({amount}{best.why})."
+        yield f"{lift[kind]}: then {best.strategy} on {best.gpus} ({amount}{best.reason})."
     stopped = dict.fromkeys(c.strategy for c in found if c.kind == "too slow" and c.time_s is None)
     if first is None and stopped:
         yield (
@@ -257,8 +261,10 @@ def excluded_strategies(found: Sequence[Candidate], usable: set[str]) -> Iterato
             line = sorted((c for c in found if c.strategy == name), key=lambda c: c.gpus)
             counts_by_reason: dict[str, list[str]] = {}
             for c in line:
-                counts_by_reason.setdefault(f"{c.kind}: {c.why}", []).append(str(c.gpus))
+                counts_by_reason.setdefault(f"{c.kind}: {c.reason}", []).append(str(c.gpus))
             yield (
                 name,
-                "; ".join(f"on {', '.join(on)} {why}" for why, on in counts_by_reason.items()),
+                "; ".join(
+                    f"on {', '.join(on)} {reason}" for reason, on in counts_by_reason.items()
+                ),
             )

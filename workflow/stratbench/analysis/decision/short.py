@@ -32,7 +32,7 @@ CLEARLY_LESS = 0.1
 NONE_LEFT = {
     "does not fit": ("No candidate fits the memory.", "do not fit"),
     "too slow": ("No candidate ends in time.", "are too slow"),
-    "refused": ("Every strategy refuses this network.", "were refused"),
+    "unsupported": ("Every strategy refuses this network.", "were refused"),
     "failed": ("Every cell failed.", "failed"),
     "not measured": (
         "Nothing was measured: train its cells, or ask `plan` what fits and how long it takes.",
@@ -90,7 +90,7 @@ class Short:
     #: The next of a sure answer, and by how much: `fsdp × 2 takes 40 % longer, with 30 % less memory`.
     runner_up: str = ""
     #: The one reason for the confidence.
-    why: str = ""
+    reason: str = ""
     #: Where nothing can be recommended: what is the least that it takes, and what to try next.
     remedy: str = ""
 
@@ -113,7 +113,7 @@ def none_left(found: Sequence[Candidate], margin: float) -> Short:
     remedy = what_would_fit(found, margin) if kind == "does not fit" else ""
     if all(c.diverged for c in found):
         claim, verb, remedy = "Every training diverged.", "diverged", STEADIER
-    return Short(None, None, claim, "none", why=f"{count} of {len(found)} {verb}", remedy=remedy)
+    return Short(None, None, claim, "none", reason=f"{count} of {len(found)} {verb}", remedy=remedy)
 
 
 def what_would_fit(found: Sequence[Candidate], margin: float) -> str:
@@ -169,7 +169,7 @@ def short_answer(
         memory_note="; ".join(filter(None, (memory_note, leaner))),
         memory_share=share_of_card,
         runner_up=next_best(ranking) if sure.level == "high" else "",
-        why=sure.why,
+        reason=sure.reason,
     )
 
 
@@ -235,15 +235,15 @@ def score_texts(
         return "", ""
     score, tolerance = first.score, given.tolerance_of(first.score)
     text = f"{first.mean_score:.{max(1, score.decimals - (1 if score.is_share else 0))}f} {score.shown_unit}"
-    if first.may_lose is None:
+    if first.score_loss_upper is None:
         return text, "not compared"
     left = [c for c in found if not c.kind and c is not first]
-    lost = score.difference(first.may_lose, score.decimals - 1)
+    lost = score.difference(first.score_loss_upper, score.decimals - 1)
     if first.is_score_open(given):
         return text, f"may lose up to {lost} ({tolerance:g} allowed)"
     if left and all(shares_score(first, c) for c in left):
         return text, "the same in all"
-    if first.may_lose <= 0:
+    if first.score_loss_upper <= 0:
         chance = chance_difference(first, first)
         if chance > tolerance:
             by_chance = score.difference(chance, score.decimals - 1)

@@ -26,7 +26,7 @@ NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
-    """Exclude candidates that lose more than the score's tolerance; set `may_lose` of the others.
+    """Exclude candidates that lose more than the score's tolerance; set `score_loss_upper` of the others.
 
     The loss is against the best class of candidates. Candidates of equal arithmetic have the same score
     except for chance, so those of one global batch form one class with one mean (with BatchNorm, or a loss
@@ -55,7 +55,7 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
         if not np.isfinite(width):
             width = chance_difference(members[0], classes[best][0])
         for c in members:
-            c.may_lose, c.best_score = lost + width, names[best]
+            c.score_loss_upper, c.best_score = lost + width, names[best]
             if lost - width > tolerance:
                 chance = f", {width:.{score.decimals}f} may be chance" if width else ""
                 c.exclude(
@@ -66,13 +66,13 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
     for c in unknown:
         like = next((k for k in usable if shares_score(c, k)), None)
         if like is not None:
-            c.may_lose, c.best_score = like.may_lose, like.best_score
+            c.score_loss_upper, c.best_score = like.score_loss_upper, like.best_score
     for c in found:
         if c.projected:
             for like in (k for k in usable if k.scores is c.scores):
-                c.may_lose, c.best_score = like.may_lose, like.best_score
+                c.score_loss_upper, c.best_score = like.score_loss_upper, like.best_score
                 if like.kind:
-                    c.exclude(like.kind, like.why)
+                    c.exclude(like.kind, like.reason)
 
 
 def shares_score(c: Candidate, other: Candidate) -> bool:

@@ -69,8 +69,8 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
         y = Scale(0, max([*values, 1e-3]), top + PANEL, top)
         draw_panel(axes, data, cell, x, y)
         if timeline is None:
-            why = "no timeline" if cell["status"] == "ok" else outcome_of(str(cell["status"]))
-            write(axes, left + 4, top + PANEL / 2, why, BAD)
+            reason = "no timeline" if cell["status"] == "ok" else outcome_of(str(cell["status"]))
+            write(axes, left + 4, top + PANEL / 2, reason, BAD)
             continue
         shade_training(axes, timeline, x, y)
         chosen = data.is_chosen(str(cell["strategy"]))

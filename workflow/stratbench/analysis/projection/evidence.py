@@ -51,9 +51,9 @@ class ProjectionEvidence(Evidence):
             by_count = self.projected.get((*question, name), {}) if usable else {}
             asked = by_count.get(given.gpus, Projected(why_not_projected(usable, given.gpus)))
             for c in line:
-                c.not_projected = asked.why
+                c.not_projected = asked.reason
             for gpus, made in by_count.items():
-                if not made.why:
+                if not made.reason:
                     yield make_candidate(usable, gpus, made)
 
     def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
@@ -82,7 +82,7 @@ def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> C
         time_low_s=low_s,
         time_high_s=high_s,
         memory_bytes=made.memory_bytes,
-        may_lose=None,
+        score_loss_upper=None,
         held_s=None,
         present=None,
         tokens_per_s=None,

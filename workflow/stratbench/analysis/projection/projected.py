@@ -16,13 +16,13 @@ Line = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Projected:
-    """The training of a strategy on a number of workers, or why nothing is said (`why`).
+    """The training of a strategy on a number of workers, or why nothing is said (`reason`).
 
     Times in s, low, middle and high of an interval of 80 %; `memory_bytes`: the upper end of a worker's
     peak, None where it is not known.
     """
 
-    why: str
+    reason: str
     train_s: tuple[float, float, float] | None = None
     step_s: tuple[float, float, float] | None = None
     efficiency: tuple[float, float, float] | None = None
@@ -36,7 +36,7 @@ class Projected:
 
 #: The texts of the table.
 TEXTS = ("experiment", "model", "strategy", "base", "scaling", "device", "kind", "why_no_target", "evidence",
-         "rule", "why")  # fmt: skip
+         "rule", "reason")  # fmt: skip
 
 
 def read_rows(path: Path) -> pd.DataFrame:
@@ -92,7 +92,7 @@ def read_projection(path: str, most: int | None) -> dict[Line, dict[int, Project
 
 def _projected(row: Mapping) -> Projected:
     if row["kind"] == "refused":
-        return Projected(row["why"])
+        return Projected(row["reason"])
 
     def three(name: str, unit: str = "") -> tuple[float, float, float]:
         return row[f"{name}_low{unit}"], row[f"{name}{unit}"], row[f"{name}_high{unit}"]

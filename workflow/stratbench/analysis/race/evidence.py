@@ -146,7 +146,9 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
     skipped = Jobs(config, study).skipped | not_raced(study)
     bouts = tuple(bouts_of(study, skipped))
     notes = [
-        f"{path} is not raced: {why}" for path, why in skipped.items() if path.endswith("rep0")
+        f"{path} is not raced: {reason}"
+        for path, reason in skipped.items()
+        if path.endswith("rep0")
     ]
     blocks = {(b.place, b.number): b for b in _usable_blocks(study, bouts, root, notes)}
     runs = dict(_full_runs(study, bouts, root, notes))

@@ -35,7 +35,7 @@ def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
     """The lines of a bout: its claim, the confidence, and each other arm against the leader."""
     yield f"  {bout['model']} on {bout['workers']} ({bout['experiment']}): {bout['text']}"
     if bout["claimed"]:
-        yield f"    Confidence: {bout['confidence']}. {bout['confidence_why']}"
+        yield f"    Confidence: {bout['confidence']}. {bout['confidence_reason']}"
     for ratio in bout["ratios"]:
         if ratio["state"] != "leader" and (told := rival_words(ratio)):
             yield f"    {ratio['strategy']}: {told}"
@@ -44,8 +44,8 @@ def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
 def rival_words(ratio: dict[str, Any]) -> str:
     """A few words on an arm against the leader; empty if nothing is known."""
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
-    if ratio["why"]:
-        return "; ".join(filter(None, (f"{ratio['words']}: {ratio['why']}", figures)))
+    if ratio["reason"]:
+        return "; ".join(filter(None, (f"{ratio['words']}: {ratio['reason']}", figures)))
     return figures and f"{figures}: {ratio['words']}"
 
 

@@ -175,11 +175,13 @@ class Course:
                     status = self._why_without_value(state, arm, blocks)
                     state.drops.append(Drop(arm, blocks, status, FAILURES.get(status, status)))
                 elif step.dropped[i, j] and look.blocks[i] == 1:
-                    why = f"more than {moderated.SCREEN:g} times as slow in the first block"
-                    state.drops.append(Drop(arm, blocks, "much slower", why, ratios[arm], leader))
+                    reason = f"more than {moderated.SCREEN:g} times as slow in the first block"
+                    state.drops.append(
+                        Drop(arm, blocks, "much slower", reason, ratios[arm], leader)
+                    )
                 elif step.dropped[i, j]:
-                    why = f"slower than {leader}"
-                    state.drops.append(Drop(arm, blocks, "slower", why, ratios[arm], leader))
+                    reason = f"slower than {leader}"
+                    state.drops.append(Drop(arm, blocks, "slower", reason, ratios[arm], leader))
             state.looks.append(
                 Judged(
                     blocks=blocks,
@@ -247,11 +249,11 @@ class Course:
                 if not state.bout.scored:
                     good[i, j] = True
                 elif self.scores.runs_of(state.bout, arm):
-                    why = self.scores.why_failed(state.bout, arm)
-                    good[i, j], bad[i, j] = why is None, why is not None
-                    if why is not None:
+                    reason = self.scores.why_failed(state.bout, arm)
+                    good[i, j], bad[i, j] = reason is None, reason is not None
+                    if reason is not None:
                         blocks = int(self._race.blocks[i])
-                        state.drops.append(Drop(arm, blocks, "score", why))
+                        state.drops.append(Drop(arm, blocks, "score", reason))
         self._race.learn(good, bad)
         for i in range(len(self.states)):
             self._refresh(i)
@@ -326,6 +328,6 @@ FAILURES = {
     "oom": "does not fit: out of memory",
     "timeout": "did not end within its time limit",
     "diverged": "training diverged",
-    "refused": "cannot train the network",
+    "unsupported": "cannot train the network",
     "missing": "has no segment in a block",
 }

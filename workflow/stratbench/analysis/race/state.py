@@ -39,8 +39,8 @@ class Drop:
 
     strategy: str
     blocks: int
-    kind: str  # slower, much slower, oom, timeout, diverged, refused, score
-    why: str
+    kind: str  # slower, much slower, oom, timeout, diverged, unsupported, score
+    reason: str
     ratio: Ratio | None = None
     against: str | None = None  # the leader that it is slower than
 

@@ -70,7 +70,7 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
         claim, text = "none", f"Nothing is claimed: {unusable}."
     matrix_s = costs.matrix_s(state)
     doubts = list(doubts_on(course, state, blocks))
-    level, why = confidence_in(course, state, blocks, claim, doubts)
+    level, reason = confidence_in(course, state, blocks, claim, doubts)
     return {
         "experiment": bout.place.experiment,
         "model": bout.place.model,
@@ -95,7 +95,7 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
         "leader": last.leader if last else None,
         "at_most": ratio_minus_one(last.at_most) if last else None,
         "confidence": level,
-        "confidence_why": why,
+        "confidence_reason": reason,
         "doubts": doubts,
         "ratios": [ratio_values(state, arm) for arm in bout.arms],
         "looks": [look_values(look) for look in state.looks],
@@ -173,14 +173,14 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
     if not state.active:
         return (
             "none",
-            f"No strategy is left: {'; '.join(f'{d.strategy} {d.why}' for d in state.drops)}.",
+            f"No strategy is left: {'; '.join(f'{d.strategy} {d.reason}' for d in state.drops)}.",
         )
     few = last.counted < judging.FEWEST_BLOCKS
     if state.compared == 1 or (len(state.active) == 1 and few):
         return "only", f"{state.active[0]} is the only strategy left{where}."
     if not set(state.active) <= {last.leader, *last.ratios} or last.leader not in state.active:
         out = next(d for d in reversed(state.drops) if d.against is None)
-        return "none", f"{out.strategy} is out ({out.why}); the others are judged next."
+        return "none", f"{out.strategy} is out ({out.reason}); the others are judged next."
     if few:
         return "none", (
             f"{last.leader} leads after {counted(last.counted, 'block')}; nothing is claimed before "
@@ -234,11 +234,11 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
     drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == arm), None)
     values: dict[str, Any] = {
         "strategy": arm, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
-        "at_least": None, "blocks": last.blocks if last else 0, "why": "",
+        "at_least": None, "blocks": last.blocks if last else 0, "reason": "",
     }  # fmt: skip
     found = None
     if drop is not None:
-        values |= {"state": drop.kind, "blocks": drop.blocks, "why": drop.why}
+        values |= {"state": drop.kind, "blocks": drop.blocks, "reason": drop.reason}
         found, values["against"] = drop.ratio, drop.against
     elif last is not None and arm == last.leader:
         values |= {"state": "leader", "ratio": 1.0}
@@ -256,7 +256,7 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
 
 def standing_words(ratio: dict[str, Any]) -> str:
     """How an arm stands to the leader, in words."""
-    if ratio["why"]:
+    if ratio["reason"]:
         return f"dropped after {counted(ratio['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
     return words.get(ratio["state"], ratio["state"])

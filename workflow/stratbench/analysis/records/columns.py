@@ -73,7 +73,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Number of workers, each a GPU or a CPU process; servers are not counted."),
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
-           "How the cell ended: ok, oom, timeout, diverged or refused; without a usable record missing, "
+           "How the cell ended: ok, oom, timeout, diverged or unsupported; without a usable record missing, "
            "error or infeasible; incomparable, if a command of the user's did other work than its "
            "comparison."),
     Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
@@ -98,7 +98,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("score_unit", "text", "", "task.unit"),
     Column("score_better", "text", "", "task.better"),
     Column("score_tolerance", "number", "", "task.tolerance"),
-    Column("score_guess", "number", "", "task.guess"),
+    Column("score_chance_level", "number", "", "task.guess"),
     Column("score_final", "number", "", "score.final",
            "The score of the experiment's task after the last epoch, over the whole test set, "
            "evaluated outside the timed region. Accuracy: the share classified correctly. Loss: the "
@@ -110,7 +110,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Of a score in nats a token, e to its power: among how many equally likely tokens the "
            "model would be as unsure."),
     Column("least_loss", "number", "nats/token", "task.least_loss"),
-    Column("counts", "text", "", "task.counts"),
+    Column("throughput_unit", "text", "", "task.counts"),
     Column("counts_per_sample", "number", "", "task.counts_per_sample"),
     Column("evaluated_on", "text", "", "score.evaluated_on"),
     Column("memory_method", "text", "", "memory.method"),
@@ -142,7 +142,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "elastic cell the waits of its workers, too. Of cells in SLURM, and of elastic ones."),
     Column("restarts", "number", "", "restarts.count"),
     Column("repeated_s", "number", "s", "restarts.repeated_s"),
-    Column("checkpoint_held_up_s", "number", "s", "restarts.checkpoints.held_up_s"),
+    Column("checkpoint_blocked_s", "number", "s", "restarts.checkpoints.held_up_s"),
     Column("first_step_s", "number", "s", "elastic.first_step_s"),
     Column("allocated_s", "number", "s", "elastic.allocated_s"),
     Column("idle_s", "number", "s", "elastic.idle_s"),
@@ -248,11 +248,11 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("staleness", "json", "", derived.staleness,
            "Pushes by staleness, which is the index: updates between a push and the weights that it "
            "was computed from."),
-    Column("command_workers", "number", "", "program.said.workers"),
-    Column("command_batch", "number", "samples", "program.said.batch"),
-    Column("command_cpu_time_s", "number", "s", "program.outside.cpu_time_s"),
-    Column("command_rss_bytes", "number", "bytes", "program.outside.node_rss_bytes"),
-    Column("command_gpu_bytes", "number", "bytes", "program.outside.gpu_bytes"),
+    Column("command_workers", "number", "", "program.self_reported.workers"),
+    Column("command_batch", "number", "samples", "program.self_reported.batch"),
+    Column("command_cpu_time_s", "number", "s", "program.external.cpu_time_s"),
+    Column("command_rss_bytes", "number", "bytes", "program.external.node_rss_bytes"),
+    Column("command_gpu_bytes", "number", "bytes", "program.external.gpu_bytes"),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
     Column("processes", "number", "", derived.processes,
            "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "

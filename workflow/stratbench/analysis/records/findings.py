@@ -14,8 +14,8 @@ AUDIT_COLUMNS = (
 )  # fmt: skip
 
 
-#: `unusable`: draw no conclusion from it; `doubtful`: explain it first; `note`: be aware of it.
-SEVERITIES = ("unusable", "doubtful", "note")
+#: `unusable`: draw no conclusion from it; `warning`: explain it first; `note`: be aware of it.
+SEVERITIES = ("unusable", "warning", "note")
 
 
 def read_audit(path: Path) -> pd.DataFrame:

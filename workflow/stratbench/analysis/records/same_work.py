@@ -41,10 +41,10 @@ def judge_same_work(rows: Sequence[Row]) -> None:
         for row in of_place
         if row["strategy_kind"] == "own"
     ]
-    for row, why in verdicts:
-        row["same_work"] = f"no: {why}" if why else YES
-        if why:
-            row["status"], row["reason"] = INCOMPARABLE, f"other work: {why}"
+    for row, reason in verdicts:
+        row["same_work"] = f"no: {reason}" if reason else YES
+        if reason:
+            row["status"], row["reason"] = INCOMPARABLE, f"other work: {reason}"
 
 
 def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
@@ -121,9 +121,9 @@ def notice_commands(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[st
         f"which the audit holds against what was measured from outside. Same work as beside them: {same} of "
         f"{counted(len(rows), 'cell')}; others are not ranked."
     )
-    for why, other in rows[rows["same_work"] != YES].groupby("same_work", sort=False):
+    for reason, other in rows[rows["same_work"] != YES].groupby("same_work", sort=False):
         where = ", ".join(dict.fromkeys(f"{r.strategy} on {r.gpus}" for r in other.itertuples()))
-        yield f"Other work: {where}: {str(why).removeprefix('no: ')}."
+        yield f"Other work: {where}: {str(reason).removeprefix('no: ')}."
 
 
 READING = Reading(notices=notice_commands)

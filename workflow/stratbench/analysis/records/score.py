@@ -73,7 +73,7 @@ _SAID = {
     "unit": "score_unit",
     "better": "score_better",
     "tolerance": "score_tolerance",
-    "counts": "counts",
+    "counts": "throughput_unit",
     "counts_per_sample": "counts_per_sample",
     "least_loss": "least_loss",
 }

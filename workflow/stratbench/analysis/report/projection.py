@@ -210,24 +210,24 @@ def _refused(rows: pd.DataFrame) -> Iterator[str]:
         refused = group[group["kind"] == "refused"].sort_values("workers")
         between = refused[refused["workers"] < projected]
         beyond = refused[~(refused["workers"] < projected)]
-        reasons = [(f"{r.workers:.0f}", r.why) for r in between.itertuples()]
+        reasons = [(f"{r.workers:.0f}", r.reason) for r in between.itertuples()]
         if len(beyond):
             first = beyond.iloc[0]
             from_on = (
                 f"from {first['workers']:.0f} on" if len(beyond) > 1 else f"{first['workers']:.0f}"
             )
-            reasons.append((from_on, first["why"]))
+            reasons.append((from_on, first["reason"]))
         for key in reasons:
             alike.setdefault(key, []).append(str(strategy))
-    for (counts, why), strategies in alike.items():
-        yield f"Not projected: {', '.join(strategies)}, {counts}: {why}."
+    for (counts, reason), strategies in alike.items():
+        yield f"Not projected: {', '.join(strategies)}, {counts}: {reason}."
 
 
 def _untold(rows: pd.DataFrame) -> Iterator[str]:
     """Why nothing is said of the time to the target."""
     for strategy, group in rows.groupby("strategy", sort=False):
-        if why := next((w for w in group["why_no_target"] if w), ""):
-            yield f"No time to the target of {strategy}: {why}."
+        if reason := next((w for w in group["why_no_target"] if w), ""):
+            yield f"No time to the target of {strategy}: {reason}."
 
 
 READING = Reading(sections=make_projection_sections, evidence=read_evidence)

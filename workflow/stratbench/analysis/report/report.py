@@ -41,7 +41,7 @@ STATUS_WORDS = {
     "oom": "out of memory (OOM)",
     "timeout": "stopped at the time limit",
     "diverged": "diverged (div.)",
-    "refused": "refused: the strategy cannot train the network",
+    "unsupported": "unsupported: the strategy cannot train the network",
     "infeasible": "skipped, since the plan says that they do not fit",
     "error": "failed",
     "missing": "without a record yet",

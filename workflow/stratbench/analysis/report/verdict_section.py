@@ -45,7 +45,7 @@ def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
         "workers": bout["workers"],
         "text": bout["text"],
         "confidence": bout["confidence"],
-        "why": bout["confidence_why"],
+        "reason": bout["confidence_reason"],
         "blocks": bout["blocks"],
         "spent": f"{spent:.3g}" if matrix is None else f"{spent:.3g} of {matrix:.3g}",
         "interval": nearest_interval(bout),
@@ -60,7 +60,7 @@ def nearest_interval(bout: Mapping[str, Any]) -> str:
     if not known:
         return ""
     # Dropped rivals come last.
-    nearest = min(known, key=lambda ratio: (bool(ratio["why"]), ratio["at_least"]))
+    nearest = min(known, key=lambda ratio: (bool(ratio["reason"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
 
 
@@ -71,7 +71,7 @@ def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
         "state": ratio["words"],
         "ratio": ratio["text"],
         "against": ratio["against"] or "",
-        "why": ratio["why"],
+        "reason": ratio["reason"],
     }
 
 

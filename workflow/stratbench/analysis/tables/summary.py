@@ -70,15 +70,15 @@ def why_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
     return "not recorded"
 
 
-def lacking(groups: Repeats, group: Group, measure: Measure, known: int, why: str = "") -> Row:
+def lacking(groups: Repeats, group: Group, measure: Measure, known: int, reason: str = "") -> Row:
     """The number of repeats behind a figure and what came of the others, if some that ended well are not."""
     ok = len(groups.ok[group])
     if known == ok:
         return {}
-    why = why or why_unknown(groups, group, measure)
+    reason = reason or why_unknown(groups, group, measure)
     others = [
         describe_outcome(groups.all[group]),
-        f"{ok - known} × {why}" if ok - known > 1 else why,
+        f"{ok - known} × {reason}" if ok - known > 1 else reason,
     ]
     return {"ok": known, "outcome": ", ".join(filter(None, others))}
 

@@ -34,15 +34,17 @@ def _lines(checked: Checked) -> Iterator[str]:
     for network, found in checked.networks.items():
         cells = [s for s in checked.subjects if Network.of(s.request) == network]
         yield ""
-        unchecked = {s.cell: why for s in cells if (why := checked.rehearsals[s.request].unchecked)}
+        unchecked = {
+            s.cell: reason for s in cells if (reason := checked.rehearsals[s.request].unchecked)
+        }
         yield from _network(network, found, cells, checked.refused, unchecked)
     yield ""
     if checked.refused:
         n = len(checked.refused)
-        yield f"{n} of {counted(len(checked.subjects), 'cell')} would be refused:"
+        yield f"{n} of {counted(len(checked.subjects), 'cell')} would end as unsupported:"
         yield from (f"  {line}" for line in lines_by_reason(checked.refused.items()))
     else:
-        yield f"none of {counted(len(checked.subjects), 'cell')} would be refused"
+        yield f"none of {counted(len(checked.subjects), 'cell')} would end as unsupported"
     if n := sum(bool(checked.rehearsals[s.request].unchecked) for s in checked.subjects):
         yield f"{counted(n, 'cell')} could not be checked before the training"
 
@@ -95,12 +97,12 @@ def _network(
             continue
         if works := [c for c in own if c not in refused and c not in unchecked]:
             yield f"   {strategy}: works with {_where(works, own)}"
-        for why in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
-            of = [c for c in own if unchecked.get(c) == why]
-            yield f"   {strategy}: not checked with {_where(of, own)}: {without_subject(why)}"
-        for why in dict.fromkeys(refused[c] for c in own if c in refused):
-            of = [c for c in own if refused.get(c) == why]
-            yield f"   {strategy}: refused with {_where(of, own)}: {without_subject(why)}"
+        for reason in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
+            of = [c for c in own if unchecked.get(c) == reason]
+            yield f"   {strategy}: not checked with {_where(of, own)}: {without_subject(reason)}"
+        for reason in dict.fromkeys(refused[c] for c in own if c in refused):
+            of = [c for c in own if refused.get(c) == reason]
+            yield f"   {strategy}: unsupported with {_where(of, own)}: {without_subject(reason)}"
 
 
 def _by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:

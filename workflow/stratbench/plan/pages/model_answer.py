@@ -23,8 +23,8 @@ LEFT = (0, 1, 2, 7)
 def answer_text(answer: Answer) -> str:
     """Return what `stratbench plan --model NAME --gpus N` prints."""
     above = folded([_heading(answer), "", _best(answer), ""])
-    below = [f"{told}: {why}" for why, told in _reasons(answer).items()]
-    below += [f"left out: {why}" for why in answer.left_out]
+    below = [f"{told}: {reason}" for reason, told in _reasons(answer).items()]
+    below += [f"left out: {reason}" for reason in answer.left_out]
     below += ["", f"In config.yaml: variants: {{{_variants(answer)}}}", ""]
     sources = {c.time_source for c in answer.choices if c.time_source}
     runs = f", with * from {sources.pop()}" if sources else ""
@@ -75,7 +75,7 @@ def _best(answer: Answer) -> str:
 
 def _sentence(answer: Answer, choice: Choice) -> str:
     if not choice.verdict:
-        return f"{_name(choice)}: {choice.why}"
+        return f"{_name(choice)}: {choice.reason}"
     noun = answer.counts.removesuffix("s") if not answer.data.is_text else "text"
     verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
     text = f"{_name(choice)} {verdict} with {counted(choice.micro_batch, noun)} at once"
@@ -152,11 +152,11 @@ def _reasons(answer: Answer) -> dict[str, str]:
     """Why nothing is known of choices: each reason once, with the choices' names."""
     names: dict[str, list[str]] = {}
     for c in answer.choices:
-        if c.why:
-            names.setdefault(c.why, []).append(_name(c))
+        if c.reason:
+            names.setdefault(c.reason, []).append(_name(c))
     if len(names) == 1 and len(next(iter(names.values()))) == len(answer.choices):
         return dict.fromkeys(names, "not predicted")
-    return {why: f"not predicted, {', '.join(each)}" for why, each in names.items()}
+    return {reason: f"not predicted, {', '.join(each)}" for reason, each in names.items()}
 
 
 def _variants(answer: Answer) -> str:

@@ -65,7 +65,7 @@ class Column(NamedTuple):
 #: The columns of plan.csv after a cell's coordinates. The text and the page show the same quantities.
 COLUMNS = {
     "state": Column("state"),
-    "why": Column("why"),
+    "reason": Column("reason"),
     "precision": Column("subject.settings.precision"),
     "global_batch": Column("subject.settings.global_batch"),
     "per_worker_batch": Column("subject.settings.per_worker_batch"),
@@ -141,7 +141,7 @@ def write_json(plan: Plan, path: Path) -> None:
     cells = {
         c.cell.path: {
             "settings": plan_file.digest_of(c.subject.settings),
-            "infeasible": None if c.state != "infeasible" else c.why,
+            "infeasible": None if c.state != "infeasible" else c.reason,
             "host_mem_mib": c.needs.host_mib,
             "servers_mem_mib": c.needs.servers_host_mib,
             "cell_time_high_s": longest_time_s(c.fit),

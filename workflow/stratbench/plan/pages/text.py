@@ -135,10 +135,12 @@ def _reasons(plan: Plan) -> dict[str, list[str]]:
     """Why cells are not trained, or were not, by what has become of them: a line for each reason."""
     told = {
         state: [c for c in plan.cells if c.state == state]
-        for state in ("refused", "infeasible", "failed", "recorded")
+        for state in ("unsupported", "infeasible", "failed", "recorded")
     }
-    told["not predicted"] = [c for c in plan.cells if not c.footprint and c.state != "refused"]
-    return {state: lines_by_reason((c.cell, c.why) for c in cells) for state, cells in told.items()}
+    told["not predicted"] = [c for c in plan.cells if not c.footprint and c.state != "unsupported"]
+    return {
+        state: lines_by_reason((c.cell, c.reason) for c in cells) for state, cells in told.items()
+    }
 
 
 def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:

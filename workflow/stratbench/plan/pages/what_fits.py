@@ -204,9 +204,9 @@ def kind_of(s: Settings) -> str:
 
 
 def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
-    """A strategy on a number of workers; `why` alone where there is no footprint."""
+    """A strategy on a number of workers; `reason` alone where there is no footprint."""
     if c.footprint is None:
-        return {"why": c.why}
+        return {"reason": c.reason}
     s, needs = c.subject, c.needs
     fit = c.fits_on.get(plan.device) or c.fit
     recorded = fit.train if fit is not None and fit.train != fit.by_device else None

@@ -103,20 +103,20 @@ def project(
     found = []
     for workers, nodes in targets:
         beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
-        why = unsuited(workers) or refusal(
+        reason = unsuited(workers) or refusal(
             points, workers, nodes, measured_levels, queue, by_links, served
         )
-        if not (why or by_links):
-            why = _why_not_by_counts(points, scaling, workers)
+        if not (reason or by_links):
+            reason = _why_not_by_counts(points, scaling, workers)
         interval, limit_s = None, 0.0
-        if not why:
+        if not reason:
             apart = _apart(more, rule, points, scaling, workers)
             interval = _about(rule, points, scaling, workers, apart)
             limit_s = host_s if by_links and interval.middle_s <= host_s else 0.0
             interval = _widened(interval, repeats_reach)
             if not skill.has_any:
                 interval = _holding(interval, beside[skill.best])
-        found.append(Projection(workers, nodes, why, interval, name, beside, skill, limit_s))
+        found.append(Projection(workers, nodes, reason, interval, name, beside, skill, limit_s))
     return found
 
 
@@ -127,8 +127,8 @@ def _is_telling(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> boo
 
 def _why_not_by_counts(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
     """Why a + b/N of the measured counts says nothing about `workers`; None if it does."""
-    if why := refusal_of_two(points, scaling, workers):
-        return why
+    if reason := refusal_of_two(points, scaling, workers):
+        return reason
     if not _is_telling(naive.a_plus_b_over_n, points, scaling):
         return (
             "a + b/N is so far off the measured counts that the interval of the next doubling spans more "

@@ -136,8 +136,8 @@ def why_unsuited(
     config: Mapping[str, Any], study: Study, evidence: Evidence, workers: int
 ) -> str | None:
     """Why a strategy's cell on so many workers could not be trained, or would be of no use; else None."""
-    if why := study.why_refused(config, replace(evidence.last, gpus=workers)):
-        return why
+    if reason := study.why_refused(config, replace(evidence.last, gpus=workers)):
+        return reason
     cores = cores_of_node(evidence.records[-1][0]) if evidence.on_cpu else None
     here = min(workers, config["cluster"]["gpus_per_node"])
     if cores is not None and here > cores:

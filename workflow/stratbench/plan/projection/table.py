@@ -21,7 +21,7 @@ from stratbench.plan.projection.project import Projection, basis_of
 
 @dataclass(frozen=True)
 class Row:
-    """A count of a strategy. `kind`: measured, projected or refused (`why`); empty texts are not known.
+    """A count of a strategy. `kind`: measured, projected or refused (`reason`); empty texts are not known.
 
     `step`: seconds of a global batch; `train`: of the study's whole training; `target`: of the training
     until the score that the config asks for. `gpu_hours` and, where GPUs have a price, `cost`: of the
@@ -72,7 +72,7 @@ class Row:
     evidence: str = ""
     rule: str = ""
     skill: float | None = None
-    why: str = ""
+    reason: str = ""
     perfect_s: float | None = None
     same_loss_s: float | None = None
     a_plus_b_s: float | None = None
@@ -127,7 +127,7 @@ def rows_of(
                 **common, workers=p.workers, nodes=p.nodes, kind="refused" if p.refused else "projected",
                 **times, **_three("memory", "_bytes", memory),
                 evidence=basis_of(p, evidence.points) if i else "", rule=p.rule if i else "",
-                skill=p.skill.value, why=p.refused or "", perfect_s=p.naive_s["perfect"],
+                skill=p.skill.value, reason=p.refused or "", perfect_s=p.naive_s["perfect"],
                 same_loss_s=p.naive_s["same loss per doubling"], a_plus_b_s=p.naive_s["a + b/N"],
                 host_s=p.host_s or None,
             )
@@ -177,7 +177,7 @@ def unfit_rows(evidence: Evidence, base: str, counts: Sequence[int]) -> list[Row
     return [
         Row(
             evidence.experiment, evidence.model, evidence.strategy, base, "", evidence.gpu or "CPU",
-            workers, None, "refused", why=evidence.unfit,
+            workers, None, "refused", reason=evidence.unfit,
         )
         for workers in counts
     ]  # fmt: skip

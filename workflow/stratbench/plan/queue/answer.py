@@ -71,11 +71,11 @@ def answer(
     if history is not None:  # what it used, and what came to wait beside that
         load = (history.mean_gpus + history.growth_gpus) / capacity
     known = [] if history is None else list(history_lines(history, nodes, gpus_per_node))
-    if why := _refusal(history, load, capacity):
+    if reason := _refusal(history, load, capacity):
         return {
-            "headline": f"With the queue: no answer. {why}",
+            "headline": f"With the queue: no answer. {reason}",
             "lines": [*known, NOT_MODELLED],
-            "refused": why,
+            "refused": reason,
             "arm": None,
             "arms": [],
             "even": {},

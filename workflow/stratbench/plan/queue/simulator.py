@@ -37,8 +37,8 @@ class Owner(Protocol):
 
     def started(self, sim: Cluster, job: Job) -> None: ...
 
-    def ended(self, sim: Cluster, job: Job, why: str) -> None:
-        """`why`: done, limit (the wall time is over), lost (a node failed), preempted or cancelled."""
+    def ended(self, sim: Cluster, job: Job, reason: str) -> None:
+        """`reason`: done, limit (the wall time is over), lost (a node failed), preempted or cancelled."""
 
     def woken(self, sim: Cluster, note: object) -> None: ...
 
@@ -238,14 +238,14 @@ class Cluster:
         else:
             job.owner.started(self, job)
 
-    def _stop(self, job: Job, why: str) -> None:
+    def _stop(self, job: Job, reason: str) -> None:
         self.running.remove(job)
         for node, gpus in job.at.items():
             self._free[node] += gpus
         self._changed = True
         if job.owner is not None:
-            job.owner.ended(self, job, why)
-        elif why == "lost":  # others have lost nothing, and queue again behind everybody
+            job.owner.ended(self, job, reason)
+        elif reason == "lost":  # others have lost nothing, and queue again behind everybody
             self.submit(Job(job.gpus, max(1.0, job.end_s - self.now_s), job.request_s))
 
     # --- scheduling ------------------------------------------------------------------------------

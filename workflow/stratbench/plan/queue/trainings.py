@@ -102,12 +102,12 @@ class Gang(Training):
     def started(self, sim: Cluster, job: Job) -> None:
         sim.lasts(job, self.startup_s + self.left_s / self._rate(sim, job))
 
-    def ended(self, sim: Cluster, job: Job, why: str) -> None:
-        if why == "done":
+    def ended(self, sim: Cluster, job: Job, reason: str) -> None:
+        if reason == "done":
             self.done_s = sim.now_s
             return
         kept_s = max(0.0, sim.now_s - job.start_s - self.startup_s)
-        if why != "limit":  # of its wall time's end it is warned
+        if reason != "limit":  # of its wall time's end it is warned
             kept_s = kept_s // self.checkpoints.every_s * self.checkpoints.every_s
         self.left_s -= kept_s * self._rate(sim, job)
         self.enqueue(sim)
@@ -205,14 +205,14 @@ class Split(Training):
         self._speeds[id(job)] = min(sim.speed[node] for node in job.at)
         self._plan_end(sim)
 
-    def ended(self, sim: Cluster, job: Job, why: str) -> None:
+    def ended(self, sim: Cluster, job: Job, reason: str) -> None:
         self.jobs.remove(job)
         if self.finished:
             return
         self._count(sim)
         if self._speeds.pop(id(job), None) is not None:
             if self.synchronous:
-                if why == "lost" or (why == "preempted" and not self.from_peers):
+                if reason == "lost" or (reason == "preempted" and not self.from_peers):
                     self.left_s = self._saved_left_s
                 self._pause(sim)
             self._plan_end(sim)

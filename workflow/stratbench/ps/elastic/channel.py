@@ -63,7 +63,7 @@ class ReturningChannel:
         self._leaving = leaving
         self._channel: Channel | None = None
         self._waited_s, self._moved = 0.0, [0]
-        self._joined_life: int | None = None
+        self._joined_incarnation: int | None = None
         self.returns = 0  # how often it went on with another life of the servers
         self.left = False
         if not self._join():
@@ -81,11 +81,11 @@ class ReturningChannel:
         while not self._leaving.is_set():
             if read_end(self._folder) is not None:
                 return False
-            life = None
+            incarnation = None
             try:
-                life = self._life()
-                self._channel = self._connect(life)
-                self._joined_life = life
+                incarnation = self._incarnation()
+                self._channel = self._connect(incarnation)
+                self._joined_incarnation = incarnation
                 if not self._leaving.is_set():
                     return True
                 self._channel.leave()  # `_leave_in_time` may have left the one before
@@ -96,7 +96,7 @@ class ReturningChannel:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except (OSError, ValueError) as error:
                 # Of the life that it has lost a server may be there still, and refuse a worker that it knows.
-                if isinstance(error, JoinRefused) and life != self._joined_life:
+                if isinstance(error, JoinRefused) and incarnation != self._joined_incarnation:
                     raise
                 if time.monotonic() - heard > self._silence_s:
                     raise ServerLost(f"no server for {self._silence_s:g} s: {error}") from None
@@ -104,8 +104,8 @@ class ReturningChannel:
         self.left = True
         raise Left("this worker was asked to leave")
 
-    def _life(self) -> int:
-        return int(json.loads(self._rendezvous.read_text(encoding="utf-8"))["life"])
+    def _incarnation(self) -> int:
+        return int(json.loads(self._rendezvous.read_text(encoding="utf-8"))["incarnation"])
 
     def _retire(self) -> None:
         """Close the channel to servers that are gone; what it has measured is kept."""

@@ -20,17 +20,22 @@ _JOURNAL, _ENDED, _DONE = "journal.jsonl", "ended.json", "tickets"
 class Journal:
     """Writes what happens to the workers: who joins, leaves, is lost, and what was evaluated."""
 
-    def __init__(self, folder: str | Path, life: int) -> None:
+    def __init__(self, folder: str | Path, incarnation: int) -> None:
         path = Path(folder, _JOURNAL)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._life = life
+        self._incarnation = incarnation
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         whole = path.read_bytes().rpartition(b"\n")
         os.ftruncate(self._file, len(whole[0] + whole[1]))  # a life may have ended within a line
 
     def note(self, event: str, **facts: Any) -> None:
         """Append an event, dated in seconds since 1970."""
-        entry = {"life": self._life, "event": event, "at_unix_s": time.time(), **facts}
+        entry = {
+            "incarnation": self._incarnation,
+            "event": event,
+            "at_unix_s": time.time(),
+            **facts,
+        }
         line = f"{json.dumps(entry)}\n".encode()
         while line:  # a disk that is full takes a part, and says so the next time
             line = line[os.write(self._file, line) :]
@@ -53,7 +58,7 @@ def scores_in(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """
     scores: dict[int, dict[str, Any]] = {}
     for event in journal:
-        if event["event"] == "life":
+        if event["event"] == "incarnation":
             scores = {e: s for e, s in scores.items() if s["settled"] <= event["settled"]}
         elif event["event"] == "score":
             scores[event["epoch"]] = event
@@ -78,9 +83,9 @@ class NewEvents:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def last_life(folder: str | Path) -> int:
+def last_incarnation(folder: str | Path) -> int:
     """The number of the last life that has begun; 0 before the first."""
-    return max((entry["life"] for entry in read_journal(folder)), default=0)
+    return max((entry["incarnation"] for entry in read_journal(folder)), default=0)
 
 
 class SettledTickets:
@@ -89,21 +94,21 @@ class SettledTickets:
     So a later life knows what was done after the last saved state, and is done twice.
     """
 
-    def __init__(self, folder: str | Path, life: int) -> None:
+    def __init__(self, folder: str | Path, incarnation: int) -> None:
         path = Path(folder, _DONE)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._life = bytes([min(life, 255)])
+        self._incarnation = bytes([min(incarnation, 255)])
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def numbers(self) -> set[int]:
         """The tickets that were settled in some life."""
         os.lseek(self._file, 0, os.SEEK_SET)
         with os.fdopen(os.dup(self._file), "rb") as file:
-            return {number for number, life in enumerate(file.read()) if life}
+            return {number for number, incarnation in enumerate(file.read()) if incarnation}
 
     def add(self, number: int) -> None:
         """Ticket `number` is settled."""
-        os.pwrite(self._file, self._life, number)
+        os.pwrite(self._file, self._incarnation, number)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These tickets are to be done again."""

@@ -46,7 +46,7 @@ class ElasticRun(ServerRun):
     def __init__(self, config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> None:
         super().__init__(config, secret, make)
         own, self._first = config.elastic, config.server == 0
-        self.life = own.life
+        self.incarnation = own.incarnation
         self._own, self._folder = own, Path(own.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.suspended = False
@@ -62,8 +62,8 @@ class ElasticRun(ServerRun):
             self.plan, evaluates, own.target_score, own.higher_is_better
         )
         if self._first:
-            self._journal = Journal(own.folder, own.life)
-            self._ledger = SettledTickets(own.folder, own.life)
+            self._journal = Journal(own.folder, own.incarnation)
+            self._ledger = SettledTickets(own.folder, own.incarnation)
         settled = self._resume() if own.resumes else set()
         if not own.resumes:
             drop_state(own.folder, config.server)
@@ -73,7 +73,7 @@ class ElasticRun(ServerRun):
             self._done_twice = sorted(self._ledger.numbers() - settled)
             self._ledger.forget(self._done_twice)
             self._journal.note(
-                "life", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
+                "incarnation", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
             )
 
     # --- another life ------------------------------------------------------------------------------
@@ -138,14 +138,14 @@ class ElasticRun(ServerRun):
     def _admit(self, connection: Any, hello: dict[str, Any], transport: str) -> Member:
         if self.over.is_set():
             raise ComeAgain(self.error or "the run is over")
-        if hello.get("life") != self._own.life:
-            raise ComeAgain(f"this is life {self._own.life} of the servers; come again")
+        if hello.get("incarnation") != self._own.incarnation:
+            raise ComeAgain(f"this is life {self._own.incarnation} of the servers; come again")
         member = super()._admit(connection, hello, transport)
         connection.vanished_s = _VANISHED_S
         return member
 
     def _more_of_welcome(self, member: Member) -> dict[str, Any]:
-        return {"life": self._own.life, "place": member.place}
+        return {"incarnation": self._own.incarnation, "place": member.place}
 
     @property
     def _snapshots_kept(self) -> int:
@@ -308,7 +308,7 @@ class ElasticRun(ServerRun):
         for row in statistics["workers"]:
             row["place"] = places[row["worker"]]
         statistics["elastic"] = {
-            "life": self._own.life,
+            "incarnation": self._own.incarnation,
             "suspended": self.suspended,
             "settled_before": self._settled_before,
             "done_twice": len(self._done_twice),

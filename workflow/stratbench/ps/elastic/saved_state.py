@@ -161,8 +161,8 @@ class Saver:
             self.held_up_s += save_state(self._folder, self._server, facts, store)
             self.count += 1
         except Exception as error:  # of a policy, too; the run would go on with nothing saved
-            why = getattr(error, "strerror", None) or error
-            self._on_failure(f"the servers' state could not be saved in {self._folder}: {why}")
+            reason = getattr(error, "strerror", None) or error
+            self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
 
     def wait(self) -> None:
         """Wait until what is being saved is on disk."""

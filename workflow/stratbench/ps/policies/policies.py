@@ -73,7 +73,7 @@ def make_policy(
     ValueError for an unknown policy or option.
     """
     parsed = parse_options(name, options)
-    if why := parsed.refusal(hyper.optimizer):
-        raise ValueError(f"{name} cannot update by {hyper.optimizer}: {why}")
+    if reason := parsed.refusal(hyper.optimizer):
+        raise ValueError(f"{name} cannot update by {hyper.optimizer}: {reason}")
     hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))
     return policy_class(name)(weights, hyper, parsed)

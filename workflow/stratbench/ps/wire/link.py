@@ -30,7 +30,9 @@ class Link:
         self.shard_numel = int(welcome["shard_numel"])
         self.n_servers = int(welcome["n_servers"])
         self.has_buffers = bool(welcome["buffers"])
-        self.life: int | None = welcome.get("life")  # of the servers, where they have several
+        self.incarnation: int | None = welcome.get(
+            "incarnation"
+        )  # of the servers, where they have several
         self.snapshot_dir: str | None = welcome["snapshot_dir"]
         self.deadline_s = float(welcome["heartbeat_deadline_s"])
         self.bytes_out = self.bytes_in = 0  # of gradients and buffers sent, and weights received

@@ -264,15 +264,15 @@ class Listeners:
         """The sockets to accept from."""
         return [self.tcp] if self.local is None else [self.tcp, self.local]
 
-    def publish(self, path: str | Path, server: int, life: int = 1) -> None:
+    def publish(self, path: str | Path, server: int, incarnation: int = 1) -> None:
         """Write server `server`'s rendezvous file, `<path>.<server>`, at once and whole.
 
-        `life`: how often the servers of an elastic run were started, this time included.
+        `incarnation`: how often the servers of an elastic run were started, this time included.
         """
         endpoint = {
             "protocol": PROTOCOL,
             "server": server,
-            "life": life,
+            "incarnation": incarnation,
             "host": self.host,
             "port": self.port,
             "local": self.local_name,

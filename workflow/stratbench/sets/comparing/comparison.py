@@ -213,7 +213,7 @@ class Measurements:
         bad = found.cells[~found.cells["status"].isin(["ok", *UNMEASURED])]
         #: The cells that ran and did not end well.
         self.bad = rows_by_group(bad)
-        doubtful = [finding for finding in findings if finding["severity"] == "doubtful"]
+        doubtful = [finding for finding in findings if finding["severity"] == "warning"]
         self.doubts = doubts_by_group(doubtful, groups_with_data(found))
 
     def side(self, group: Group, score: Score) -> Side:
@@ -338,12 +338,12 @@ def answer_first(found: Comparison) -> Iterator[str]:
     if not apart:
         ends = dict.fromkeys(f"{mean.time.value:.2f}" for mean in (means[0], means[-1]))
         known = any(mean.is_apart is not None for mean in means)
-        why = (
+        reason = (
             "and the scatter of the repeats tells none of it apart from 1"
             if known
             else "by single repeats, whose scatter is not known"
         )
-        yield f"Training in {b} takes {' to '.join(ends)} times as long as in {a} by strategy, {why}."
+        yield f"Training in {b} takes {' to '.join(ends)} times as long as in {a} by strategy, {reason}."
         return
     alike = len(means) - len(apart)
     means, least, most = apart, apart[0], apart[-1]

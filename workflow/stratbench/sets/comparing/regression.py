@@ -106,9 +106,9 @@ def not_judged(found: Comparison) -> Iterator[Watched]:
     # Published tables have no records that could be gone.
     for group in () if found.other.is_published else found.gone:
         places[GONE, group.strategy, "without a record"].append(group)
-    for (outcome, strategy, why), groups in places.items():
+    for (outcome, strategy, reason), groups in places.items():
         named = names_text([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MOST_NAMED)
-        what = f"{strategy}, {counted(len(groups), 'kind')} of cells {why}: {named}"
+        what = f"{strategy}, {counted(len(groups), 'kind')} of cells {reason}: {named}"
         yield Watched(found.other.name, what, False, len(groups), None, outcome)
 
 

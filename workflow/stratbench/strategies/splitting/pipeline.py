@@ -172,8 +172,8 @@ class Pipeline(Split):
         from stratbench.workload.network import pieces
 
         network = models.model_of(worker.settings)
-        if why := self.why_not(network):
-            yield why
+        if reason := self.why_not(network):
+            yield reason
             return
         if worker.settings.own_model is None:
             return

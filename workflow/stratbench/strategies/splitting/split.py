@@ -44,13 +44,13 @@ class Split(Counted):
             yield f".loss_chunks = {chunks}: the loss in parts is not tried with {cls.parts_are}; set it to 1"
         strategy = cls(cls.Options(**options))
         for name, network in values["networks"].items():
-            if why := cls.why_not(network):
-                yield f".models = {name!r}: {why}"
+            if reason := cls.why_not(network):
+                yield f".models = {name!r}: {reason}"
                 continue
             for gpus in values["gpus"]:
                 with suppress(ValueError):  # groups that do not come out even are told by `mesh`
-                    if why := strategy.too_many(network, gpus):
-                        yield f".gpus = {values['gpus']}: {name}: {why}"
+                    if reason := strategy.too_many(network, gpus):
+                        yield f".gpus = {values['gpus']}: {name}: {reason}"
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().refusals_of_model(model, worker)

@@ -122,8 +122,8 @@ class TensorParallel(Split, Sharded):
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         network = models.model_of(worker.settings)
-        if why := self.why_not(network):
-            yield why
+        if reason := self.why_not(network):
+            yield reason
         elif worker.settings.own_model is not None:
             yield from super().refusals_of_model(model, worker)
             try:
@@ -132,8 +132,8 @@ class TensorParallel(Split, Sharded):
                 yield str(e)
                 return
             yield from faults_of_plan(model, plan)
-            if why := self.too_many(network, worker.world_size, model):
-                yield why
+            if reason := self.too_many(network, worker.world_size, model):
+                yield reason
             missing = {"first", "scores"}.difference(plan.values())
             if self.options.sequence_parallel and missing:
                 yield (
@@ -323,9 +323,9 @@ def faults_of_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
             yield f"its tensor_plan names {path!r}, and the network has no module of that path"
         if word == "heads":
             yield from (
-                f"its tensor_plan says 'heads' of {name!r}, which {why}"
+                f"its tensor_plan says 'heads' of {name!r}, which {reason}"
                 for name in named
-                if (why := why_not(model.get_submodule(name)))
+                if (reason := why_not(model.get_submodule(name)))
             )
 
 

@@ -371,8 +371,8 @@ def _strategy_faults(
                     strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
-        for why in strategy.refusals(options, {**block, "networks": networks}):
-            yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
+        for reason in strategy.refusals(options, {**block, "networks": networks}):
+            yield f"{reason}; remove {name} from strategies, or give it an experiment of its own"
 
 
 def _model_faults(

@@ -78,18 +78,18 @@ class FollowsJobs(RemoteExecutor):
     def report_job_error(self, job_info: Any, msg: str | None = None, **kwargs: Any) -> None:
         """Report a failed job, unless SLURM has refused it for a reason that passes."""
         f = self.followed
-        if job_info.external_jobid is None and (why := submission.refusal_by_sbatch(msg or "")):
-            if self._postpone(job_info.job, why):
+        if job_info.external_jobid is None and (reason := submission.refusal_by_sbatch(msg or "")):
+            if self._postpone(job_info.job, reason):
                 return
             self._ended(job_info)
             f.failed.add(job_info.job)
             first = first_output(job_info.job)
-            known = why in f.refusals
-            f.refusals.add(why)
+            known = reason in f.refusals
+            f.refusals.add(reason)
             f.tell(
                 f"SLURM refuses {first} for the same reason"
                 if known
-                else f"SLURM refuses it: {why}. {f.asks.get(first, first)} "
+                else f"SLURM refuses it: {reason}. {f.asks.get(first, first)} "
                 f"{help_address('SLURM refuses it')}."
             )
             # Without Snakemake's report, a page of its command line.
@@ -106,28 +106,28 @@ class FollowsJobs(RemoteExecutor):
             f.waiting.cells.pop(job_info.external_jobid, None)
             f.postponed.not_before = 0.0  # under a limit there is room for one more
 
-    def _postpone(self, job: Any, why: str) -> bool:
+    def _postpone(self, job: Any, reason: str) -> bool:
         """Keep a refused job for later; returns whether that makes sense."""
         f, now = self.followed, time.monotonic()
-        kind = submission.kind_of_refusal(why)
+        kind = submission.kind_of_refusal(reason)
         if kind is None or (kind == "limit" and job_states.has_live_jobs() is False):
             return False
         with f.lock:
             f.postponed.add(job, kind, now)
             if kind not in f.postponed.told:
                 f.postponed.told.add(kind)
-                f.tell(self._sentence_on(kind, why))
+                f.tell(self._sentence_on(kind, reason))
         return True
 
-    def _sentence_on(self, kind: submission.Kind, why: str) -> str:
+    def _sentence_on(self, kind: submission.Kind, reason: str) -> str:
         if kind == "silence":
             return (
-                f"sbatch fails for now ({why}); what is left is submitted later: it is tried again for "
+                f"sbatch fails for now ({reason}); what is left is submitted later: it is tried again for "
                 f"{submission.SILENCE_S / 60:.0f} minutes {help_address('sbatch fails for now')}"
             )
         live = len(self.followed.waiting.cells) or 1
         return (
-            f"SLURM takes no more jobs of yours at a time ({why}); the others are submitted as these end; "
+            f"SLURM takes no more jobs of yours at a time ({reason}); the others are submitted as these end; "
             f"`jobs: {live}` in the profile asks for no more at a time "
             f"{help_address('SLURM takes no more jobs of yours')}"
         )
@@ -156,8 +156,8 @@ class FollowsJobs(RemoteExecutor):
         else:
             return
         for job in given_up:
-            why = f"SLURM has taken no job for {submission.SILENCE_S / 60:.0f} minutes"
-            self.report_job_error(SubmittedJobInfo(job), msg=f"{why}: sbatch failed each time. ")
+            reason = f"SLURM has taken no job for {submission.SILENCE_S / 60:.0f} minutes"
+            self.report_job_error(SubmittedJobInfo(job), msg=f"{reason}: sbatch failed each time. ")
 
     def _until_reported(self, job: Any) -> None:
         """Wait a moment until the plugin has reported a submission from its other thread."""
@@ -203,15 +203,15 @@ class FollowsJobs(RemoteExecutor):
         has_ended, live = False, {}
         for info in active_jobs:
             state = states.get(info.external_jobid)
-            why = self._failure(info, state)
-            if why is None:
+            reason = self._failure(info, state)
+            if reason is None:
                 live[info.external_jobid] = state or JobState("RUNNING")
                 yield info
                 continue
             has_ended = True
-            if why:
+            if reason:
                 logs = [str(info.aux["slurm_logfile"])] if info.aux else []
-                self.report_job_error(info, msg=why, aux_logs=logs)
+                self.report_job_error(info, msg=reason, aux_logs=logs)
             else:
                 self.report_job_success(info)
                 self._remove_log(info)

@@ -77,7 +77,7 @@ def as_worker(job: Job, report: CommandReport) -> dict[str, Any]:
 
 
 def said_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
-    """The record's `program.said`."""
+    """The record's `program.self_reported`."""
     sizes = set(report.samples)
     return {
         "workers": report.facts["workers"],
@@ -175,8 +175,8 @@ def program_entry(job: Job) -> dict[str, Any]:
     worker = job.folder.read_worker(0) or {}
     return {
         **files_entry(files),
-        "outside": outside(job),
-        "said": worker.get("told"),
+        "external": outside(job),
+        "self_reported": worker.get("told"),
     }
 
 

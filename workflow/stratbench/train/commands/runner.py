@@ -50,8 +50,8 @@ class CommandRunner(Runner):
             if line is None:
                 return Ending("error", results.why_failed(job, exits.processes))
             if job.folder.read_strangers():
-                why = "had no memory left, and others computed on its GPUs: free them, and train it again"
-                return Ending("error", f"the command {why}; {line.strip()}")
+                reason = "had no memory left, and others computed on its GPUs: free them, and train it again"
+                return Ending("error", f"the command {reason}; {line.strip()}")
             return Ending("oom", line.strip())
         if exits.timed_out:
             return failed_or_slow(job, results.why_no_timeout(job))

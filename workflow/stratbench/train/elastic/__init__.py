@@ -58,11 +58,14 @@ class Elastic(Keys):
         if not block["elastic"]:
             return
         for name, base, _ in strategies_of(block, study):
-            if (why := strategy_class(base).rigid) is not None:
+            if (reason := strategy_class(base).rigid) is not None:
                 yield (
-                    f".elastic = true: {name}: {why}; remove {name} from strategies, or give it an "
+                    f".elastic = true: {name}: {reason}; remove {name} from strategies, or give it an "
                     "experiment of its own"
                 )
-        for key, (value, why) in _RIGID_SETTINGS.items():
+        for key, (value, reason) in _RIGID_SETTINGS.items():
             if block.get(key, value) != value:
-                yield f".{key} = {json.dumps(block[key])} with elastic = true: {why}; remove one of the two"
+                yield (
+                    f".{key} = {json.dumps(block[key])} with elastic = true: {reason}; remove one of the "
+                    "two"
+                )

@@ -29,11 +29,19 @@ def run_of_members(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
     Pauses are part of the time, and what had to be repeated. Time in which nobody was there is not.
     """
     s, elapsed_s = job.settings, 0.0
-    per_epoch_steps, lives = job.train_samples // s.global_batch, _lives(job)
-    last = max([len(per_epoch), *(number + 1 for life in lives for number in life.epochs)])
-    epochs = [_sum(life.epochs.get(number) for life in lives) for number in range(last)]
+    per_epoch_steps, incarnations = job.train_samples // s.global_batch, _incarnations(job)
+    last = max(
+        [
+            len(per_epoch),
+            *(number + 1 for incarnation in incarnations for number in incarnation.epochs),
+        ]
+    )
+    epochs = [
+        _sum(incarnation.epochs.get(number) for incarnation in incarnations)
+        for number in range(last)
+    ]
     times_s = [epoch.train_s + epoch.pause_s for epoch in epochs]
-    changes = list(pairwise(_generations(lives)))
+    changes = list(pairwise(_generations(incarnations)))
     for number, entry in enumerate(per_epoch):
         elapsed_s += times_s[number]
         entry["train_time_s"] = elapsed_s
@@ -60,18 +68,18 @@ def run_of_members(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
 def entry_of(job: Job) -> dict[str, Any]:
     """The record's `elastic`."""
     origin = job.origin_unix_s
-    lives = _lives(job)
-    dates = {n: of for life in reversed(lives) for n, of in life.dates.items()}
+    incarnations = _incarnations(job)
+    dates = {n: of for incarnation in reversed(incarnations) for n, of in incarnation.dates.items()}
     jobs = [job_entry(entry, dates.get(entry["number"], {}), origin) for entry in worker_jobs(job)]
-    generations = _generations(lives)
+    generations = _generations(incarnations)
     pauses = [g.pause_s for g in generations if g.pause_s is not None]
     checkpoints = [w["checkpoints"] for w in members_of(job).values() if w.get("checkpoints")]
     held_up = [x for c in checkpoints for x in c["held_up_s"]]
     return {
-        "lives": len(lives),
+        "incarnations": len(incarnations),
         **totals_of(jobs, _inside_s(generations)),
-        "leaves": sum(len(life.left) for life in lives),
-        "losses": sum(len(life.lost) for life in lives),
+        "leaves": sum(len(incarnation.left) for incarnation in incarnations),
+        "losses": sum(len(incarnation.lost) for incarnation in incarnations),
         "restarts": sum(g.from_checkpoint for g in generations),
         # Taken and lost, so that they were taken again.
         "steps_repeated": sum(max(0, a.stop - b.from_step) for a, b in pairwise(generations)),
@@ -84,9 +92,9 @@ def entry_of(job: Job) -> dict[str, Any]:
         "checkpoints": {"count": len(held_up), "held_up_s": sum(held_up)},
         "jobs": jobs,
         "generations": [
-            _generation_entry(g, origin) | {"life": number}
-            for number, life in enumerate(lives)
-            for g in life.generations
+            _generation_entry(g, origin) | {"incarnation": number}
+            for number, incarnation in enumerate(incarnations)
+            for g in incarnation.generations
         ],
     }
 
@@ -112,22 +120,22 @@ def worker_jobs(job: Job) -> list[dict[str, Any]]:
     return sorted({e["number"]: e for e in entries}.values(), key=lambda e: e["number"])
 
 
-def _lives(job: Job) -> list[History]:
+def _incarnations(job: Job) -> list[History]:
     """What each launcher kept, with what members could not tell it any more, as far as that is known."""
-    kept = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.lives()]
-    lives = [History.from_dict(values) for values in kept]
-    for life in lives:
-        for g in life.generations:
+    kept = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.incarnations()]
+    incarnations = [History.from_dict(values) for values in kept]
+    for incarnation in incarnations:
+        for g in incarnation.generations:
             if g.to_step is None:
-                _add_unheard_of(life, g, job)
-    for a, b in pairwise(_generations(lives)):
+                _add_unheard_of(incarnation, g, job)
+    for a, b in pairwise(_generations(incarnations)):
         if b.from_checkpoint:  # of members that were all lost it alone says how far they came
             a.to_step = max(a.stop, b.from_step)
-    return lives
+    return incarnations
 
 
-def _generations(lives: Iterable[History]) -> list[Generation]:
-    return [g for life in lives for g in life.generations]
+def _generations(incarnations: Iterable[History]) -> list[Generation]:
+    return [g for incarnation in incarnations for g in incarnation.generations]
 
 
 def _sum(parts: Iterable[Epoch | None]) -> Epoch:
@@ -135,7 +143,7 @@ def _sum(parts: Iterable[Epoch | None]) -> Epoch:
     return Epoch(*map(sum, zip(*(astuple(part) for part in parts if part), strict=True)))
 
 
-def _add_unheard_of(life: History, g: Generation, job: Job) -> None:
+def _add_unheard_of(incarnation: History, g: Generation, job: Job) -> None:
     """Add what the members of a generation did of whom none could tell its end.
 
     What is not in a file of their own is the time since they were heard last, of the epoch in progress then.
@@ -145,13 +153,13 @@ def _add_unheard_of(life: History, g: Generation, job: Job) -> None:
     for file in unheard:
         g.ended_unix_s = max(file["ended_unix_s"], g.ended_unix_s or 0.0)
         g.to_step = max(file["step"], g.stop)
-        life.add_steps(g, file["epochs"])
+        incarnation.add_steps(g, file["epochs"])
     if unheard or g.began_unix_s is None:
         return
-    g.ended_unix_s = g.ended_unix_s or max(life.seen_unix_s, g.told_unix_s)
+    g.ended_unix_s = g.ended_unix_s or max(incarnation.seen_unix_s, g.told_unix_s)
     first = g.from_step // (job.train_samples // job.settings.global_batch)
     number = max((epoch + 1 for epoch in g.train_s), default=first)
-    life.epochs.setdefault(number, Epoch()).train_s += g.ended_unix_s - g.told_unix_s
+    incarnation.epochs.setdefault(number, Epoch()).train_s += g.ended_unix_s - g.told_unix_s
 
 
 def job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float) -> dict[str, Any]:

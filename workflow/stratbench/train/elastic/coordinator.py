@@ -267,8 +267,8 @@ class Coordinator:
                 self._diverged = f"the test loss of epoch {entry['epoch']} is no finite number"
             self._finished |= self._ends_at(entry["score"])
 
-    def _fail(self, why: str) -> None:
-        self.failure = why
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
         self.done.set()
 
     def _begun(self, member: Member, pause_s: float | None, now: float) -> None:

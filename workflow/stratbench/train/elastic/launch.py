@@ -77,19 +77,19 @@ def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
     """
     folder = job.folder
     hand_out(job)
-    life = len(folder.lives())
+    incarnation = len(folder.incarnations())
     with backend_of(job, asked) as backend, _coordinator(job, asked is not None) as coordinator:
         try:
             with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
                 coordinator.on_change, coordinator.on_lost = keeper.look_soon, keeper.give_up
-                keep = partial(folder.write_life, life)
+                keep = partial(folder.write_incarnation, incarnation)
                 ending = _wait(job, coordinator, keeper, keep, watch)
                 if ending.status != "error":
                     folder.ended.touch()
                     keeper.finish()
                     _await_last_words(coordinator)
         finally:
-            folder.write_life(life, coordinator.facts())
+            folder.write_incarnation(incarnation, coordinator.facts())
             if folder.ended.exists():  # nobody goes on with it
                 folder.secret.unlink(missing_ok=True)
                 checkpoints.forget(folder.path)
@@ -134,7 +134,7 @@ def _wait(
 def ended_by_workers(folder: RunFolder, keeper: Keeper) -> Ending | None:
     """How the cell ends because of what its workers said at their end; None: it goes on."""
     for result in _results(folder, keeper):
-        if result["status"] in ("oom", "refused"):
+        if result["status"] in ("oom", "unsupported"):
             return Ending(result["status"], result["reason"])
     try:
         keeper.check()

@@ -45,8 +45,8 @@ class LocalJobs(Backend):
             return Seen("running", started_unix_s=started)
         del self._running[id_]
         code = process.exitcode
-        why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return Seen("ended", why, code > 0, started, time.time())
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return Seen("ended", reason, code > 0, started, time.time())
 
     def cancel(self, ids: Iterable[str]) -> None:
         ended = [self._running.pop(id_)[0] for id_ in list(ids) if id_ in self._running]

@@ -57,7 +57,7 @@ class Seat:
         if said["what"] == "over":
             raise Over("the training is over")
         if said["what"] == "gone":
-            raise Gone(said["why"])
+            raise Gone(said["reason"])
         return said
 
     def _listen(self) -> None:
@@ -74,7 +74,7 @@ class Seat:
                     self._messages.put(said)
         except (Closed, Silent, ProtocolError, ValueError) as error:
             self._ended.set()
-            self._messages.put({"what": "gone", "why": f"the coordinator is gone: {error}"})
+            self._messages.put({"what": "gone", "reason": f"the coordinator is gone: {error}"})
             self._break_up()
 
 

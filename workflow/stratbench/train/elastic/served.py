@@ -16,7 +16,7 @@ from stratbench.ps.elastic.journal import (
     NewEvents,
     forget_end,
     has_state,
-    last_life,
+    last_incarnation,
     read_journal,
 )
 from stratbench.strategies.ps import server_configs
@@ -55,7 +55,7 @@ def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
             for process in servers:
                 process.start()
             with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
-                ending = _wait(job, configs[0].elastic.life, servers, keeper, watch)
+                ending = _wait(job, configs[0].elastic.incarnation, servers, keeper, watch)
                 if ending.status != "error":
                     folder.ended.touch()
                     keeper.finish()
@@ -72,14 +72,14 @@ def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
     own, s = job.folder.servers, job.settings
     elastic = ElasticConfig(
         str(own),
-        life=1 + last_life(own),
+        incarnation=1 + last_incarnation(own),
         resumes=has_state(own, job.n_servers),
         target_score=s.of(Elastic).ends_at,
         higher_is_better=task_of(s, job.data_shape).better == "higher",
     )
-    if elastic.life > 1:
+    if elastic.incarnation > 1:
         how = "go on from their saved state" if elastic.resumes else "begin anew: none was saved"
-        print(f"life {elastic.life} of the servers: they {how}", flush=True)
+        print(f"life {elastic.incarnation} of the servers: they {how}", flush=True)
     host = socket.gethostname() if across_nodes else None
     configs = server_configs(s, job.train_samples, job.folder, host)
     # Whoever evaluates an epoch may run elsewhere.
@@ -90,8 +90,10 @@ def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
     ]
 
 
-def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper, watch: PauseWatch) -> Ending:
-    """Wait until the training is over, its time is, or nobody can go on; `life`: of the servers."""
+def _wait(
+    job: Job, incarnation: int, servers: list[Process], keeper: Keeper, watch: PauseWatch
+) -> Ending:
+    """Wait until the training is over, its time is, or nobody can go on; `incarnation`: of the servers."""
     limit_s, deadline = job.time_limit_s, None
     journal, has_begun = NewEvents(job.folder.servers), False
     while any(process.is_alive() for process in servers):
@@ -103,7 +105,7 @@ def _wait(job: Job, life: int, servers: list[Process], keeper: Keeper, watch: Pa
             has_begun |= event["event"] == "join"
             if event["event"] in ("join", "leave", "loss"):
                 keeper.look_soon()
-            if event["event"] == "loss" and event["life"] == life:
+            if event["event"] == "loss" and event["incarnation"] == incarnation:
                 keeper.give_up(event["worker"])
         # Time in the queue is none of the training's.
         if limit_s is not None and deadline is None and has_begun:
@@ -128,8 +130,8 @@ def _ending_of(job: Job, servers: list[Process]) -> Ending:
         return Ending("error", "the servers were stopped; what they saved is gone on with")
     for score in first["elastic"]["scores"]:
         if score["test_loss"] is None or score["score"] is None:
-            why = f"the test loss or score became no finite number in epoch {score['epoch'] + 1}"
-            return Ending("diverged", why)
+            reason = f"the test loss or score became no finite number in epoch {score['epoch'] + 1}"
+            return Ending("diverged", reason)
     return Ending("ok", None)
 
 

@@ -19,16 +19,16 @@ def entry_of(job: Job) -> dict[str, Any]:
     jobs = [job_entry(e, dates_of(journal, e["number"]), origin) for e in worker_jobs(job)]
     inside_s = sum(end - begin for begin, end in presence(journal))
     servers = job.folder.read_servers(job.n_servers)
-    lives = [e for e in journal if e["event"] == "life"]
-    done_twice = sum(e["done_twice"] for e in lives)
+    incarnations = [e for e in journal if e["event"] == "incarnation"]
+    done_twice = sum(e["done_twice"] for e in incarnations)
     s = job.settings
     tickets_of_step = s.global_batch // strategy_class(s.strategy).samples_per_step(s)
     return {
-        "lives": max(1, len(lives)),
+        "incarnations": max(1, len(incarnations)),
         **totals_of(jobs, inside_s),
         "leaves": count(journal, "leave"),
         "losses": count(journal, "loss"),
-        "restarts": sum(e["settled"] > 0 for e in lives[1:]),
+        "restarts": sum(e["settled"] > 0 for e in incarnations[1:]),
         "steps_repeated": -(-done_twice // tickets_of_step),
         "pauses": {"count": 0, "median_s": None, "longest_s": None, "total_s": 0.0},
         "checkpoints": {
@@ -44,14 +44,14 @@ def entry_of(job: Job) -> dict[str, Any]:
             "evaluations": count(journal, "score"),
             "last_epoch": next((s["elastic"]["finished_at_epoch"] for s in servers[:1]), None),
             "most_at_a_time": most_at_a_time(journal),
-            "lives": [
+            "incarnations": [
                 {
-                    "life": e["life"],
+                    "incarnation": e["incarnation"],
                     "began_s": e["at_unix_s"] - origin,
                     "tickets_before": e["settled"],
                     "tickets_done_twice": e["done_twice"],
                 }
-                for e in lives
+                for e in incarnations
             ],
         },
     }
@@ -80,7 +80,7 @@ def presence(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
     last = 0.0
     for event in journal:
         kind, at = event["event"], event["at_unix_s"]
-        if kind in ("life", "end"):
+        if kind in ("incarnation", "end"):
             spans += [(begin, at if kind == "end" else last) for begin in began.values()]
             began.clear()
         elif kind == "begin":
@@ -96,7 +96,7 @@ def most_at_a_time(journal: list[dict[str, Any]]) -> int:
     here: set[int] = set()
     most = 0
     for event in journal:
-        if event["event"] == "life":
+        if event["event"] == "incarnation":
             here.clear()
         elif event["event"] == "join":
             here.add(event["worker"])

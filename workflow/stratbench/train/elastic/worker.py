@@ -160,7 +160,10 @@ def returning(
 ) -> ReturningChannel:
     """A channel to whichever life of the servers there is."""
     return ReturningChannel(
-        lambda life: connect(life, ATTEMPT_S), folder.rendezvous, folder.servers, leaving
+        lambda incarnation: connect(incarnation, ATTEMPT_S),
+        folder.rendezvous,
+        folder.servers,
+        leaving,
     )
 
 

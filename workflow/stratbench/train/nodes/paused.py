@@ -12,7 +12,7 @@ from stratbench.telemetry.timeline import Interval, read_phases
 from stratbench.train.job import Job
 
 #: A pause says nothing against these endings: they were known at once.
-_UNTOUCHED = ("oom", "refused")
+_UNTOUCHED = ("oom", "unsupported")
 
 
 #: Reads when workers of a node trained (`running.runner.Runner.trained`).

@@ -31,8 +31,9 @@ class Checkpoints(Keys):
 
         every = block["checkpoint_every"]
         for name, base, _ in strategies_of(block, study) if every else ():
-            if (why := strategy_class(base).begins_anew) is not None:
+            if (reason := strategy_class(base).begins_anew) is not None:
                 yield (
-                    f".checkpoint_every = {every}: {name}: {why}; remove {name} from strategies, or give it "
+                    f".checkpoint_every = {every}: {name}: {reason}; remove {name} from strategies, or give "
+                    "it "
                     "an experiment of its own"
                 )

@@ -254,9 +254,9 @@ def verified_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _not_whole(folder: Path, why: object) -> DataError:
+def _not_whole(folder: Path, reason: object) -> DataError:
     return DataError(
-        f"{folder} holds no whole prepared data set ({why}); delete it, and the next run makes it "
+        f"{folder} holds no whole prepared data set ({reason}); delete it, and the next run makes it "
         f"again, as `python -m stratbench.workload.data.prepare NAME --out {folder}` does"
     )
 

@@ -202,8 +202,8 @@ def for_training(
         if not checkpoint_blocks(groups, checkpointing):
             count = len(blocks_of(groups))
             few = f"activation_checkpointing = {checkpointing!r}: it has {count} blocks; lower the number"
-            why = few if count else NO_BLOCKS
-            raise users_code.ModelError(f"{facts_of(name).own or name}: {why}")
+            reason = few if count else NO_BLOCKS
+            raise users_code.ModelError(f"{facts_of(name).own or name}: {reason}")
     return model
 
 

@@ -407,9 +407,9 @@ def _check_scores(who: object, scores: Any, x: Tensor, y: Tensor, wanted: list[i
             f"{who}: returned a {type(scores).__name__} for a batch; return one tensor of scores {wanted}"
         )
     if list(scores.shape) != wanted:
-        why = f"with {wanted[-1]} classes" if _are_scores(wanted, y) else "for its task"
+        reason = f"with {wanted[-1]} classes" if _are_scores(wanted, y) else "for its task"
         raise ModelError(
-            f"{who}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {why} it must be "
+            f"{who}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {reason} it must be "
             f"{wanted}"
         )
 

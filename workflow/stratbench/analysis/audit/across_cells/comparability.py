@@ -49,7 +49,7 @@ def unequal_start(evidence: Evidence) -> Iterator[Case]:
 
 
 # Doubtful: each of its figures may be used, and whoever ranks the two kinds has nothing to go by.
-@rule("no-common-cell", "doubtful", "all")
+@rule("no-common-cell", "warning", "all")
 def no_common_cell(evidence: Evidence) -> Iterator[Case]:
     """Collective strategies and parameter servers never trained the same model on the same data, so these
     records cannot rank one against the other.
@@ -61,7 +61,7 @@ def no_common_cell(evidence: Evidence) -> Iterator[Case]:
             yield {}, f"no experiment and model has strategies of both kinds: {one}, {other}"
 
 
-@rule("repeats-end-differently", "doubtful", "all")
+@rule("repeats-end-differently", "warning", "all")
 def repeats_end_differently(evidence: Evidence) -> Iterator[Case]:
     """Repeats of a cell do the same work, so that one ends as the others do, but for chance. Look at what
     else was on the device, and at the loss.

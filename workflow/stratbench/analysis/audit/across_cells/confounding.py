@@ -89,7 +89,7 @@ def rivals_by_group(
             )
 
 
-@rule("confounded-order", "doubtful", "time")
+@rule("confounded-order", "warning", "time")
 def confounded_order(evidence: Evidence) -> Iterator[Case]:
     """The strategy was trained at another time than most that are about as fast: all of it before or after
     them, or in a study whose times follow the order. A machine that changed meanwhile makes such a
@@ -157,7 +157,7 @@ def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
     return 0 if not between else 1 if first is one else -1
 
 
-@rule("confounded-host", "doubtful", "time")
+@rule("confounded-host", "warning", "time")
 def confounded_host(evidence: Evidence) -> Iterator[Case]:
     """The strategy is known by its host, and one that is about as fast ran elsewhere: what differs may be the
     hosts. Spread repeats over hosts, or train all strategies on the same.
@@ -175,15 +175,15 @@ def confounded_host(evidence: Evidence) -> Iterator[Case]:
         # By chance two runs are often on one host, and three seldom where nobody else is.
         others = [theirs for name, theirs in hosts.items() if name != group.strategy]
         if len(own) >= ALONE and not any(own[0] in theirs for theirs in others):
-            why = "where no other strategy ran"
+            reason = "where no other strategy ran"
         elif all(len(set(theirs)) == 1 for theirs in others):
-            why = "as each strategy on one host"
+            reason = "as each strategy on one host"
         else:
             continue
-        yield group, f"all {len(own)} runs on {own[0]}, {why}; elsewhere: {', '.join(elsewhere)}"
+        yield group, f"all {len(own)} runs on {own[0]}, {reason}; elsewhere: {', '.join(elsewhere)}"
 
 
-@rule("times-follow-time", "doubtful", "time")
+@rule("times-follow-time", "warning", "time")
 def times_follow_time(evidence: Evidence) -> Iterator[Case]:
     """How long a cell trained depends on when it ran: the machine got slower or faster during the study.
     Strategies that took turns are compared fairly; a single time, or one beside another study's, is not.
@@ -243,7 +243,7 @@ def slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -
     return slope if not error or 2 * stdtr(dof, -abs(slope) / error) < chance else 0.0
 
 
-@rule("slow-host", "doubtful", "time")
+@rule("slow-host", "warning", "time")
 def slow_host(evidence: Evidence) -> Iterator[Case]:
     """Cells trained longer on one host than their repeats did on others with the same devices: it has another
     load, cooling or set-up. Repeats that ran there say less of a strategy; leave the host out, or mend it.

@@ -15,7 +15,7 @@ from stratbench.cell.blocks import Block, Place, trained_digest
 from stratbench.cell.record import Record
 
 
-@rule("full-run-against-steps", "doubtful", "time")
+@rule("full-run-against-steps", "warning", "time")
 def full_run_against_steps(evidence: Evidence) -> Iterator[Case]:
     """A full run should take as long as its steps do in the blocks of the verdict. A difference of more than
     3 % means that one of them is no measure of the other: a device that heats up or slows down over minutes,

@@ -28,14 +28,14 @@ LIBRARIES_BYTES = 4 * GIB
 TOGETHER_S = 2.5
 
 
-@rule("throttled", "doubtful", "time")
+@rule("throttled", "warning", "time")
 def throttled(evidence: Evidence) -> Iterator[Case]:
     """A GPU was slowed down by heat or by a lack of power in part of the samples."""
     for row in rows_of(evidence.ok[evidence.ok["throttled_share"] > THROTTLED]):
         yield row, f"throttled in {row.throttled_share:.0%} of the samples"
 
 
-@rule("busy-machine", "doubtful", "time")
+@rule("busy-machine", "warning", "time")
 def busy_machine(evidence: Evidence) -> Iterator[Case]:
     """Other processes used the machine when the cell started: it measures them too."""
     for row in rows_of(evidence.of_any_loop[are_busy(evidence.of_any_loop)]):
@@ -61,7 +61,7 @@ def workers_are_processes(evidence: Evidence) -> Iterator[Case]:
             yield {"experiment": experiment}, f"CPU processes sharing {cores} cores of {hosts}"
 
 
-@rule("processes-share-cores", "doubtful", "time")
+@rule("processes-share-cores", "warning", "time")
 def processes_share_cores(evidence: Evidence) -> Iterator[Case]:
     """There are more workers than cores: they take turns, and more workers bring no speed."""
     for experiment, rows in evidence.ok.groupby("experiment", sort=False):
@@ -72,7 +72,7 @@ def processes_share_cores(evidence: Evidence) -> Iterator[Case]:
             yield where, f"{gpus} processes on {cores:g} cores"
 
 
-@record_rule("ranks-share-cores", "doubtful", "time")
+@record_rule("ranks-share-cores", "warning", "time")
 def ranks_share_cores(facts: Facts) -> Iterator[str]:
     """The workers of a host with GPUs may use fewer cores than there are workers, as where SLURM binds all
     tasks to the first core: they take turns in issuing work to their GPUs. Ask for cores per task, or bind
@@ -116,7 +116,7 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
             places[what, value] = worker["rank"]
 
 
-@record_rule("stranger-on-gpu", "doubtful", "time", of="both")
+@record_rule("stranger-on-gpu", "warning", "time", of="both")
 def stranger_on_gpu(facts: Facts) -> Iterator[str]:
     """A process of somebody else computed on a GPU of the cell, or held memory there: what it did there
     slowed the cell.
@@ -141,7 +141,7 @@ def strangers_in(facts: Facts) -> Iterator[str]:
         for index, pids in (busy.get("other_gpu_processes") or {}).items():
             for pid in pids if (int(node), int(index)) in own else ():
                 seen[node, pid] = f"process {pid} on GPU {index} when the cell began"
-    for node, strangers in (facts("provenance.gpu_strangers") or {}).items():
+    for node, strangers in (facts("provenance.foreign_gpu_processes") or {}).items():
         for entry in strangers:
             held = f" with up to {entry['bytes'] / GIB:.3g} GiB" if entry["bytes"] else ""
             gpu = "a MIG instance" if entry["gpu"] is None else f"GPU {entry['gpu']}"
@@ -188,7 +188,7 @@ def own_gpus(facts: Facts) -> set[tuple[int, int]]:
     return gpus
 
 
-@record_rule("groups-cross-nodes", "doubtful", "time")
+@record_rule("groups-cross-nodes", "warning", "time")
 def groups_cross_nodes(facts: Facts) -> Iterator[str]:
     """Workers that divide layers between them were on several nodes, though a node could hold them: they
     exchanged activations over the slower link. Let the number of workers on a node be a multiple of
@@ -219,7 +219,7 @@ def shared_devices(evidence: Evidence) -> Iterator[Case]:
         yield later["cell"], f"{uuid} {together_s:.0f} s together with {named([one['cell']])}"
 
 
-@rule("shared-cores", "doubtful", "time")
+@rule("shared-cores", "warning", "time")
 def shared_cores(evidence: Evidence) -> Iterator[Case]:
     """Two cells trained on the CPU at the same time, and wanted more cores together than both could use: they
     took turns.

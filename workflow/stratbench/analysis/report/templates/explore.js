@@ -49,7 +49,7 @@ const UNFOUND = "no finding";
 if (D.audit.rules.length) {
   const values = Array.from({ length: D.cells }, (_, i) => D.audit.severities[severityOf(i)] || UNFOUND);
   addColumn({ name: "audit", label: "audit", unit: "", number: false, values,
-    definition: "The worst that the audit found on the cell: unusable, doubtful or a note." });
+    definition: "The worst that the audit found on the cell: unusable, warning or note." });
 }
 const column = (name) => columns.get(name);
 const status = column("status"), kinds = column("device_kind");
@@ -183,7 +183,7 @@ function readTheme() {
 readTheme();
 const themed = (pair) => pair[dark.matches ? 1 : 0];
 const SCALE = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
-const SEVERITY_RINGS = { unusable: "bad", doubtful: "caution" };
+const SEVERITY_RINGS = { unusable: "bad", warning: "caution" };
 
 function colourOf(c) {
   if (c.name === "strategy") return (i) => themed(D.styles[c.get(i)][0]);

@@ -169,8 +169,8 @@ const columnsOf = (network) => [...new Set([...countsOf(network), S.workers])].s
 /** The state of a choice, fit, tight, no or none, and all figures of it. `whole`: with those that the table does not show. */
 function figures(s, whole = true) {
   const entry = entryOf(s), device = deviceOf(s), network = networkOf(s);
-  if (!entry) return { state: "none", why: `this plan has no ${s.strategy} on ${s.workers} worker${s.workers > 1 ? "s" : ""} in ${kindOf(s).replace("+", " with ")}` };
-  if (entry.why !== undefined) return { state: "none", why: entry.why };
+  if (!entry) return { state: "none", reason: `this plan has no ${s.strategy} on ${s.workers} worker${s.workers > 1 ? "s" : ""} in ${kindOf(s).replace("+", " with ")}` };
+  if (entry.reason !== undefined) return { state: "none", reason: entry.reason };
   const unit = entry.replicas * entry.pushes * entry.parts;
   const found = { entry, most: 0 };
   if (whole) {
@@ -178,9 +178,9 @@ function figures(s, whole = true) {
     found.mostSamples = samples;
     found.most = samples * entry.pushes * entry.replicas;
   }
-  if (s.batch % unit) return { ...found, state: "none", why: `a batch of ${count(s.batch)} cannot be divided into ${count(unit)} equal parts` };
+  if (s.batch % unit) return { ...found, state: "none", reason: `a batch of ${count(s.batch)} cannot be divided into ${count(unit)} equal parts` };
   const samples = s.batch / entry.replicas / entry.pushes;
-  if (samples < entry.least) return { ...found, state: "none", why: "it normalises over the batch (BatchNorm), and a worker’s batch is one sample" };
+  if (samples < entry.least) return { ...found, state: "none", reason: "it normalises over the batch (BatchNorm), and a worker’s batch is one sample" };
   const n = needs(entry, samples, device.resident_threads);
   found.needed = n.bytes;
   found.state = found.needed > tightOf(device) ? "no" : found.needed > roomOf(device) ? "tight" : "fit";
@@ -273,7 +273,7 @@ function show() {
 }
 
 function verdict(f, device) {
-  if (f.state === "none") return `Not possible: ${f.why}.`;
+  if (f.state === "none") return `Not possible: ${f.reason}.`;
   if (f.state === "fit") return `Fits: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit.`;
   if (f.state === "tight") return `Tight: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit, up to ${gib(tightOf(device))} may run.`;
   return `Does not fit: ${gib(f.needed)} GiB needed, up to ${gib(tightOf(device))} may run.`;
@@ -401,7 +401,7 @@ function table() {
     if (!entryOf(choice)) return el("td", { className: "absent" });
     const f = figures(choice), shown = f.needed === undefined ? "" : gib(f.needed);
     const most = f.most ? `≤ ${count(f.most)}` : f.entry ? "no batch" : "";
-    const said = f.state === "none" ? `Not possible: ${f.why}` : `${WORD[f.state]}: ${shown} GiB`;
+    const said = f.state === "none" ? `Not possible: ${f.reason}` : `${WORD[f.state]}: ${shown} GiB`;
     return el("td", {}, el("button", {
       type: "button", className: f.state, title: said, "aria-pressed": strategy === S.strategy && workers === S.workers,
       "aria-label": `${strategy} on ${workers}. ${said}. ${f.most ? `Largest batch ${count(f.most)}` : ""}`, onclick: () => choose({ strategy, workers }),
