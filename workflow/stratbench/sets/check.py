@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from stratbench.analysis.records.findings import SEVERITIES
+from stratbench.analysis.records.findings import SEVERITIES, format_tally
 from stratbench.analysis.report.report import STATUS_WORDS, distinct_values
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.sets.reading import ResultSet
@@ -56,7 +56,7 @@ def machines(cells: pd.DataFrame) -> str:
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
     """Lines with the audit's tally, and with each rule that calls figures unusable or a warning."""
-    tally = [f"{int((findings['severity'] == s).sum())} {s}" for s in SEVERITIES]
+    tally = [format_tally(int((findings["severity"] == s).sum()), s) for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
     told = findings[findings["severity"] != "note"]
     for rule, rows in told.groupby("rule", sort=False):

@@ -31,7 +31,7 @@ from stratbench.analysis.audit.across_cells import (
 )
 from stratbench.analysis.audit.rule import Evidence, Found, Key, Rule, key_of
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import AUDIT_COLUMNS, SEVERITIES
+from stratbench.analysis.records.findings import AUDIT_COLUMNS, SEVERITIES, format_tally
 from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import record
 from stratbench.cell.coordinates import INCOMPARABLE, STATUSES
@@ -145,5 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for severity in SEVERITIES:
         of_severity = [finding for finding in findings if finding["severity"] == severity]
         rules = ", ".join(sorted({finding["rule"] for finding in of_severity}))
-        print(f"audit: {len(of_severity)} {severity}" + (f": {rules}" if rules else ""))
+        print(
+            f"audit: {format_tally(len(of_severity), severity)}" + (f": {rules}" if rules else "")
+        )
     return 0

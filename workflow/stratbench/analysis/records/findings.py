@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from stratbench.analysis.records.columns import read_table
+from stratbench.cell.text.words import counted
 
 AUDIT_COLUMNS = (
     "rule", "severity", "affects", "experiment", "strategy", "model", "gpus", "repeat", "figures",
@@ -22,3 +23,8 @@ def read_audit(path: Path) -> pd.DataFrame:
     """Reads audit.csv, as the command line wrote it."""
     text = ("rule", "severity", "affects", "figures", "explanation", "version")
     return read_table(path, text=text, gpus="Int64", repeat="Int64")
+
+
+def format_tally(count: int, severity: str) -> str:
+    """Return how many findings have a severity: `2 unusable`, `1 warning`, `3 notes`."""
+    return f"{count} unusable" if severity == "unusable" else counted(count, severity)

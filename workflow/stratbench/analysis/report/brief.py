@@ -23,8 +23,8 @@ def answer_lines(folder: Path) -> Iterator[str]:
     for d in decided["answers"]:
         yield answer_line(d)
     counts = Counter(row["severity"] for row in read_rows(folder / "audit.csv"))
-    tally = [f"{counts[severity]} {severity}" for severity in ("unusable", "warning")]
-    yield f"Audit: {', '.join(tally)}, {counts['note']} to note."
+    warnings = counted(counts["warning"], "warning")
+    yield f"Audit: {counts['unusable']} unusable, {warnings}, {counts['note']} to note."
     skews_ms = [float(row["start_skew_ms"] or "nan") for row in read_rows(folder / "cells.csv")]
     known_ms = sorted(skew for skew in skews_ms if skew == skew)
     if known_ms:
