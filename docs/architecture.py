@@ -38,7 +38,7 @@ FLOORS = [
 #: The parts that train and record. They import none that plans, judges or shows.
 MEASURING = ("report", "cell", "telemetry", "workload", "ps", "strategies", "study", "train")
 #: It judges blocks by their evidence alone: neither it nor the other rooms of its part import each other.
-RACE = "analysis.race"
+PAIRED = "analysis.paired"
 #: The most files side by side in a folder.
 FLAT = 16
 #: What no part may import, at the top of a file or inside a function.
@@ -164,7 +164,7 @@ def import_faults() -> list[str]:
     for module, targets in edges.items():
         for target in sorted(targets):
             rooms = {room_of(module), room_of(target)}
-            if part_of(module) == part_of(target) and RACE in rooms and len(rooms) > 1:
+            if part_of(module) == part_of(target) and PAIRED in rooms and len(rooms) > 1:
                 found.append(f"{module} imports {target}: what passes is verdict.json")
             if part_of(module) in MEASURING and part_of(target) not in MEASURING:
                 found.append(f"{module} imports {target}, which is no part that measures")

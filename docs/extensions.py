@@ -21,9 +21,9 @@ MODULES = {
     "queue": ("plan.queue", "analysis.report.queue_section", "study.config.queue_request"),
     "tune": ("tune",),
     "verdict": (
-        "analysis.race",
+        "analysis.paired",
         "analysis.audit.across_cells.full_runs",
-        "analysis.decision.raced",
+        "analysis.decision.paired_results",
         "analysis.report.verdict",
         "analysis.report.verdict_section",
         "cell.block_rules",

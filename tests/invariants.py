@@ -850,7 +850,9 @@ def tickets(told: Told) -> None:
         told.same("tickets_settled and the workers'", settled, done)
     for worker in told.workers if complete or told.elastic else ():
         of, link = f"rank {worker['rank']}", links.get(worker["rank"])
-        if link is None:  # of an elastic cell: it was there in an earlier life of the servers
+        if (
+            link is None
+        ):  # of an elastic cell: it was there in an earlier incarnation of the servers
             if not told.elastic and links:
                 told.wrong(f"{of} is unknown to its server")
             continue
@@ -1006,25 +1008,27 @@ def jobs_of(told: Told, jobs: list[Record]) -> None:
 
 
 def check_incarnations(told: Told, incarnations: list[Record]) -> None:
-    """The lives of the servers follow one another."""
+    """The incarnations of the servers follow one another."""
     block, stated = told("elastic.servers"), told("elastic.incarnations")
     if [incarnation["incarnation"] for incarnation in incarnations] != list(
         range(1, len(incarnations) + 1)
     ):
         told.wrong(
-            f"the servers' lives have the numbers "
+            f"the servers' incarnations have the numbers "
             f"{[incarnation['incarnation'] for incarnation in incarnations]}"
         )
-    told.same("elastic.incarnations and the servers' lives", stated, len(incarnations))
+    told.same("elastic.incarnations and the servers' incarnations", stated, len(incarnations))
     twice = sum(incarnation["tickets_done_twice"] for incarnation in incarnations)
-    told.same("tickets_done_twice and all lives'", block["tickets_done_twice"], twice)
+    told.same("tickets_done_twice and all incarnations'", block["tickets_done_twice"], twice)
     if not 1 <= block["most_at_a_time"] <= told.gpus:
         told.wrong(f"most_at_a_time is {block['most_at_a_time']}, of {told.gpus} workers")
     evaluated, entries = block["evaluations"], len(told("score.per_epoch"))
     told.most("the number of scores, at most evaluations", entries, evaluated)
     for one, other in pairwise(incarnations):
-        of, began_s = f"life {other['incarnation']}: began_s", other["began_s"]
-        told.most(f"the life before, at most {of}", one["began_s"], began_s, absolute=DATES_S)
+        of, began_s = f"incarnation {other['incarnation']}: began_s", other["began_s"]
+        told.most(
+            f"the incarnation before, at most {of}", one["began_s"], began_s, absolute=DATES_S
+        )
         done = other["tickets_before"] + other["tickets_done_twice"]
         told.most("tickets before, at most later ones", one["tickets_before"], done)
 
@@ -1034,7 +1038,7 @@ def generations_of(told: Told, jobs: list[Record], generations: list[Record]) ->
     by_number, taken, inside_s = {job["number"]: job for job in jobs}, 0, 0.0
     steps_of: dict[int, int] = {}
     for g in generations:
-        of, members = f"generation {g['number']} of life {g['incarnation']}", g["members"]
+        of, members = f"generation {g['number']} of incarnation {g['incarnation']}", g["members"]
         made = (g["to_step"] or g["from_step"]) - g["from_step"]
         taken += made
         if not 1 <= len(set(members)) == len(members) <= told.gpus:

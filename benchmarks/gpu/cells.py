@@ -24,7 +24,7 @@ ON_GPU = (
 ON_CPU = (("ddp", "fp32"), ("fsdp", "bf16"), ("ps-sync", "fp32"), ("ps-async-modified", "fp32"))
 SMALL = (("ddp", "fp32"), ("ps-sync", "fp32"))
 #: Aims: how far the phases' sum may be from the step, and the steps' sum from the epoch.
-PHASES, EPOCH, LEAST_S, FIRST_STEP = 0.02, 0.01, 0.02, 3.0
+PHASES, EPOCH, MIN_S, FIRST_STEP = 0.02, 0.01, 0.02, 3.0
 
 
 def run(stage: Stage) -> None:
@@ -92,7 +92,7 @@ def look_at(
     steps_s = t["step_ms"]["count"] * step_ms / 1e3
     stage.check(
         f"{name}: steps sum to the epochs",
-        abs(steps_s - t["train_time_s"]) <= max(EPOCH * t["train_time_s"], LEAST_S),
+        abs(steps_s - t["train_time_s"]) <= max(EPOCH * t["train_time_s"], MIN_S),
         f"{steps_s:.4f} of {t['train_time_s']:.4f} s",
     )
     seen, applied = rec["batch"]["samples_seen"], rec["batch"]["samples_applied"]

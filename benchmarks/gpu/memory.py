@@ -34,7 +34,7 @@ from subject import job_of, prepared, served, settings, spec_of
 
 #: Samples of a worker's batch on a GPU and on a CPU; the data set has one for each of 64 workers.
 BATCH = {"cuda": 32, "cpu": 4}
-MOST_WORKERS = 64
+MAX_WORKERS = 64
 #: How far the peak may be from the plan's without cuDNN's search, whose workspaces it cannot know.
 CLOSE = 0.02
 
@@ -64,7 +64,7 @@ def run(stage: Stage) -> None:
     cases = ON_GPU if stage.on_cuda else SMALL if stage.small else ON_CPU
     model = "vgg16" if stage.on_cuda else "resnet-compact"
     batch = BATCH[stage.device]
-    data_dir = prepared(stage, MOST_WORKERS * batch)
+    data_dir = prepared(stage, MAX_WORKERS * batch)
     jobs = {}
     for case in cases:
         s = settings(
@@ -108,7 +108,7 @@ def request_of(s: Settings, on_cuda: bool) -> Request:
 
 
 def dataset_of(s: Settings) -> Dataset:
-    return describe("synthetic", spec_of(MOST_WORKERS * s.per_worker_batch))
+    return describe("synthetic", spec_of(MAX_WORKERS * s.per_worker_batch))
 
 
 def measured(job: Job, case: Case) -> dict[str, Any]:

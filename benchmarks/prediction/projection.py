@@ -61,7 +61,7 @@ SECONDS = r"^(?:[mµu]?s|(?:milli|micro)?sec(?:ond)?s?)\b"
 #: Throughput and step times of a series contradict each other where their ratio changes by more than this.
 CONTRADICTS = 1.2
 #: What is beyond these is a mistake.
-MOST_GPUS, LEAST, MOST = 10**6, 1e-30, 1e30
+MAX_GPUS, MINIMUM, MAXIMUM = 10**6, 1e-30, 1e30
 NOT_UTF_8 = "must be UTF-8 (save it again with this encoding)"
 #: What makes a series where the file does not name them.
 SERIES = ("source", "cluster", "gpu", "model", "strategy", "scaling", "precision")
@@ -97,13 +97,13 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
         in_thousands = text.str.fullmatch(r"\s*\d{1,3}(,\d{3})+(\.\d*)?\s*", na=False)
         text = text.where(~in_thousands, text.str.replace(",", ""))
         rows[column] = pd.to_numeric(text, errors="coerce")
-        rows.loc[~rows[column].between(LEAST, MOST), column] = np.nan
+        rows.loc[~rows[column].between(MINIMUM, MAXIMUM), column] = np.nan
     named = _named(rows)
     rows["series"] = rows["series"].fillna(named) if "series" in rows else named
     for column in TEXTS:
         rows[column] = rows[column].fillna("").str.strip() if column in rows else ""
     rows["source"] = rows.source.where(rows.source != "", "not stated")
-    keep((rows.gpus % 1 == 0) & (rows.gpus <= MOST_GPUS), "no count of GPUs")
+    keep((rows.gpus % 1 == 0) & (rows.gpus <= MAX_GPUS), "no count of GPUs")
     rows.loc[_units(rows).str.contains(SECONDS), "throughput"] = np.nan
     # How many GPUs share a node's rate is not known for sure; nor is whose steps are counted per GPU.
     for patterns, reason in (

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules
-from stratbench.plan.queue.trainings import Checkpoints, Gang, Scaling, Split, Training
+from stratbench.plan.queue.trainings import Checkpoints, ElasticTraining, Gang, Scaling, Training
 
 OUT = Path(__file__).parents[1] / "results" / "elastic"
 DRAWS = 20
@@ -38,7 +38,7 @@ MEASURES = ("mean wait", "p95 wait", "probe to result")
 #: How far simulated means over the runs at 0.6 may be off.
 BOUNDS = (0.05, 0.10, 0.05)
 #: The least standard deviation that a run is held to, as a share.
-LEAST_SD = 0.03
+MIN_SD = 0.03
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Run:
     def deviation(self, i: int) -> float:
         """How many standard deviations the simulator is off."""
         mean, sd = self.simulated(i)
-        return (mean - self.real[i]) / max(sd, LEAST_SD * mean)
+        return (mean - self.real[i]) / max(sd, MIN_SD * mean)
 
 
 def measures(waits: list[float], times: list[float]) -> tuple[float, ...]:
@@ -116,7 +116,7 @@ def simulate(
     common = (WIDTH * PROBE_S, 120.0, WIDTH, Scaling(0.0), Checkpoints(1800.0, 0.0), 0.0)
     for at_s in moments:
         sim.run_until(at_s)
-        probes.append(Split(*common) if split else Gang(*common))
+        probes.append(ElasticTraining(*common) if split else Gang(*common))
         probes[-1].begin(sim)
     sim.run_until()
     return measures([w for _, w in sim.waits], [p.time_to_result_s for p in probes])
@@ -138,7 +138,7 @@ def page(runs: list[Run]) -> str:
         "Made by `benchmarks/prediction/queue_slurm.py`: each run of 200 jobs and 12 probes, "
         f"{DRAWS} draws. SLURM's",
         "seconds / the simulator's mean and standard deviation over the draws; in brackets by how many of",
-        f"those the two differ (of at least {LEAST_SD:.0%}). The runs themselves were made once, by a "
+        f"those the two differ (of at least {MIN_SD:.0%}). The runs themselves were made once, by a "
         "program\nthat is not kept: their rows are in `slurm/`.",
         "",
         f"| run | {' | '.join(MEASURES)} |",

@@ -1,4 +1,4 @@
-"""Measures what telemetry costs: the CPU time of the sampler process, of the step clock and of its pulse.
+"""Measures what telemetry costs: the CPU time of the sampler process, of the step clock and of its heartbeat.
 
     PYTHONPATH=workflow python benchmarks/speed/telemetry_cost.py --seconds 30
 
@@ -21,7 +21,7 @@ import psutil
 
 from stratbench.cell.run_folder import worker_name
 from stratbench.telemetry.clock import StepClock
-from stratbench.telemetry.pulse import Pulse
+from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.sampler import Sampler
 from stratbench.telemetry.timeline import read_samples
 
@@ -64,11 +64,11 @@ def sampler_cost(seconds: float, period_s: float, ranks: int) -> dict[str, float
     }
 
 
-def clock_cost(phases: tuple[str, ...], pulse: Pulse | None = None) -> float:
+def clock_cost(phases: tuple[str, ...], heartbeat: Heartbeat | None = None) -> float:
     """CPU microseconds that the clock takes in a step: a mark for each phase, and a tick (median)."""
     rounds_us = []
     for _ in range(ROUNDS):
-        clock = StepClock("cpu", pulse)
+        clock = StepClock("cpu", heartbeat)
         clock.begin()
         begun_s = time.process_time()
         for _ in range(STEPS):
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="processes that the sampler watches")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        with_pulse_us = clock_cost(PHASES, Pulse(Path(folder, "pulse")))
+        with_heartbeat_us = clock_cost(PHASES, Heartbeat(Path(folder, "heartbeat")))
     print(
         json.dumps(
             {
@@ -105,7 +105,7 @@ def main() -> None:
                 "sampler": sampler_cost(options.seconds, options.period_s, options.ranks),
                 "clock_us_per_step": clock_cost(()),
                 "clock_us_per_step_with_5_marks": clock_cost(PHASES),
-                "clock_us_per_step_with_5_marks_and_pulse": with_pulse_us,
+                "clock_us_per_step_with_5_marks_and_heartbeat": with_heartbeat_us,
             },
             indent=2,
         )

@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 import decision_simulation as simulated
 from decision_simulation import NOISES, ahead_by, judged, normal, preferences, truths
-from stratbench.analysis.decision.ranking import Noise
+from stratbench.analysis.decision.ranking import RankingNoise
 from stratbench.statistics.moderated import REPEATED_LOOKS
 
 #: Decisions behind each rate.
@@ -124,7 +124,7 @@ def promised_repeats() -> Iterator[list[str]]:
         for share in (0.05, 0.10, 0.20):
             cells = []
             for k in (2, 3, 5, 8):
-                n = Noise(sd, k, others=k - 2).repeats_for(share)
+                n = RankingNoise(sd, k, others=k - 2).repeats_for(share)
                 if n is None:
                     cells.append("more than 40")
                     continue

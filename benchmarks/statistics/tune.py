@@ -4,8 +4,8 @@
 
 True and planned effects of each choice are those of pairs in public sweeps (workflow/reference/
 public_sweeps.csv); a study's own sweeps are left out of the margins that drop its combinations. The sieve is
-`stratbench.tune.sieves`, the race `stratbench.analysis.race.judging`. Nothing is measured. Seeds are fixed,
-so that the page comes out the same again. About a minute of one core.
+`stratbench.tune.sieves`, the verdict `stratbench.analysis.paired.judging`. Nothing is measured. Seeds are
+fixed, so that the page comes out the same again. About a minute of one core.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Result:
 
 
 def studies_of(truth: Truth, names: Sequence[str]) -> Studies:
-    """Return one study of these combinations, for the race's simulation."""
+    """Return one study of these combinations, for the verdict's simulation."""
     fastest = min(truth.true[name] for name in truth.fitting)
     mu = np.array([[[truth.true[name] - fastest for name in names]]])
     there = np.array([[[truth.need[name] <= 1 for name in names]]])
@@ -167,7 +167,7 @@ def studies_of(truth: Truth, names: Sequence[str]) -> Studies:
 
 
 def race(rng: np.random.Generator, truth: Truth, names: Sequence[str], noise: Noise) -> Result:
-    """Return what the race of these combinations comes to."""
+    """Return what the verdict of these combinations comes to."""
     study, costs = studies_of(truth, names), Costs()
     fits = study.there[0, 0]
     if fits.sum() < 2:
@@ -209,7 +209,7 @@ def random_search(
     names = [n for n in rng.permutation(list(truth.true)) if truth.planned_need[n] <= MEMORY_FACTOR]
     costs, spent_s, seen = Costs(), 0.0, {}
     short = dict(zip(names, costs.short(studies_of(truth, names))[0, 0], strict=True))
-    scatter = math.hypot(noise.arm_in_allocation, noise.process, noise.within) / math.sqrt(2)
+    scatter = math.hypot(noise.strategy_in_allocation, noise.process, noise.within) / math.sqrt(2)
     for name in names:
         fits = truth.need[name] <= 1
         spent_s += GPUS * costs.job / 10 + (2 * short[name] if fits else GPUS * costs.start_segment)
@@ -274,7 +274,7 @@ Nothing was measured, so that the load of the machine does not matter.
 {n} simulated studies for each noise profile, of {space} combinations on {gpus} GPUs: 7 strategies, 4
 micro-batches and 3 kinds of checkpointing. True and planned effects of each choice are those of a pair in a
 public sweep. The sweeps drawn for a study are left out of the margins that drop its combinations. Planned
-memory is off by a factor of exp(N(0, {error})). The sieve and the race are those of the product. The least
+memory is off by a factor of exp(N(0, {error})). The sieve and the verdict are those of the product. The least
 margin of the sieve, {least}, was chosen on other simulated studies.
 
 Regret: the time of the choice over that of the fastest combination that fits, in percent. Cost: of one whole

@@ -19,20 +19,22 @@ from verdict_simulation import PROFILES, Noise, normal_noise
 
 #: Step times on one GPU of three models, steps of a full cell, and of a segment.
 REGIMES = {
-    "the paper's cells: 0.13 to 0.46 s a step, 3900 steps": ((0.125, 0.43, 0.46), 3900, 50),
-    "short cells: 0.03 to 0.08 s a step, 3900 steps": ((0.03, 0.05, 0.08), 3900, 100),
-    "long training: 0.25 s a step, 30000 steps": ((0.25, 0.25, 0.25), 30000, 50),
+    "the paper's cells: 0.13 to 0.46 s per step, 3900 steps": ((0.125, 0.43, 0.46), 3900, 50),
+    "short cells: 0.03 to 0.08 s per step, 3900 steps": ((0.03, 0.05, 0.08), 3900, 100),
+    "long training: 0.25 s per step, 30000 steps": ((0.25, 0.25, 0.25), 30000, 50),
 }
 TRUTHS = ("all equal", "two best equal", "at the margin")
-#: Bouts behind each row of error rates, and of costs.
-BOUTS, COST_BOUTS = 9000, 1800
+#: Comparisons behind each row of error rates, and of costs.
+COMPARISONS, COST_COMPARISONS = 9000, 1800
 
 
-def rates(truth: str, k: int, noise: Noise, bouts: int = 9, n: int = BOUTS, **how) -> dict:
-    """Rates over about `n` bouts, in studies of `bouts` each."""
-    rng = np.random.default_rng([k, bouts, n])
+def rates(
+    truth: str, k: int, noise: Noise, comparisons: int = 9, n: int = COMPARISONS, **how
+) -> dict:
+    """Rates over about `n` comparisons, in studies of `comparisons` each."""
+    rng = np.random.default_rng([k, comparisons, n])
     made = {name: how.pop(name) for name in ("scatter", "base_s") if name in how}
-    s = simulated.studies(rng, n // bouts, k, truth, bouts, **made)
+    s = simulated.studies(rng, n // comparisons, k, truth, comparisons, **made)
     return simulated.rates(s, simulated.run(rng, s, noise, **how))
 
 
@@ -45,7 +47,7 @@ def error_row(name: str, found: dict) -> str:
 
 
 ERROR_HEADER = [
-    "| truth, strategies | wrong claims, % | all intervals of a bout hold, % | within 3 % claimed, % | "
+    "| truth, strategies | wrong claims, % | all intervals of a comparison hold, % | within 3 % claimed, % | "
     "`fastest` claimed, % | blocks |",
     "|---|--:|--:|--:|--:|--:|",
 ]
@@ -54,17 +56,19 @@ ERROR_HEADER = [
 def error_tables() -> Iterator[str]:
     """Error rates where they are highest."""
     for percent in (1, 3, 10):
-        yield f"\n## Noise of {percent} % a block value, 9 bouts a study\n"
+        yield f"\n## Noise of {percent} % a block value, 9 comparisons a study\n"
         yield from ERROR_HEADER
         for truth in TRUTHS:
             for k in (2, 3, 4, 8, 15):
                 yield error_row(f"{truth}, {k}", rates(truth, k, normal_noise(percent)))
     for percent in (1, 3):
-        yield f"\n## One bout alone, noise of {percent} %: no other variances to learn from\n"
+        yield f"\n## One comparison alone, noise of {percent} %: no other variances to learn from\n"
         yield from ERROR_HEADER
         for truth in TRUTHS:
             for k in (2, 3, 4, 6, 8, 15):
-                yield error_row(f"{truth}, {k}", rates(truth, k, normal_noise(percent), bouts=1))
+                yield error_row(
+                    f"{truth}, {k}", rates(truth, k, normal_noise(percent), comparisons=1)
+                )
     yield "\n## Noise of 30 %, as on two busy CPU cores: no screen after the first block\n"
     yield from ERROR_HEADER
     for truth in TRUTHS:
@@ -79,7 +83,7 @@ def error_tables() -> Iterator[str]:
     yield from ERROR_HEADER
     for profile, noise in PROFILES.items():
         for k in (7, 15):
-            found = rates("realistic", k, noise, n=COST_BOUTS)
+            found = rates("realistic", k, noise, n=COST_COMPARISONS)
             yield error_row(f"{profile} nodes, {k}", found)
 
 
@@ -98,7 +102,7 @@ def controls() -> Iterator[str]:
         rates("all equal", 2, noise, segments_as_units=u)["wrong"] for u in (True, False)
     )
     yield f"| two segments of one allocation taken for two measurements | {wrong:.1f} | {right:.1f} |"
-    noise = normal_noise(1)._replace(arm_in_allocation=0.015)
+    noise = normal_noise(1)._replace(strategy_in_allocation=0.015)
     wrong, right = (rates("two best equal", 4, noise, one_node=o)["wrong"] for o in (True, False))
     yield f"| all blocks on one node, taken for every node | {wrong:.1f} | {right:.1f} |"
     noise = normal_noise(30)
@@ -107,11 +111,12 @@ def controls() -> Iterator[str]:
         wrong = rates("two best equal", 4, noise)["wrong"]
     named = "dropping what is 1.5 times as slow in the first block, at a noise of 30 %"
     yield f"| {named} | {wrong:.1f} | {right:.1f} |"
-    held = rates("all equal", 15, normal_noise(3), bouts=1)["covered"]
+    held = rates("all equal", 15, normal_noise(3), comparisons=1)["covered"]
     with simulated.intervals_of_a_leader_known_before():
-        less = rates("all equal", 15, normal_noise(3), bouts=1)["covered"]
+        less = rates("all equal", 15, normal_noise(3), comparisons=1)["covered"]
     yield (
-        f"\nAll reported intervals of one bout of fifteen hold in {held:.1f} %. They count every pair of "
+        f"\nAll reported intervals of one comparison of fifteen hold in {held:.1f} %. They count every pair "
+        "of "
         "strategies, since the same blocks choose the leader; had they counted the rivals alone, in "
         f"{less:.1f} %."
     )
@@ -129,7 +134,7 @@ def cost_tables() -> Iterator[str]:
         for k in (7, 15):
             for profile, noise in PROFILES.items():
                 found = rates(
-                    "realistic", k, noise, n=COST_BOUTS, base_s=base_s,
+                    "realistic", k, noise, n=COST_COMPARISONS, base_s=base_s,
                     costs=simulated.Costs(steps=steps, segment=segment),
                 )  # fmt: skip
                 yield (
@@ -144,11 +149,17 @@ def page() -> Iterator[str]:
     yield "Made, with fixed seeds, by"
     script, out = "benchmarks/statistics/verdict.py", "benchmarks/results/verdict/simulation.md"
     yield f"`PYTHONPATH=workflow python {script} > {out}`,"
-    yield "through the functions that judge a study (`stratbench.analysis.race.judging`). Nothing was"
+    yield "through the functions that judge a study (`stratbench.analysis.paired.judging`). Nothing was"
     yield "measured: true times and noise are drawn (`benchmarks/statistics/verdict_simulation.py` says how)."
     yield ""
-    yield f"A row of error rates stands for {BOUTS} bouts (a model on a number of workers), of costs for"
-    yield f"{COST_BOUTS}. A claim is wrong when `fastest` names a strategy that is not, or one of several"
+    yield (
+        f"A row of error rates stands for {COMPARISONS} comparisons (a model on a number of workers), of "
+        "costs for"
+    )
+    yield (
+        f"{COST_COMPARISONS}. A claim is wrong when `fastest` names a strategy that is not, or one of "
+        "several"
+    )
     yield "that are equally fast; when `within 3 %` names one that is slower by more; or when something is"
     yield "faster by more than `at most` says. With a true rate of 5 % a row of 9000 shows 4.5 to 5.5 %."
     yield "Each block has a node of its own, and blocks are independent of one another; where that is not so:"

@@ -3,7 +3,7 @@
     PYTHONPATH=workflow python benchmarks/statistics/verdict_limits.py > benchmarks/results/verdict/limits.md
 
 Ten minutes of one core. Seeds are fixed, so that the page comes out the same again. The tables on nodes
-and on dependence go through `stratbench.analysis.race.judging`; the others through the whole verdict
+and on dependence go through `stratbench.analysis.paired.judging`; the others through the whole verdict
 (`next_round`, then `verdict_of`), on blocks and full runs that are drawn.
 """
 
@@ -20,26 +20,28 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
-from stratbench.analysis.race import judging
-from stratbench.analysis.race.evidence import Bout, FullRun, RaceEvidence
-from stratbench.analysis.race.next_round import next_round, round_of
-from stratbench.analysis.race.rounds import Course
-from stratbench.analysis.race.verdict import verdict_of
-from stratbench.cell.blocks import Block, Place, Segment
+from stratbench.analysis.paired import judging
+from stratbench.analysis.paired.evidence import FullRun, PairedComparison, PairedEvidence
+from stratbench.analysis.paired.next_round import next_round, round_of
+from stratbench.analysis.paired.rounds import Course
+from stratbench.analysis.paired.verdict import verdict_of
+from stratbench.cell.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.cell.coordinates import Cell
 
 MARGIN = 0.03
-#: Bouts behind a row of the race alone, and of the whole verdict.
-BOUTS, WHOLE = 2000, 200
-#: What an allocation does to all arms alike.
+#: Comparisons behind a row of the comparison alone, and of the whole verdict.
+COMPARISONS, WHOLE = 2000, 200
+#: What an allocation does to all strategies alike.
 ALLOCATION = 0.04
 
 
-# ---------------------------------------------------------------- the race alone
+# ---------------------------------------------------------------- the verdict alone
 
 
 def true_logs(rng: np.random.Generator, n: int, k: int, truth: str) -> np.ndarray:
-    """True log times of `n` studies of one bout with `k` arms, shape [n, 1, k]; the first is a best one."""
+    """True log times of `n` studies of one comparison with `k` strategies, shape [n, 1, k]; the first is a
+    best one.
+    """
     mu = np.zeros((n, 1, k))
     if truth == "rivals 3.01 % slower":
         mu[..., 1:] = math.log(1.0301)
@@ -52,7 +54,7 @@ def true_logs(rng: np.random.Generator, n: int, k: int, truth: str) -> np.ndarra
 
 @dataclass(frozen=True)
 class Blocks:
-    """How blocks scatter; standard deviations of log times, of each arm for itself."""
+    """How blocks scatter; standard deviations of log times, of each strategy for itself."""
 
     sd: float  # from block to block
     nodes: int = 0  # that blocks are spread over at random; 0: another one for each block
@@ -61,7 +63,7 @@ class Blocks:
 
 
 def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
-    """Rates in percent over `n` bouts, each alone in its study.
+    """Rates in percent over `n` comparisons, each alone in its study.
 
     `wrong`: of a claim that names its nodes (fewer than three) by what is true of these nodes, of others by
     what is true of all. `of_all`: all claims by what is true of all nodes.
@@ -70,7 +72,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
     mu = true_logs(rng, n, k, truth)
     everywhere = np.ones(mu.shape, dtype=bool)
     served = np.broadcast_to(np.arange(k) >= k // 2, mu.shape)
-    course = judging.Race(served, everywhere, everywhere, MARGIN)
+    course = judging.SequentialAnalysis(served, everywhere, everywhere, MARGIN)
     several = how.nodes or judging.LOOKS[-1]
     effects = (
         rng.normal(0, how.on_node, (*mu.shape, several)) if how.on_node else 0.0 * mu[..., None]
@@ -100,7 +102,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
             result[name] = np.where(step.ended, value, result.get(name, np.zeros_like(value)))
     count = np.maximum(ran.sum(-1, keepdims=True), 1)
     here = mu + (effects * ran[..., None, :]).sum(-1) / count
-    named = (result["sets"] < judging.FEWEST_SETS)[..., None]
+    named = (result["sets"] < judging.MIN_SETS)[..., None]
     return {
         "wrong": 100 * wrong(np.where(named, here, mu), result).mean(),
         "of_all": 100 * wrong(mu, result).mean(),
@@ -111,7 +113,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
 
 
 def wrong(mu: np.ndarray, said: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Whether the claim on each bout is wrong, by the true log times `mu`."""
+    """Whether the claim on each comparison is wrong, by the true log times `mu`."""
     best = mu.min(-1)
     gap = judging.at(mu, said["leader"]) - best
     tied = (mu <= best[..., None] + 1e-12).sum(-1) > 1
@@ -137,7 +139,7 @@ def race_tables() -> Iterator[str]:
     for nodes in (1, 2, 3, 4, 0):
         for truth in TRUTHS:
             for k in (3, 7, 15):
-                found = race_rates(BOUTS, k, truth, Blocks(0.005, nodes, 0.02))
+                found = race_rates(COMPARISONS, k, truth, Blocks(0.005, nodes, 0.02))
                 yield (
                     f"| {nodes or 'a node a block'} | {truth}, {k} | {found['wrong']:.1f} | "
                     f"{found['of_all']:.1f} | {found['within']:.0f} | {found['blocks']:.1f} |"
@@ -149,7 +151,7 @@ def race_tables() -> Iterator[str]:
     for name, nodes, after in rows:
         for truth in TRUTHS:
             for k in (2, 3, 7, 15):
-                found = race_rates(BOUTS, k, truth, Blocks(0.02, nodes, after=after))
+                found = race_rates(COMPARISONS, k, truth, Blocks(0.02, nodes, after=after))
                 yield (
                     f"| {name}, {after:g} | {truth}, {k} | {found['wrong']:.1f} | {found['within']:.0f} | "
                     f"{found['blocks']:.1f} |"
@@ -161,10 +163,10 @@ def race_tables() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class World:
-    """A synthetic bout: true seconds a step in blocks, and what is done to it."""
+    """A synthetic comparison: true seconds per step in blocks, and what is done to it."""
 
     steps_s: Mapping[str, float]
-    #: Factor of a full run's time over its steps, by arm; 1 for others.
+    #: Factor of a full run's time over its steps, by strategy; 1 for others.
     full: Mapping[str, float]
     equal: tuple[str, ...]
     seed: int
@@ -177,61 +179,73 @@ class World:
     full_steps: int = 4000
 
     @property
-    def place(self) -> Place:
-        """Which bout it is."""
-        return Place("e", "m", 4)
+    def place(self) -> ComparisonKey:
+        """Which comparison it is."""
+        return ComparisonKey("e", "m", 4)
 
-    def evidence(self) -> RaceEvidence:
+    def evidence(self) -> PairedEvidence:
         """Nothing measured yet."""
-        arms = tuple(self.steps_s)
-        bout = Bout(
-            place=self.place, dataset="d", arms=arms, served=tuple(a not in self.equal for a in arms),
-            equal=tuple(a in self.equal for a in arms), arithmetic=("e", "m"), full_steps=self.full_steps,
+        strategies = tuple(self.steps_s)
+        comparison = PairedComparison(
+            place=self.place, dataset="d", strategies=strategies,
+            served=tuple(a not in self.equal for a in strategies),
+            equal=tuple(a in self.equal for a in strategies), arithmetic=("e", "m"),
+            full_steps=self.full_steps,
         )  # fmt: skip
-        return RaceEvidence(study="s", seed=self.seed, bouts=(bout,))
+        return PairedEvidence(study="s", seed=self.seed, comparisons=(comparison,))
 
     def rng(self, *of: int) -> np.random.Generator:
         """A generator of its own for each thing that is drawn."""
         return np.random.default_rng([self.seed, *of])
 
-    def block(self, entry: Mapping[str, Any]) -> Block:
+    def block(self, entry: Mapping[str, Any]) -> PairedBlock:
         """The block that an entry of round.json asks for."""
         number = entry["block"]
         rng = self.rng(1, 1 if self.copied else number)
-        drawn = {arm: rng.normal(0, self.noise, 3) for arm in sorted(self.steps_s)}
+        drawn = {strategy: rng.normal(0, self.noise, 3) for strategy in sorted(self.steps_s)}
         level = self.rng(2, number).normal(0, self.allocation)
         node = number % self.nodes if self.nodes else number
         effect = dict(zip(self.steps_s, self.rng(3, node).normal(0, self.on_node, len(self.steps_s)),
                           strict=True))  # fmt: skip
-        segments = [Segment(0, "burn-in", entry["arms"][0], "ok", 0.1, None, None, 6.0, 20.0)]
-        for i, (passed, arms) in enumerate(
-            (("first", entry["arms"]), ("mirror", entry["arms"][::-1]))
+        segments = [Segment(0, "burn-in", entry["strategies"][0], "ok", 0.1, None, None, 6.0, 20.0)]
+        for i, (passed, strategies) in enumerate(
+            (("first", entry["strategies"]), ("mirror", entry["strategies"][::-1]))
         ):
-            for arm in arms:
-                step_s = self.steps_s[arm] * math.exp(level + drawn[arm][i] + effect[arm])
+            for strategy in strategies:
+                step_s = self.steps_s[strategy] * math.exp(
+                    level + drawn[strategy][i] + effect[strategy]
+                )
                 segments.append(
                     Segment(
-                        len(segments), passed, arm, "ok", step_s, None, None, 6.0, 6.0 + 75 * step_s
+                        len(segments),
+                        passed,
+                        strategy,
+                        "ok",
+                        step_s,
+                        None,
+                        None,
+                        6.0,
+                        6.0 + 75 * step_s,
                     )
                 )
         cpu = self.cpu_every and number % self.cpu_every == 0
-        return Block(
+        return PairedBlock(
             self.place, number, entry["settings"]["steps"] or 60, tuple(segments), (f"node{node}",),
             "cpu" if cpu else "cuda", self.place.gpus * sum(s.wall_s for s in segments),
         )  # fmt: skip
 
     def full_run(self, cell: Cell) -> FullRun:
         """The full run of a cell, in an allocation of its own."""
-        arm = list(self.steps_s).index(cell.strategy)
-        level = self.rng(4, arm, cell.repeat).normal(0, self.allocation)
+        strategy = list(self.steps_s).index(cell.strategy)
+        level = self.rng(4, strategy, cell.repeat).normal(0, self.allocation)
         factor = self.full.get(cell.strategy, 1.0) * math.exp(level)
         time_s = self.full_steps * self.steps_s[cell.strategy] * factor
-        score = 98 + self.rng(5, arm, cell.repeat).normal(0, 0.05)
+        score = 98 + self.rng(5, strategy, cell.repeat).normal(0, 0.05)
         return FullRun("ok", None, score, "higher", 1.0, "accuracy", cell.gpus * (time_s + 40), time_s,
                        self.full_steps)  # fmt: skip
 
     def verdict(self) -> tuple[dict[str, Any], int]:
-        """The bout's entry of verdict.json at the end of all rounds, and the number of full runs."""
+        """The comparison's entry of verdict.json at the end of all rounds, and the number of full runs."""
         evidence = self.evidence()
         while not (found := next_round(evidence)).done:
             blocks = {(self.place, entry["block"]): self.block(entry) for entry in found.blocks}
@@ -242,20 +256,20 @@ class World:
                 full_runs={**evidence.full_runs, **runs},
             )
         course = Course(evidence)
-        return verdict_of(course, round_of(course), [])["bouts"][0], len(evidence.full_runs)
+        return verdict_of(course, round_of(course), [])["comparisons"][0], len(evidence.full_runs)
 
-    def is_wrong(self, bout: Mapping[str, Any], of_steps: bool) -> bool:
+    def is_wrong(self, comparison: Mapping[str, Any], of_steps: bool) -> bool:
         """Whether its claim is wrong: of full trainings, or of steps."""
-        if not bout["claimed"]:
+        if not comparison["claimed"]:
             return False
         full = {} if of_steps else self.full
-        times = {arm: s * full.get(arm, 1.0) for arm, s in self.steps_s.items()}
-        gap = times[bout["leader"]] / min(times.values()) - 1
+        times = {strategy: s * full.get(strategy, 1.0) for strategy, s in self.steps_s.items()}
+        gap = times[comparison["leader"]] / min(times.values()) - 1
         tied = sum(t <= min(times.values()) * (1 + 1e-9) for t in times.values()) > 1
         return (
-            (bout["claim"] == "fastest" and (gap > 1e-9 or tied))
-            or (bout["claim"] == "within" and gap > MARGIN + 1e-9)
-            or gap > bout["at_most"] + 1e-9
+            (comparison["claim"] == "fastest" and (gap > 1e-9 or tied))
+            or (comparison["claim"] == "within" and gap > MARGIN + 1e-9)
+            or gap > comparison["at_most"] + 1e-9
         )
 
 
@@ -264,13 +278,13 @@ def whole_row(worlds: Iterator[World]) -> str:
     n, bad, in_full, high, blocks, runs = 0, 0, 0, 0, 0, 0
     claims: Counter[str] = Counter()
     for world in worlds:
-        bout, trained = world.verdict()
-        is_bad = world.is_wrong(bout, of_steps=False)
+        comparison, trained = world.verdict()
+        is_bad = world.is_wrong(comparison, of_steps=False)
         n, in_full = n + 1, in_full + is_bad
-        bad += world.is_wrong(bout, of_steps=not bout["checked"])
-        high += is_bad and bout["confidence"] == "high"
-        claims[bout["claim"]] += 1
-        blocks, runs = blocks + bout["blocks"], runs + trained
+        bad += world.is_wrong(comparison, of_steps=not comparison["checked"])
+        high += is_bad and comparison["confidence"] == "high"
+        claims[comparison["claim"]] += 1
+        blocks, runs = blocks + comparison["blocks"], runs + trained
     shares = " | ".join(
         f"{100 * claims[c] / n:.0f}" for c in ("fastest", "within", "at most", "none")
     )
@@ -278,8 +292,8 @@ def whole_row(worlds: Iterator[World]) -> str:
     return f"{told} | {shares} | {blocks / n:.1f} | {runs / n:.1f} |"
 
 
-def bout_of(k: int, lead: float) -> dict[str, float]:
-    """`k` arms: DDP and FSDP at 0.1 s a step, slower ones, and `x`, faster than DDP by `lead`."""
+def comparison_of(k: int, lead: float) -> dict[str, float]:
+    """`k` strategies: DDP and FSDP at 0.1 s per step, slower ones, and `x`, faster than DDP by `lead`."""
     names = ["ddp", "fsdp", *(f"ps-{i}" for i in range(k - 3))]
     steps_s = {name: 0.1 * (1.0 if i < 2 else 1.08 + 0.02 * i) for i, name in enumerate(names)}
     return {**steps_s, "x": 0.1 * math.exp(-lead)}
@@ -300,7 +314,7 @@ def whole_tables() -> Iterator[str]:
             for allocation in (0.02, 0.04):
                 full = {"x": (1 + slower) * math.exp(0.04)}
                 row = whole_row(
-                    World(bout_of(3, 0.04), full, equal, seed, allocation=allocation)
+                    World(comparison_of(3, 0.04), full, equal, seed, allocation=allocation)
                     for seed in range(WHOLE)
                 )
                 yield f"| x {whose} {100 * slower:g} % slower, allocations {100 * allocation:g} % | {row}"
@@ -309,10 +323,10 @@ def whole_tables() -> Iterator[str]:
     for allocation in (0.02, 0.04, 0.06):
         for name, full in (
             ("agree", {}),
-            ("are all 10 % slower", dict.fromkeys(bout_of(3, 0), 1.1)),
+            ("are all 10 % slower", dict.fromkeys(comparison_of(3, 0), 1.1)),
         ):
             row = whole_row(
-                World(bout_of(3, 0.04), full, ("ddp", "fsdp"), seed, allocation=allocation)
+                World(comparison_of(3, 0.04), full, ("ddp", "fsdp"), seed, allocation=allocation)
                 for seed in range(WHOLE)
             )
             yield f"| full runs {name}, allocations {100 * allocation:g} % | {row}"
@@ -320,12 +334,12 @@ def whole_tables() -> Iterator[str]:
     yield from header
     for k in (3, 7):
         row = whole_row(
-            World(bout_of(k, 0.0), {}, ("ddp", "fsdp"), seed, noise=0.02, copied=True)
+            World(comparison_of(k, 0.0), {}, ("ddp", "fsdp"), seed, noise=0.02, copied=True)
             for seed in range(WHOLE // 2)
         )
         yield f"| the first block again and again, {k} strategies | {row}"
     row = whole_row(
-        World(bout_of(3, 0.04), {}, ("ddp", "fsdp"), seed, cpu_every=2)
+        World(comparison_of(3, 0.04), {}, ("ddp", "fsdp"), seed, cpu_every=2)
         for seed in range(WHOLE // 2)
     )
     yield f"| every other block on CPU processes | {row}"
@@ -339,7 +353,10 @@ def page() -> Iterator[str]:
     yield f"`PYTHONPATH=workflow python {script} > {out}`,"
     yield "through the functions that judge a study. Nothing was measured: true times and noise are drawn."
     yield ""
-    yield f"A row of the first two tables stands for {BOUTS} bouts, each alone in its study, of the others"
+    yield (
+        f"A row of the first two tables stands for {COMPARISONS} comparisons, each alone in its study, of "
+        "the others"
+    )
     yield f"for {WHOLE} (copies, devices: {WHOLE // 2}): the standard error at 5 % is 0.5, 1.5 (2.2)."
     yield "Wrong claims are counted as in [simulation.md](simulation.md). A claim on fewer than three node"
     yield "sets names its nodes, and one that no full run could check says `by its steps`: `wrong` holds both"

@@ -1,6 +1,6 @@
 """Synthetic studies for the verdict's own functions: true times, noise, and what is claimed of them.
 
-Noise of a segment's log time: allocation + arm x allocation + drift + start of the process + within the
+Noise of a segment's log time: allocation + strategy x allocation + drift + start of the process + within the
 segment + bursts; the profiles say how much of each. `verdict.py` makes the table of error
 rates, tests/unit/test_verdict_rates.py holds its most telling rows.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.race import judging
+from stratbench.analysis.paired import judging
 from stratbench.cell.block_rules import disagreement_limit, discarded_steps
 from stratbench.statistics import moderated
 
@@ -25,7 +25,7 @@ class Noise(NamedTuple):
     """Standard deviations on the log scale, and bursts."""
 
     allocation: float
-    arm_in_allocation: float
+    strategy_in_allocation: float
     process: float
     within: float
     drift: float = 0.0  # autoregressive
@@ -53,22 +53,24 @@ DRIFT_SLOTS, BURST_SLOTS = 10.0, 2.0
 
 @dataclass
 class Studies:
-    """Many synthetic studies; arrays of shape [studies, bouts, arms], `gpus` and so on [bouts]."""
+    """Many synthetic studies; arrays of shape [studies, comparisons, strategies], `gpus` and so on
+    [comparisons].
+    """
 
     mu: np.ndarray  # true log times
-    there: np.ndarray  # arms that fit in memory
+    there: np.ndarray  # strategies that fit in memory
     equal: np.ndarray  # arithmetic equals DDP's
     good: np.ndarray  # the score passes
     served: np.ndarray
     gpus: np.ndarray
-    step_s: np.ndarray  # of the fastest arm, shape [bouts]
+    step_s: np.ndarray  # of the fastest strategy, shape [comparisons]
     scatter: np.ndarray = field(
         default_factory=lambda: np.ones(1)
-    )  # an arm's noise over the profile's
+    )  # a strategy's noise over the profile's
 
     @property
     def usable(self) -> np.ndarray:
-        """Arms that may rightly be called the fastest."""
+        """Strategies that may rightly be called the fastest."""
         return self.there & self.good
 
 
@@ -77,17 +79,17 @@ def studies(
     n: int,
     k: int,
     truth: str,
-    bouts: int = 9,
+    comparisons: int = 9,
     scatter: float = 0.3,
     base_s: tuple[float, ...] = (0.125, 0.43, 0.46),
 ) -> Studies:
-    """`n` studies of 1, 3, 6 or 9 bouts (models x 1, 2, 4 GPUs) with `k` arms each.
+    """`n` studies of 1, 3, 6 or 9 comparisons (models x 1, 2, 4 GPUs) with `k` strategies each.
 
     `truth`: `all equal`, `two best equal`, `at the margin` (rivals slower by just over it), `realistic`.
     """
-    shape = (n, bouts, k)
-    gpus = np.tile([1, 2, 4], 3)[:bouts]
-    base = np.repeat(base_s, 3)[:bouts] / gpus**0.8
+    shape = (n, comparisons, k)
+    gpus = np.tile([1, 2, 4], 3)[:comparisons]
+    base = np.repeat(base_s, 3)[:comparisons] / gpus**0.8
     served = np.broadcast_to(np.arange(k) >= k // 2, shape)
     mu = np.zeros(shape)
     everywhere = np.ones(shape, dtype=bool)
@@ -106,24 +108,24 @@ def studies(
 
 def _realistic(rng: np.random.Generator, shape: tuple[int, ...], gpus: np.ndarray):
     """Collectives of equal arithmetic, servers about as fast as one another, one outlier of each."""
-    n, bouts, k = shape
+    n, comparisons, k = shape
     collectives = 4 if k >= 10 else 3
     equal = np.zeros(shape, dtype=bool)
     equal[..., :collectives] = True
     served = ~equal
     mu = np.zeros(shape)
-    mu[..., 1] = rng.uniform(0.02, 0.5, (n, bouts))
-    mu[..., 2] = rng.uniform(0, 0.3, (n, bouts))
+    mu[..., 1] = rng.uniform(0.02, 0.5, (n, comparisons))
+    mu[..., 2] = rng.uniform(0, 0.3, (n, comparisons))
     if collectives > 3:
-        mu[..., 3] = rng.normal(0.01, 0.01, (n, bouts))
-    common = rng.uniform(-0.12, 0.10, (n, bouts, 1))
-    mu[..., collectives:] = common + rng.normal(0, 0.015, (n, bouts, k - collectives))
-    mu[..., k - 1] = rng.uniform(0.5, 1.5, (n, bouts))
+        mu[..., 3] = rng.normal(0.01, 0.01, (n, comparisons))
+    common = rng.uniform(-0.12, 0.10, (n, comparisons, 1))
+    mu[..., collectives:] = common + rng.normal(0, 0.015, (n, comparisons, k - collectives))
+    mu[..., k - 1] = rng.uniform(0.5, 1.5, (n, comparisons))
     if k > 5:  # a synchronous server
-        mu[..., k - 2] = rng.uniform(0.05, 0.6, (n, bouts))
+        mu[..., k - 2] = rng.uniform(0.05, 0.6, (n, comparisons))
         equal[..., k - 2] = True
     if k >= 10:
-        mu[..., k - 4 : k - 2] = common + rng.uniform(0, 0.2, (n, bouts, 2))
+        mu[..., k - 4 : k - 2] = common + rng.uniform(0, 0.2, (n, comparisons, 2))
     alone = gpus == 1
     mu[:, alone, : k - 1] = rng.normal(0.01, 0.02, (n, alone.sum(), k - 1))
     equal[:, alone] = True
@@ -136,23 +138,26 @@ def _realistic(rng: np.random.Generator, shape: tuple[int, ...], gpus: np.ndarra
 def block_of_segments(
     rng: np.random.Generator, s: Studies, noise: Noise, node: np.ndarray | None = None
 ) -> np.ndarray:
-    """One block of every bout: log times of three segments, shape [studies, bouts, arms, 3].
+    """One block of every comparison: log times of three segments, shape [studies, comparisons, strategies,
+    3].
 
     The third comes after the mirror, in the same allocation. `node`: what an allocation does to each
-    arm, the same in every block (all blocks on one node); None: drawn anew.
+    strategy, the same in every block (all blocks on one node); None: drawn anew.
     """
-    n, bouts, k = s.mu.shape
+    n, comparisons, k = s.mu.shape
     places = rng.permuted(np.broadcast_to(np.arange(k), s.mu.shape), axis=-1)
     slots = np.stack([places, 2 * k - 1 - places, 2 * k + places % 2], axis=-1)
-    state = _environment(rng, noise, (n, bouts), 2 * k + 2)
+    state = _environment(rng, noise, (n, comparisons), 2 * k + 2)
     between = (
-        s.scatter * rng.normal(0, noise.arm_in_allocation, s.mu.shape) if node is None else node
+        s.scatter * rng.normal(0, noise.strategy_in_allocation, s.mu.shape)
+        if node is None
+        else node
     )
     own = np.hypot(noise.process, noise.within)
     return (
         (s.mu + between)[..., None]
-        + rng.normal(0, noise.allocation, (n, bouts, 1, 1))
-        + np.take_along_axis(state, slots.reshape(n, bouts, -1), -1).reshape(*slots.shape)
+        + rng.normal(0, noise.allocation, (n, comparisons, 1, 1))
+        + np.take_along_axis(state, slots.reshape(n, comparisons, -1), -1).reshape(*slots.shape)
         + s.scatter[..., None] * rng.normal(0, own, slots.shape)
     )
 
@@ -188,7 +193,7 @@ class Costs:
     evaluations: float = 15.0
 
     def full(self, s: Studies) -> np.ndarray:
-        """GPU-seconds of a full cell, shape [studies, bouts, arms]."""
+        """GPU-seconds of a full cell, shape [studies, comparisons, strategies]."""
         step = s.step_s[:, None] * np.exp(s.mu)
         return s.gpus[:, None] * (self.start_full + self.evaluations + self.steps * step)
 
@@ -201,13 +206,15 @@ class Costs:
 
 @dataclass
 class Outcome:
-    """What the race claimed of every bout; shape [studies, bouts] but for `share` [studies]."""
+    """What the verdict claimed of every comparison; shape [studies, comparisons] but for `share`
+    [studies].
+    """
 
     leader: np.ndarray
     fastest: np.ndarray
     within: np.ndarray
     at_most: np.ndarray
-    covered: np.ndarray  # all intervals hold, those of dropped arms included
+    covered: np.ndarray  # all intervals hold, those of dropped strategies included
     blocks: np.ndarray
     time_share: np.ndarray  # of the cost of the matrix with three repeats
     share: np.ndarray
@@ -221,17 +228,19 @@ def run(
     one_node: bool = False,
     segments_as_units: bool = False,
 ) -> Outcome:
-    """Races every study to its end, through `judging.Race`. `segments_as_units`: the known mistake."""
+    """Races every study to its end, through `judging.SequentialAnalysis`. `segments_as_units`: the known
+    mistake.
+    """
     costs = costs or Costs()
     full, short = costs.full(s), costs.short(s)
-    course = judging.Race(s.served, s.equal, s.there, MARGIN)
-    bouts = course.open.shape
-    node = s.scatter * rng.normal(0, noise.arm_in_allocation, s.mu.shape) if one_node else None
-    timing, training = np.zeros(bouts), np.zeros(bouts)
+    course = judging.SequentialAnalysis(s.served, s.equal, s.there, MARGIN)
+    comparisons = course.open.shape
+    node = s.scatter * rng.normal(0, noise.strategy_in_allocation, s.mu.shape) if one_node else None
+    timing, training = np.zeros(comparisons), np.zeros(comparisons)
     timing += (~s.there).sum(-1) * s.gpus * costs.start_segment
     apart: list[np.ndarray] = []  # |differences| of two segments, shape [studies, ...]
     first_limits = None  # of disagreement, by the first blocks
-    covered = np.ones(bouts, dtype=bool)
+    covered = np.ones(comparisons, dtype=bool)
     result: dict[str, np.ndarray] = {}
     while course.open.any():
         judged = course.open.copy()
@@ -269,7 +278,7 @@ def run(
         training += (wanted * full).sum(-1)
         course.learn(wanted & s.good, wanted & ~s.good)
     reference = np.where(
-        np.arange(bouts[1]) // 3 % 2 == 0, True, s.gpus == 1
+        np.arange(comparisons[1]) // 3 % 2 == 0, True, s.gpus == 1
     )  # BatchNorm: each count
     training = training + reference * full[..., 0]
     # A leader of equal arithmetic is trained, too, to check its steps; others have been, for their scores.
@@ -311,9 +320,9 @@ def uncorrected():
 
 
 def screening_whatever_the_noise():
-    """The known mistake of dropping arms after one block without a look at how it scatters."""
-    advance = judging.Race.advance
-    return _with(judging.Race, advance=lambda self, *of: advance(self, *of[:3]))
+    """The known mistake of dropping strategies after one block without a look at how it scatters."""
+    advance = judging.SequentialAnalysis.advance
+    return _with(judging.SequentialAnalysis, advance=lambda self, *of: advance(self, *of[:3]))
 
 
 def intervals_of_a_leader_known_before():
@@ -323,7 +332,7 @@ def intervals_of_a_leader_known_before():
 
 
 def values_of_segments(logs: np.ndarray) -> np.ndarray:
-    """`segments.value_of_segments` of many arms; NaN for a third segment that was not measured."""
+    """`segments.value_of_segments` of many strategies; NaN for a third segment that was not measured."""
     two = logs[..., :2].mean(-1)
     return np.where(np.isnan(logs[..., 2]), two, np.median(logs, axis=-1))
 
@@ -335,7 +344,7 @@ def limits_of(apart: list[np.ndarray]) -> np.ndarray:
 
 
 def rates(s: Studies, found: Outcome) -> dict[str, float]:
-    """Rates in percent over all bouts: claims, wrong ones, and what they cost."""
+    """Rates in percent over all comparisons: claims, wrong ones, and what they cost."""
     best = np.where(s.usable, s.mu, np.inf).min(-1)
     gap = judging.at(s.mu, found.leader) - best
     tied = (s.usable & (s.mu <= best[..., None] + 1e-12)).sum(-1) > 1

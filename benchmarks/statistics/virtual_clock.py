@@ -97,7 +97,7 @@ class _Worker:
     versions: list[int]
     present: bool = True
     idle: bool = False  # present, but without a ticket to work on
-    incarnation: int = 0  # grows when it is lost: events of an earlier life are void
+    incarnation: int = 0  # grows when it is lost: events of an earlier incarnation are void
     ticket: Ticket | None = None
     part: int = 0
     gradient: Tensor | None = None

@@ -29,7 +29,7 @@ HUNGRY = SETUP + '        __import__("torch").empty(1 << 50)\n'
 
 
 def racing(folder: Path, cluster: SlurmCluster) -> ClusterWorkflow:
-    """Two bouts, whose segments have few steps."""
+    """Two comparisons, whose segments have few steps."""
     config = study({"wide": WIDE, "near": NEAR}, mem_mib_per_cpu_worker=6000)
     # With this seed ddp comes first: a collective strategy, which `hold` can hold.
     config["studies"]["tiny"]["seed"] = 3
@@ -38,10 +38,10 @@ def racing(folder: Path, cluster: SlurmCluster) -> ClusterWorkflow:
     }
     workflow = ClusterWorkflow(folder, config, cluster)
     rules = "workflow/stratbench/cell/block_rules.py"
-    workflow.change_code(rules, "MOST_STEPS = 50, 300", "MOST_STEPS = 4, 6")
+    workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 4, 6")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
     workflow.change_code(
-        rules, "LEAST_DISAGREEMENT, DISAGREEMENT = 0.03", "LEAST_DISAGREEMENT, DISAGREEMENT = 9"
+        rules, "MIN_DISAGREEMENT, DISAGREEMENT = 0.03", "MIN_DISAGREEMENT, DISAGREEMENT = 9"
     )
     workflow.change_code("workflow/stratbench/strategies/sharding/zero.py", SETUP, HUNGRY)
     return workflow
@@ -131,7 +131,8 @@ def test_blocks_that_are_killed_fail_and_come_again_until_they_are_whole(raced: 
 
 def test_a_block_comes_again_in_the_same_order(raced: Raced) -> None:
     orders = [
-        {bout["experiment"]: bout["arms"] for bout in round_["bouts"]} for round_ in raced.rounds
+        {comparison["experiment"]: comparison["strategies"] for comparison in round_["comparisons"]}
+        for round_ in raced.rounds
     ]
     assert orders[0]["wide"] == orders[1]["wide"] == orders[2]["wide"]
     assert orders[0]["wide"][0] == "ddp"

@@ -85,27 +85,31 @@ def test_cells_whose_own_jobs_are_lost_go_on_and_finish(
     print({k: told[k] for k in ("tickets_done_twice", "returns", "incarnations")})
 
 
-def test_all_arms_of_a_small_study_leave_records_that_the_audit_believes(
+def test_all_strategies_of_a_small_study_leave_records_that_the_audit_believes(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     """A gang, split synchronous and split asynchronous workers, in one queue."""
     common = {"epochs": 2}
-    arms = {
+    strategies = {
         "gang": common | {"strategies": ["ddp"], "gpus": [2], "warmup_steps": 1},
         "split": common | SPLIT,
         "served": common | {**SPLIT, "strategies": ["ps-ormo"]},
     }
-    config = study(arms, gpus_per_node=2, mem_mib_per_cpu_worker=1500)
+    config = study(strategies, gpus_per_node=2, mem_mib_per_cpu_worker=1500)
     workflow = ClusterWorkflow(tmp_path / "w", config, slurm)
     done = workflow.run("--until", "audit_records")
     assert done.returncode == 0, done.stdout
-    records = {arm: json.loads(workflow.cell_record(arm).read_text()) for arm in arms}
-    assert {arm: r["status"] for arm, r in records.items()} == dict.fromkeys(arms, "ok")
-    for arm in ("split", "served"):
-        told = records[arm]["elastic"]
+    records = {
+        strategy: json.loads(workflow.cell_record(strategy).read_text()) for strategy in strategies
+    }
+    assert {strategy: r["status"] for strategy, r in records.items()} == dict.fromkeys(
+        strategies, "ok"
+    )
+    for strategy in ("split", "served"):
+        told = records[strategy]["elastic"]
         assert len(told["jobs"]) >= 2
         assert told["queue_wait_s"] >= 0
-        assert 0 < told["first_step_s"] < records[arm]["time"]["total_s"]
+        assert 0 < told["first_step_s"] < records[strategy]["time"]["total_s"]
         assert 0 < told["idle_s"] < told["allocated_s"]
     assert all(r["time"]["queue_wait_s"] >= 0 for r in records.values())
     with open(workflow.folder / "results/tiny/audit.csv", newline="") as file:

@@ -109,7 +109,7 @@ def test_a_submission_without_an_answer_is_tried_again_and_no_cell_twice(
 ):
     workflow = ClusterWorkflow(tmp_path / "w", study({"a": {}, "b": {}, "c": {}}), slurm)
     workflow.share_import(warm)
-    workflow.change_code(SUBMISSION, "LONGEST_PAUSE_S = 5.0, 60.0", "LONGEST_PAUSE_S = 1.0, 1.0")
+    workflow.change_code(SUBMISSION, "MAX_PAUSE_S = 5.0, 60.0", "MAX_PAUSE_S = 1.0, 1.0")
     over, tries = tmp_path / "over", tmp_path / "tries"
     script = TIMES_OUT.replace("OVER", str(over)).replace("TRIES", str(tries))
     script = script.replace("BEFORE", 'REAL "$@" > /dev/null' if taken else "")

@@ -14,7 +14,7 @@ from machine import Machine
 from launching import OF_THE_MACHINE
 from stratbench.analysis.audit import memory, traffic, workers
 from stratbench.analysis.audit.across_cells import machines
-from stratbench.analysis.audit.rule import Evidence, Rule
+from stratbench.analysis.audit.rule import AuditData, Rule
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import software_gpu
 from stratbench.cell.record import Record
@@ -79,7 +79,7 @@ def test_a_cell_is_trained_and_its_record_agrees_with_itself(
 
 def findings(record: Record) -> list[str]:
     """What the audit finds wrong in devices, workers, memory and traffic of a record."""
-    evidence = Evidence(pd.DataFrame(columns=list(COLUMNS)), [record])
+    evidence = AuditData(pd.DataFrame(columns=list(COLUMNS)), [record])
     return [
         f"{rule.id}: {found.figures}"
         for module in SOUND

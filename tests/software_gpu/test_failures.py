@@ -16,7 +16,7 @@ from machine import Machine
 
 from launching import LaunchedCell, settings, train_one_epoch, until
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.audit.rule import AuditData
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.settings import Settings
@@ -154,9 +154,9 @@ def stranger(mib: int) -> Iterator[int]:
         process.wait()
 
 
-def alone(found: record.Record) -> Evidence:
+def alone(found: record.Record) -> AuditData:
     """A record as evidence, whatever it was trained on."""
-    return Evidence(pd.DataFrame(columns=list(COLUMNS)), [found])
+    return AuditData(pd.DataFrame(columns=list(COLUMNS)), [found])
 
 
 def test_memory_that_another_process_holds_is_no_result_of_the_strategy(

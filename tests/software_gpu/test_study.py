@@ -152,7 +152,7 @@ def test_it_cannot_be_bundled(study: Workflow) -> None:
 
 def test_a_verdicts_blocks_run_and_decide_nothing(study: Workflow) -> None:
     rules = "workflow/stratbench/cell/block_rules.py"
-    study.change_code(rules, "MOST_STEPS = 50, 300", "MOST_STEPS = 4, 6")
+    study.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 4, 6")
     study.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
     done = study.run(
         "verdict",
@@ -169,4 +169,4 @@ def test_a_verdicts_blocks_run_and_decide_nothing(study: Workflow) -> None:
     assert f"was {software_gpu.WHY}" in " ".join(done.stdout.split())  # broken to fit the screen
     told = json.loads((study.folder / "results/tiny/verdict/verdict.json").read_text())
     assert not told["done"]
-    assert {bout["leader"] for bout in told["bouts"]} == {None}
+    assert {comparison["leader"] for comparison in told["comparisons"]} == {None}

@@ -13,7 +13,7 @@ from typing import Any
 import fixture_records as fixture
 import pandas as pd
 
-from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.audit.rule import AuditData
 from stratbench.analysis.records.columns import COLUMNS, row_of_record
 from stratbench.cell import record as record_module
 from stratbench.cell.coordinates import Cell
@@ -59,14 +59,14 @@ def row(record: Record) -> dict[str, Any]:
     return record["cell"] | row_of_record(record, Path("no timeline"))
 
 
-def study(records: Records, device: str) -> Evidence:
+def study(records: Records, device: str) -> AuditData:
     """What the rules are given; RecordError where the merge would refuse a record."""
     sound_ones = sound(device)
     rows = [
         sound_row(device, place) if record is sound_ones.get(place) else row(record)
         for place, record in records.items()
     ]
-    return Evidence(pd.DataFrame(rows, columns=list(COLUMNS)), list(records.values()))
+    return AuditData(pd.DataFrame(rows, columns=list(COLUMNS)), list(records.values()))
 
 
 def by_command(record: Record) -> None:

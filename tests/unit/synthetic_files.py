@@ -1,4 +1,4 @@
-"""The files of a synthetic race: a config, blocks and records whose figures are drawn, never measured."""
+"""The files of a synthetic verdict: a config, blocks and records whose figures are drawn, never measured."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import fixture_records as fixture
 from planted import faster
-from synthetic_race import World
+from synthetic_paired import World
 
-from stratbench.analysis.race import __main__ as command
-from stratbench.analysis.race.evidence import read_evidence
-from stratbench.analysis.race.next_round import next_round
+from stratbench.analysis.paired import __main__ as command
+from stratbench.analysis.paired.evidence import read_evidence
+from stratbench.analysis.paired.next_round import next_round
 from stratbench.cell.blocks import BLOCK_PATTERN, trained_with
 from stratbench.cell.coordinates import Cell
 from stratbench.study.config.config import load_config
@@ -47,7 +47,7 @@ class Files:
         self.root = folder / "demo"
 
     def command(self, *args: str) -> int:
-        """`python -m stratbench.analysis.race`."""
+        """`python -m stratbench.analysis.paired`."""
         return command.main([args[0], "--config", json.dumps(self.config), *args[1:]])
 
     def next_round(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Files:
 
     def run(self, found: dict[str, Any]) -> None:
         """Write all that a round asks for."""
-        for entry in found["bouts"]:
+        for entry in found["comparisons"]:
             self.write_block(entry)
         for coordinates in found["full_runs"]:
             self.write_record(Cell(**coordinates))
@@ -68,25 +68,25 @@ class Files:
             if found["done"]:
                 return number
             self.run(found)
-        raise AssertionError("the race does not end")
+        raise AssertionError("the verdict does not end")
 
     def write_block(self, entry: dict[str, Any]) -> Path:
         """The block.json of an entry of round.json."""
         block = self.world.block(entry)
         place = {key: entry[key] for key in ("experiment", "model", "gpus", "block")}
         cells = {
-            arm: Cell("demo", "first", arm, entry["model"], "digits", entry["gpus"], 0)
-            for arm in entry["arms"]
+            strategy: Cell("demo", "first", strategy, entry["model"], "digits", entry["gpus"], 0)
+            for strategy in entry["strategies"]
         }
         result = {
             "schema_version": 1, "study": "demo", "dataset": "digits", **place,
-            "seed": entry["seed"], "order": entry["arms"],
+            "seed": entry["seed"], "order": entry["strategies"],
             "settings": {"steps": block.steps, "discard": 15, "disagreement": None},
             "segments": [segment.as_dict() for segment in block.segments],
             "hosts": list(block.hosts), "device": "cuda" if self.device == "cuda" else "cpu",
             "allocation": None, "started": "", "ended": "", "gpu_seconds": block.gpu_seconds,
             "gpu_names": list(block.gpu_names),
-            "trained": {arm: trained_with(self.study.settings(c)) for arm, c in cells.items()},
+            "trained": {strategy: trained_with(self.study.settings(c)) for strategy, c in cells.items()},
         }  # fmt: skip
         path = self.root / "blocks" / BLOCK_PATTERN.format(**place) / "block.json"
         path.parent.mkdir(parents=True, exist_ok=True)

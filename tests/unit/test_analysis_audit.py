@@ -116,7 +116,7 @@ PLANTED = {
         only(put("provenance", "busy_at_start", value={"0": {"other_cpu_cores": 5.0}})),
         "ddp",
     ),
-    "stranger-on-gpu": (
+    "foreign-process-on-gpu": (
         only(
             put("provenance", "busy_at_start", value={"0": {"other_gpu_processes": {"0": [4711]}}})
         ),

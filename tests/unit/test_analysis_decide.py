@@ -476,9 +476,10 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
     assert (found.choice.strategy, found.choice.gpus) == ("ddp", 256)
     assert found.headline == "ddp × 256. Fastest as projected: nothing was measured on 256 workers."
     assert "(projected, 80 %: 0.500 to 0.700 s)" in found.reason
-    assert "6 ms a global batch (80 %: 5 ms to 7 ms)" in found.reason
+    assert "6 ms per global batch (80 %: 5 ms to 7 ms)" in found.reason
     assert (
-        "an efficiency of 0.60 (0.50 to 0.70) and a peak of up to 3.00 GiB a worker" in found.reason
+        "an efficiency of 0.60 (0.50 to 0.70) and a peak of up to 3.00 GiB per worker"
+        in found.reason
     )
     assert (
         "Evidence: steps measured on 1, 2 and 4 workers, by replay on measured links."
@@ -739,7 +740,7 @@ def test_the_figures_of_the_choice_come_first_and_those_of_its_rival_in_a_senten
         repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15], gpus=8)
     )
     assert found.reason == (
-        "It trains in 10.1 s, reaches accuracy 90.00 % and has a peak of 1000 MiB a worker. "
+        "It trains in 10.1 s, reaches accuracy 90.00 % and has a peak of 1000 MiB per worker. "
         "fsdp on 8 GPUs takes 1.50 [1.50, 1.50] times the time (15.1 s)."
     )
 

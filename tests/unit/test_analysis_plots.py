@@ -189,7 +189,7 @@ def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):
 def test_a_list_of_many_cells_without_a_score_is_cut():
     assert curves.noted(["a"]) == ["a"]
     many = curves.noted([f"s{i}: missing" for i in range(26)])
-    assert len(many) == curves.MOST_NOTES
+    assert len(many) == curves.MAX_NOTES
     assert many[-1] == "and 21 more: see the table"
 
 
@@ -254,7 +254,7 @@ def test_the_chosen_name_is_not_cut_where_its_column_was_made_for_it(draw):
 
 
 def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
-    row = rows.Row("a", [rows.Point(v, number="1") for v in (1.0, 1.01, 1.02, 5.0)])
+    row = rows.FigureRow("a", [rows.Point(v, number="1") for v in (1.0, 1.01, 1.02, 5.0)])
     lanes = list(rows.lanes_of(row, Scale(1, 6, 100, 300)))
     assert lanes == [0, 1, 2, 0]
     assert rows.height_of(row, lanes) == rows.ROW + 2 * rows.LANE
@@ -322,7 +322,9 @@ def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, stat
 @pytest.mark.parametrize("count", ["4", "128"])
 def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     """Matplotlib leaves out of pictures what it takes to have no length."""
-    own = rows.Row("ddp", [rows.Point(2.0, number=count, chosen=True), rows.Point(9.0, number="1")])
+    own = rows.FigureRow(
+        "ddp", [rows.Point(2.0, number=count, chosen=True), rows.Point(9.0, number="1")]
+    )
     shown = rows.Rows([own], {"ddp": marks.mark_of("replicas", 0)})
     with plt.rc_context(sheet.RC):
         figure = rows.draw_rows(shown)

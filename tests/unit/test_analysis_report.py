@@ -254,16 +254,16 @@ def test_text_from_outside_is_escaped(page_path):
     assert "<this>" not in page_path.read_text()
 
 
-def test_the_answer_of_a_queue_stands_with_its_arms(tmp_path):
+def test_the_answer_of_a_queue_stands_with_its_modes(tmp_path):
     cells = fixture.expand(strategies=("single",), models=("vgg16",), gpus=(1,))
     path = write_page(tmp_path, cells, figures=False)
     queue = {
         "headline": "With the queue: split synchronous, 2.2 h.",
         "lines": ["Not modelled: <fair-share>."],
-        "arms": [
-            {"arm": "gang", "chosen": False, "hours": 2.77, "hours_low": None, "hours_high": None}
+        "modes": [
+            {"mode": "gang", "chosen": False, "hours": 2.77, "hours_low": None, "hours_high": None}
             | {"late_hours": 4.0, "ratio": 1.0, "ratio_low": None, "ratio_high": None},
-            {"arm": "split synchronous", "chosen": True, "hours": 2.2, "hours_low": 2.05}
+            {"mode": "split synchronous", "chosen": True, "hours": 2.2, "hours_low": 2.05}
             | {"hours_high": 2.32, "late_hours": 2.56, "ratio": 0.78, "ratio_low": 0.65}
             | {"ratio_high": 0.95},
         ],

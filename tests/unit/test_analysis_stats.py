@@ -8,7 +8,7 @@ import scipy
 
 from stratbench.statistics import moderated
 from stratbench.statistics.intervals import (
-    Estimate,
+    IntervalEstimate,
     median_and_spread,
     paired_ratios,
 )
@@ -72,7 +72,10 @@ def test_servers_scatter_by_themselves_where_there_are_enough_of_them():
 
 def test_one_repeat_has_no_interval():
     pairs = [np.array([[2.0], [1.0]]), np.array([[3.0], [1.0]])]
-    assert paired_ratios(pairs, [False, True]) == [Estimate(2.0), Estimate(pytest.approx(3.0))]
+    assert paired_ratios(pairs, [False, True]) == [
+        IntervalEstimate(2.0),
+        IntervalEstimate(pytest.approx(3.0)),
+    ]
 
 
 def test_a_constant_ratio_of_varying_pairs_has_an_interval_of_no_width():
@@ -114,7 +117,7 @@ def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_in
     noise = np.exp(0.02 * rng.normal(size=(8, 2, 4)))
     pairs = [*noise, noise[0, :, :2], np.array([[3.0], [2.0]])]
     *_, short, single = paired_ratios(pairs, [False] * 10)
-    assert single == Estimate(1.5)
+    assert single == IntervalEstimate(1.5)
     padded = np.full((10, 2, 4), np.nan)
     for row, pair in zip(padded, pairs, strict=True):
         row[:, : pair.shape[1]] = pair
@@ -132,13 +135,16 @@ def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_in
 
 
 def test_an_estimate_is_written_with_its_interval_if_it_has_one():
-    assert Estimate(1.5, 1.25, 1.75).text("{:.2f}".format) == "1.50 [1.25, 1.75]"
-    assert Estimate(1.00004, 0.9, 1.1).text("{:.4f}".format, "{:.1f}".format) == "1.0000 [0.9, 1.1]"
-    assert Estimate(-0.5).text("{:+.1f}".format) == "-0.5"
+    assert IntervalEstimate(1.5, 1.25, 1.75).text("{:.2f}".format) == "1.50 [1.25, 1.75]"
+    assert (
+        IntervalEstimate(1.00004, 0.9, 1.1).text("{:.4f}".format, "{:.1f}".format)
+        == "1.0000 [0.9, 1.1]"
+    )
+    assert IntervalEstimate(-0.5).text("{:+.1f}".format) == "-0.5"
 
 
 def test_an_interval_excludes_what_lies_outside_of_it_and_no_interval_excludes_nothing():
-    assert Estimate(1.2, 1.1, 1.3).excludes(1)
-    assert Estimate(0.8, 0.7, 0.9).excludes(1)
-    assert not Estimate(1.2, 0.9, 1.3).excludes(1)
-    assert not Estimate(1.2).excludes(1)
+    assert IntervalEstimate(1.2, 1.1, 1.3).excludes(1)
+    assert IntervalEstimate(0.8, 0.7, 0.9).excludes(1)
+    assert not IntervalEstimate(1.2, 0.9, 1.3).excludes(1)
+    assert not IntervalEstimate(1.2).excludes(1)

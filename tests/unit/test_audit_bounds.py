@@ -14,7 +14,7 @@ import pytest
 from planted import faster, started_again
 
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.audit.rule import AuditData
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 
@@ -31,7 +31,7 @@ def record_of(strategy: str, gpus: int, repeat: int = 0) -> Record:
 def told(rule: str, *records: Record) -> str:
     """All that the rule says of the records."""
     cells = pd.DataFrame([planted.row(record) for record in records], columns=list(COLUMNS))
-    found = RULE[rule].check(Evidence(cells, list(records)))
+    found = RULE[rule].check(AuditData(cells, list(records)))
     return "; ".join(f.figures for f in found)
 
 

@@ -36,7 +36,7 @@ ASYNC, SYNC, ALONE = (
     ("main", "ps-async", 1, 0),
 )
 OOM, TIMEOUT = ("ends", "ddp", 1, 0), ("ends", "ddp", 2, 0)
-#: As telemetry/machine/tenants.py notes one.
+#: As telemetry/machine/foreign_processes.py notes one.
 STRANGER = {"gpu": 1, "pid": 4711, "bytes": int(79.5 * 2**30), "first_s": 30.2, "last_s": 95.1}
 
 
@@ -239,7 +239,7 @@ FAULTS = [
             put("workers.1.memory.nvml_process_used_bytes", 2**30),
             put("workers.1.memory.nvml_used_bytes", 66 * 2**30),
         ),
-        "stranger-on-gpu",
+        "foreign-process-on-gpu",
         "65 GiB of the GPU of rank 1",
     ),
     # Workers.
@@ -447,14 +447,14 @@ FAULTS = [
         "a shorter limit", TIMEOUT, put("time.time_limit_s", 600.0), "mixed-limits", "others 3000"
     ),
     Fault(
-        "a stranger who came later",
+        "a foreign process who came later",
         ASYNC,
         put("provenance.foreign_gpu_processes", {"0": [STRANGER]}),
-        "stranger-on-gpu",
+        "foreign-process-on-gpu",
         "process 4711 on GPU 1 with up to 79.5 GiB, seen from 30 to 95 s",
     ),
     Fault(
-        "out of memory beside a stranger",
+        "out of memory beside a foreign process",
         OOM,
         both(
             put("workers", []),  # as of a worker that could tell nothing
@@ -524,7 +524,7 @@ def test_strangers_on_gpus_of_other_cells_are_none():
 
 @pytest.mark.parametrize(("lost_ms", "believed"), [(40.0, True), (1e4, False)])
 def test_a_worker_may_wait_for_a_core_on_a_busy_machine(lost_ms, believed):
-    """Four steps of 2.8 ms a worker, and some time that no step holds."""
+    """Four steps of 2.8 ms per worker, and some time that no step holds."""
     record = copy.deepcopy(sound("cuda")[DDP])
     for own in record["workers"]:
         own |= {"steps": 4, "train_time_s": (4 * 2.8 + lost_ms) / 1e3}

@@ -115,7 +115,10 @@ def test_a_plan_comes_back_from_json_and_from_a_round():
     assert BlockPlan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
     length = {key: getattr(plan, key) for key in ("steps", "discard", "disagreement")}
     entry = {k: v for k, v in plan.as_dict().items() if k not in {"order", "study", *length}}
-    assert BlockPlan.from_round("tests", entry | {"arms": ["a", "b"], "settings": length}) == plan
+    assert (
+        BlockPlan.from_round("tests", entry | {"strategies": ["a", "b"], "settings": length})
+        == plan
+    )
 
 
 # ---------------------------------------------------------------- real blocks
@@ -128,10 +131,10 @@ class LaunchedBlock:
         self.plan = plan
         self.out, self.logs = plan.folder(root), plan.log_dir(root)
         limit_s = changes.pop("limit_s", 300)
-        arms = {name: settings(name, **changes.get(name, {})) for name in plan.order}
+        strategies = {name: settings(name, **changes.get(name, {})) for name in plan.order}
         command = [
             sys.executable, "-m", "stratbench.train.block", "--block", json.dumps(plan.as_dict()),
-            "--settings", json.dumps({name: asdict(s) for name, s in arms.items()}),
+            "--settings", json.dumps({name: asdict(s) for name, s in strategies.items()}),
             "--data", str(data), "--out", str(self.out), "--logs", str(self.logs),
             "--time-limit-s", str(limit_s),
         ]  # fmt: skip

@@ -285,7 +285,7 @@ def test_numbers_of_chosen_samples_are_values_that_are_read():
 def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_fault(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(check, "MOST_REAL_PARAMETERS", 100)
+    monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", 100)
     config, study = study_of({"Branches": None, "Unused": None}, strategies=["ddp", "zero1"])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     text = check_text(checked)

@@ -19,7 +19,7 @@ import pytest
 from planted import faster
 
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.audit.rule import AuditData
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.study.order import priority
@@ -44,7 +44,7 @@ def study(
     host: Callable[[int, Cell], str] = lambda place, cell: "constructed-host",
     at_once: int = 1,
     noise: float = 0.01,
-) -> Evidence:
+) -> AuditData:
     """Cells that ran in this `order`, `at_once` at a time; `slow` multiplies the time of one."""
     rng = random.Random(str(order[:2]))
     records = []
@@ -59,10 +59,10 @@ def study(
         for worker in record["workers"]:
             worker["provenance"]["host"]["name"] = host(place, cell)
         records.append(record)
-    return Evidence(pd.DataFrame(columns=list(COLUMNS)), records)
+    return AuditData(pd.DataFrame(columns=list(COLUMNS)), records)
 
 
-def findings(evidence: Evidence) -> dict[str, set[str]]:
+def findings(evidence: AuditData) -> dict[str, set[str]]:
     """The strategies found, by rule; a whole experiment is an empty name."""
     return {
         rule.id: {found.where.get("strategy", "") for found in rule.check(evidence)}
@@ -187,11 +187,11 @@ def test_three_equal_nodes_are_believed_and_so_is_a_slower_kind_of_gpu(noise, se
     assert "slow-host" not in findings(equal)
     for record, host in zip(equal.records, hosts, strict=True):
         faster(0.5 if host == "n1" else 1.0)(record)
-    assert "slow-host" in findings(Evidence(equal.cells, equal.records))
+    assert "slow-host" in findings(AuditData(equal.cells, equal.records))
     for record, host in zip(equal.records, hosts, strict=True):
         for worker in record["workers"]:
             worker["provenance"]["gpu"]["name"] = "Other" if host == "n1" else "One"
-    assert "slow-host" not in findings(Evidence(equal.cells, equal.records))
+    assert "slow-host" not in findings(AuditData(equal.cells, equal.records))
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.03])

@@ -438,7 +438,7 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
 def test_a_source_that_never_ends_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
 ) -> None:
-    monkeypatch.setattr(sources, "MOST_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(sources, "MAX_FILE_BYTES", 1 << 20)
     path = tmp_path / sources.CIFAR10_ARCHIVE[0]
     if odd == "fifo":
         os.mkfifo(path)

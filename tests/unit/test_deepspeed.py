@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import invariants
 from launching import ADAMW, settings
 from stratbench.analysis.audit import RULES, found_by
-from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.audit.rule import AuditData
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
@@ -448,7 +448,7 @@ class TestStart:
 
 def findings(made: dict[str, Any]) -> list[str]:
     """Why the audit calls a record unusable; that the machine is busy, it may say besides."""
-    evidence = Evidence(pd.DataFrame(columns=list(COLUMNS)), [made])
+    evidence = AuditData(pd.DataFrame(columns=list(COLUMNS)), [made])
     return [
         f"{rule.id}: {found.figures}"
         for rule in RULES

@@ -73,7 +73,7 @@ def test_an_extension_names_modules_and_rules_that_exist(name):
         ("common.smk", "plan.device_rates", True),
         ("plan.check", "plan.projection.study", True),
         ("plan.projection.study", "plan.check", False),
-        ("analysis.race.noise", "statistics.moderated", False),
+        ("analysis.paired.noise", "statistics.moderated", False),
         ("train.loop", "train.job", False),
         ("plan.smk", "plan", False),
     ],

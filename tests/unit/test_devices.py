@@ -278,7 +278,7 @@ def test_the_sampler_is_told_the_gpus_of_the_cells_own_workers(
 ):
     told = []
 
-    def sampler(*args, gpus, strangers):
+    def sampler(*args, gpus, foreign_processes):
         told.append(gpus)
         raise InterruptedError
 

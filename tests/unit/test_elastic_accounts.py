@@ -27,7 +27,7 @@ def cell(tmp_path: Path) -> Any:
 
 
 def job_of(tmp_path: Path, *incarnations: dict[str, Any]) -> Job:
-    """A job of 2 epochs of 4 steps that had these lives."""
+    """A job of 2 epochs of 4 steps that had these incarnations."""
     job = job_in(tmp_path, epochs=2)
     s = replace(job.settings, more={"elastic": {"elastic": True}}, epochs=2, global_batch=16)
     job = replace(job, settings=s, data={"train_samples": 64})

@@ -20,7 +20,7 @@ from stratbench.study.slurm import submission
 from stratbench.study.slurm.submission import Kind
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.train.elastic import keeper
-from stratbench.train.elastic.keeper import GaveUp, Keeper, Refused, Seen
+from stratbench.train.elastic.keeper import GaveUp, Seen, SubmissionRefused, WorkerJobSupervisor
 from stratbench.train.elastic.slurm_jobs import SlurmJobs
 from stratbench.train.restarts import checkpoints
 
@@ -42,9 +42,9 @@ class Scripted(keeper.Backend):
     def submit(self, number: int, slot: int) -> str:
         self.tried.append(number)
         if self.passing:
-            raise Refused("not now", self.passing.pop(0))
+            raise SubmissionRefused("not now", self.passing.pop(0))
         if self.full:
-            raise Refused("QOSMaxSubmitJobPerUserLimit")
+            raise SubmissionRefused("QOSMaxSubmitJobPerUserLimit")
         self.slots[str(number)] = slot
         self.jobs[str(number)] = Seen("queued")  # the last: tests wait for it
         return str(number)
@@ -60,7 +60,7 @@ class Scripted(keeper.Backend):
 
 def test_a_job_that_ends_is_replaced_by_one_of_a_new_number(tmp_path: Path) -> None:
     backend = Scripted()
-    with Keeper(backend, 2, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(backend, 2, tmp_path / "jobs") as kept:
         until(lambda: len(backend.jobs) == 2)
         backend.jobs["0"] = Seen("ended", "PREEMPTED")
         kept.look_soon()
@@ -81,7 +81,7 @@ def test_the_job_of_a_worker_that_nobody_hears_of_is_cancelled(
 ) -> None:
     monkeypatch.setattr(keeper, "PARTING_S", 0.05)
     backend = Scripted()
-    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.jobs["0"] = Seen("running", started_unix_s=1.0)
         kept.give_up(0)
@@ -95,7 +95,7 @@ def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(
     """Or a worker that fails whenever it trains would be taken for one that was cancelled, for ever."""
     monkeypatch.setattr(keeper, "PARTING_S", LIMIT_S)
     backend = Scripted()
-    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         kept.give_up(0)
         kept.look_soon()
@@ -106,7 +106,7 @@ def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(
 
 
 def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_path: Path) -> None:
-    kept = Keeper(Scripted(), 1, tmp_path / "jobs")
+    kept = WorkerJobSupervisor(Scripted(), 1, tmp_path / "jobs")
     assert kept._until_next(30.0) < 1.0  # its first job
     kept._submit()
     assert kept._until_next(30.0) == 30.0
@@ -121,7 +121,7 @@ def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_
 
 def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) -> None:
     backend = Scripted()
-    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.silent = True
         backend.jobs["0"] = Seen("ended", "FAILED", failed=True)
@@ -139,7 +139,7 @@ def test_what_fails_again_and_again_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(keeper, "LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr(keeper, "MAX_PAUSE_S", 0.001)
     backend = Scripted()
     backend.submit = lambda number, slot: (  # each has failed when it is looked at
         backend.jobs.update({str(number): Seen("ended", "exit code 1", failed=True)}) or str(number)
@@ -153,19 +153,19 @@ def test_what_fails_again_and_again_is_given_up(
             return "exit code 1" in str(reason)
         return False
 
-    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(gave_up)
-    assert len(backend.jobs) == keeper.MOST_FAILURES
+    assert len(backend.jobs) == keeper.MAX_FAILURES
 
 
 def test_a_cell_without_any_worker_job_fails_and_one_with_some_goes_on(tmp_path: Path) -> None:
     backend = Scripted(full=True)
-    with Keeper(backend, 2, tmp_path / "none") as kept:
+    with WorkerJobSupervisor(backend, 2, tmp_path / "none") as kept:
         until(lambda: kept._gave_up)
         with pytest.raises(GaveUp, match="QOSMaxSubmitJobPerUserLimit"):
             kept.check()
     backend = Scripted()
-    with Keeper(backend, 1, tmp_path / "some") as kept:
+    with WorkerJobSupervisor(backend, 1, tmp_path / "some") as kept:
         until(lambda: backend.jobs)
         backend.full = True
         kept.check()
@@ -175,13 +175,13 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a number that no job has: a refused one may be one whose answer was lost."""
-    monkeypatch.setattr(keeper, "LONGEST_LOOK_S", 0.05)
+    monkeypatch.setattr(keeper, "MAX_LOOK_S", 0.05)
     backend, refused = Scripted(), []
     submit = backend.submit
     backend.submit = lambda number, slot: (
         (backend.full and refused.append(number)) or submit(number, slot)
     )
-    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.full = True
         backend.jobs["0"] = Seen("ended", "PREEMPTED")
@@ -196,13 +196,13 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
 
 def test_the_keeper_of_a_requeued_cell_takes_over_and_submits_no_job_twice(tmp_path: Path) -> None:
     backend, journal = Scripted(), tmp_path / "jobs"
-    first = Keeper(backend, 2, journal)
+    first = WorkerJobSupervisor(backend, 2, journal)
     first.__enter__()
     until(lambda: len(backend.jobs) == 2)
     first._stopped = True  # as by SIGKILL: nothing is cancelled
     first.look_soon()
     first._thread.join()
-    with Keeper(backend, 2, journal) as second:
+    with WorkerJobSupervisor(backend, 2, journal) as second:
         second.look_soon()
         backend.jobs["0"] = Seen("ended", "NODE_FAIL")
         second.look_soon()
@@ -272,7 +272,7 @@ def test_a_greeting_of_sbatch_is_no_jobs_number(
     if id_ is not None:
         assert jobs.submit(3, 0) == id_
         return
-    with pytest.raises(Refused, match=f"sbatch printed '{printed}' and no job's number"):
+    with pytest.raises(SubmissionRefused, match=f"sbatch printed '{printed}' and no job's number"):
         jobs.submit(3, 0)
 
 
@@ -281,7 +281,7 @@ def test_a_submission_that_may_pass_is_tried_again_with_its_number(
 ) -> None:
     monkeypatch.setattr(submission, "SHORTEST_PAUSE_S", 0.05)
     backend = Scripted(passing=["silence", "limit", "silence"])
-    with Keeper(backend, 2, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(backend, 2, tmp_path / "jobs") as kept:
         kept._postponed._pause_s = 0.05
         until(lambda: len(backend.jobs) == 2)
         kept.check()
@@ -294,7 +294,7 @@ def test_a_cell_is_given_up_when_sbatch_has_not_answered_for_ten_minutes(
 ) -> None:
     monkeypatch.setattr(submission, "SILENCE_S", 0.2)
     backend = Scripted(passing=["silence"] * 100)
-    kept = Keeper(backend, 1, tmp_path / "jobs")
+    kept = WorkerJobSupervisor(backend, 1, tmp_path / "jobs")
     kept._postponed._pause_s = 0.05
     with kept:
         until(lambda: kept._gave_up)
@@ -315,7 +315,7 @@ def test_a_worker_job_that_slurm_has_taken_without_an_answer_is_the_workers(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     jobs = SlurmJobs(WorkerJob(1, 4, 2000, 90), RunFolder(tmp_path), "a/b")
-    with pytest.raises(Refused, match="Socket timed out") as refused:
+    with pytest.raises(SubmissionRefused, match="Socket timed out") as refused:
         jobs.submit(3, 0)
     assert refused.value.passes == "silence"
     assert jobs.submit(3, 0) == "42"
@@ -324,8 +324,8 @@ def test_a_worker_job_that_slurm_has_taken_without_an_answer_is_the_workers(
 
 def test_jobs_that_nobody_knows_are_not_submitted_again_without_an_end(tmp_path: Path) -> None:
     backend = Scripted()
-    with Keeper(backend, 1, tmp_path / "jobs") as kept:
-        for number in range(keeper.MOST_UNKNOWN):
+    with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
+        for number in range(keeper.MAX_UNKNOWN):
             until(lambda n=number: str(n) in backend.jobs)
             del backend.jobs[str(number)]
             kept.look_soon()
@@ -334,7 +334,7 @@ def test_jobs_that_nobody_knows_are_not_submitted_again_without_an_end(tmp_path:
             GaveUp, match=r"3 worker jobs .* SLURM knows none of them, the last one, job 2"
         ):
             kept.check()
-    assert len(backend.slots) == keeper.MOST_UNKNOWN
+    assert len(backend.slots) == keeper.MAX_UNKNOWN
 
 
 def test_memory_is_asked_for_as_the_profile_has_it() -> None:
@@ -354,7 +354,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
     monkeypatch.setenv("PATH", str(tmp_path))
     asked = WorkerJob(1, 4, 2000, 90)
     folder = RunFolder(tmp_path)
-    with Keeper(SlurmJobs(asked, folder, "a/b"), 1, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(SlurmJobs(asked, folder, "a/b"), 1, tmp_path / "jobs") as kept:
         until(lambda: kept._gave_up)
         with pytest.raises(
             GaveUp, match=r"sbatch: No such file.*slurm_partition.*worker_partition$"
@@ -362,7 +362,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
             kept.check()
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
-    with pytest.raises(Refused, match=r"^sbatch: Access denied \(on .* may not submit"):
+    with pytest.raises(SubmissionRefused, match=r"^sbatch: Access denied \(on .* may not submit"):
         SlurmJobs(asked, folder, "a/b").submit(0, 0)
 
 
@@ -391,7 +391,7 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
 
 def test_an_entry_says_all_of_a_job(tmp_path: Path) -> None:
     backend = Scripted()
-    with Keeper(backend, 1, tmp_path / "jobs") as kept:
+    with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.jobs["0"] = Seen("running", started_unix_s=100.0)
         kept.look_soon()

@@ -18,7 +18,7 @@ from test_elastic_split import found_in, jobs
 import invariants
 from launching import WORKFLOW, LaunchedCell, settings, until
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.audit.rule import AuditData
 from stratbench.analysis.records.columns import COLUMNS, row_of_record
 from stratbench.cell import record
 from stratbench.ps.elastic.journal import read_journal, write_end
@@ -50,7 +50,7 @@ def wait_for(launched: LaunchedCell, kind: str, count: int) -> list[dict[str, An
 def said_of(found: dict[str, Any]) -> list[str]:
     """What the audit says of a record, for a failed test."""
     row = found["cell"] | row_of_record(found, Path("no timeline"))
-    evidence = Evidence(pd.DataFrame([row], columns=list(COLUMNS)), [found])
+    evidence = AuditData(pd.DataFrame([row], columns=list(COLUMNS)), [found])
     return [f"{rule.id}: {each.figures}" for rule in RULES for each in rule.check(evidence)]
 
 
@@ -87,7 +87,7 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     again = start_cell(s, env=warm)
     code, output = again.finish()
     assert code == 0, output
-    assert "life 2 of the servers: they go on from their saved state" in output
+    assert "incarnation 2 of the servers: they go on from their saved state" in output
     found = again.read_record()
     record.validate(found)
     told = found["elastic"]
@@ -114,12 +114,14 @@ PLANTED: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "a ticket was never settled": lambda e, r: change_tickets(r["server"]["servers"][0], -1),
     "a shard took a ticket twice": lambda e, r: bump(r["server"]["servers"][1]["staleness"][0]),
     "a worker did less than its tickets": lambda e, r: r["workers"][-1].update(steps=0),
-    "the servers had one life": lambda e, r: e.update(incarnations=1),
+    "the servers had one incarnation": lambda e, r: e.update(incarnations=1),
     "it never went on": lambda e, r: e.update(restarts=0),
     "tickets were done twice": lambda e, r: e["servers"].update(tickets_done_twice=4),
     "more were there than may be": lambda e, r: e["servers"].update(most_at_a_time=3),
     "an epoch was not evaluated": lambda e, r: e["servers"].update(evaluations=2),
-    "life 2 began before life 1": lambda e, r: e["servers"]["incarnations"][1].update(began_s=-9.0),
+    "incarnation 2 began before incarnation 1": lambda e, r: e["servers"]["incarnations"][1].update(
+        began_s=-9.0
+    ),
     "a job that trained has gone": lambda e, r: e["jobs"].remove(
         next(j for j in e["jobs"] if j["first_step_s"] is not None)
     ),

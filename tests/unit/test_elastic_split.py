@@ -21,7 +21,7 @@ from process_groups import forking
 import invariants
 from launching import FOREVER, LIMIT_S, OF_THE_MACHINE, LaunchedCell, settings, until
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.audit.rule import AuditData
 from stratbench.analysis.records.columns import COLUMNS, row_of_record
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
@@ -30,9 +30,9 @@ from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.train.elastic.group import Group
+from stratbench.train.elastic.group import ElasticGroup
 from stratbench.train.elastic.member import Gone, Over
-from stratbench.train.elastic.split import Split
+from stratbench.train.elastic.split import ElasticSynchronous
 from stratbench.train.restarts import checkpoints
 from stratbench.train.worker import set_up
 from stratbench.workload.data.device_data import DeviceData
@@ -64,7 +64,7 @@ def losses(launched: LaunchedCell) -> list[float]:
 def found_in(record_: dict[str, Any]) -> set[str]:
     """The rules of the audit that find something in a record by itself."""
     row = record_["cell"] | row_of_record(record_, Path("no timeline"))
-    evidence = Evidence(pd.DataFrame([row], columns=list(COLUMNS)), [record_])
+    evidence = AuditData(pd.DataFrame([row], columns=list(COLUMNS)), [record_])
     return {rule.id for rule in RULES if any(rule.check(evidence))} - OF_THE_MACHINE
 
 
@@ -152,11 +152,11 @@ class Heard:
         raise Over("the training is over")
 
 
-def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[Split, Heard]:
+def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[ElasticSynchronous, Heard]:
     """A member of a cell, in this process, set up as its worker's process does it."""
     s = settings("ddp", precision="fp64", weight_decay=1e-3, epochs=epochs)
     phases = Phases("cpu", PhaseLog(RunFolder(folder).phases(0), 0, 0.0))
-    group, data = Group(folder, CPU), DeviceData.load(data_dir, dtype=torch.float64)
+    group, data = ElasticGroup(folder, CPU), DeviceData.load(data_dir, dtype=torch.float64)
     group.form_alone()
     strategy = DDP(DDP.Options(**s.options))
     me = set_up(
@@ -164,7 +164,7 @@ def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[Split, Heard]
     ).worker
     loop.warm_up(strategy, data, me)
     heard = Heard()
-    return Split(strategy, data, me, phases, group, heard, threading.Event(), 0), heard
+    return ElasticSynchronous(strategy, data, me, phases, group, heard, threading.Event(), 0), heard
 
 
 def be_lost_while_meeting(folder: Path, data_dir: Path, rank: int) -> None:
@@ -214,7 +214,7 @@ def test_a_meeting_that_fails_leaves_a_members_state_as_it_was(
 
 def leave_groups_that_ddp_holds(folder: Path) -> None:
     """Form and leave groups of one, each of which a module of DDP outlives."""
-    group = Group(folder, CPU)
+    group = ElasticGroup(folder, CPU)
     for _ in range(300):
         group.form_alone()
         module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
@@ -240,7 +240,7 @@ ALONE |= {"load": False}
 @pytest.fixture
 def alone(
     tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Split, Heard]]:
+) -> Iterator[tuple[ElasticSynchronous, Heard]]:
     """A member, of three epochs of 4 steps, that will train alone."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     split, heard = member(tmp_path, tiny_data, epochs=3)
@@ -248,7 +248,9 @@ def alone(
     split._group.dissolve()
 
 
-def test_a_member_tells_what_an_epoch_gave_at_its_end(alone: tuple[Split, Heard]) -> None:
+def test_a_member_tells_what_an_epoch_gave_at_its_end(
+    alone: tuple[ElasticSynchronous, Heard],
+) -> None:
     """What it told at the end alone would be as long as the training, and be lost with it."""
     split, heard = alone
     with pytest.raises(Over):
@@ -262,7 +264,10 @@ def test_a_member_tells_what_an_epoch_gave_at_its_end(alone: tuple[Split, Heard]
 
 @pytest.mark.parametrize(("unheard_of", "step"), [("epoch", 4), ("trained", 4), ("through", 12)])
 def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
-    unheard_of: str, step: int, alone: tuple[Split, Heard], monkeypatch: pytest.MonkeyPatch
+    unheard_of: str,
+    step: int,
+    alone: tuple[ElasticSynchronous, Heard],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     split, heard = alone
 
@@ -285,7 +290,7 @@ def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
 
 
 def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
-    alone: tuple[Split, Heard], monkeypatch: pytest.MonkeyPatch
+    alone: tuple[ElasticSynchronous, Heard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split, heard = alone
     folder = split.worker.folder
@@ -299,7 +304,7 @@ def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
 
 
 def test_a_damaged_checkpoint_is_deleted_and_the_members_meet_again(
-    alone: tuple[Split, Heard],
+    alone: tuple[ElasticSynchronous, Heard],
 ) -> None:
     split, heard = alone
     folder, state = split.worker.folder.path, split.strategy.state_tensors()
@@ -314,7 +319,7 @@ def test_a_damaged_checkpoint_is_deleted_and_the_members_meet_again(
 
 @pytest.mark.parametrize("on_a_device", [False, True])
 def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a_device(
-    on_a_device: bool, alone: tuple[Split, Heard], monkeypatch: pytest.MonkeyPatch
+    on_a_device: bool, alone: tuple[ElasticSynchronous, Heard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A collective that is aborted there ends without an error, and leaves anything."""
     split, heard = alone
@@ -417,7 +422,7 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
 
 @pytest.mark.parametrize("asked_to_leave", [False, True])
 def test_a_member_that_never_took_part_ends_in_order(
-    asked_to_leave: bool, alone: tuple[Split, Heard]
+    asked_to_leave: bool, alone: tuple[ElasticSynchronous, Heard]
 ) -> None:
     """Its memory was not measured: that is no error, by which its job would count as failed."""
     split, heard = alone

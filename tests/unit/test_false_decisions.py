@@ -76,7 +76,7 @@ def test_an_uncorrected_interval_would_decide_falsely(monkeypatch):
 
 @pytest.mark.parametrize(("sd", "share", "k"), [(0.01, 0.05, 3), (0.03, 0.1, 3), (0.02, 0.1, 8)])
 def test_the_repeats_that_an_answer_asks_for_tell_a_rival_apart(sd, share, k):
-    n = ranking.Noise(sd, k, others=k - 2).repeats_for(share)
+    n = ranking.RankingNoise(sd, k, others=k - 2).repeats_for(share)
     true = ahead_by(share, (STUDIES, 1, k))
     true[..., 2:] = 1.0
     logs = true[..., None] + normal(sd)(np.random.default_rng(n), (*true.shape, n))
@@ -89,18 +89,18 @@ def test_the_ranking_of_candidates_is_what_is_simulated():
     rng = np.random.default_rng(3)
     true = ahead_by(0.06, (1, 2, 4))
     logs = true[..., None] + normal(0.02)(rng, (*true.shape, 4))
-    bouts = [
+    comparisons = [
         [Candidate(str(i), i + 1, times=t, time_s=np.exp(np.log(t).mean()), repeats_fixed=True)
          for i, t in enumerate(pd.Series(np.exp(one)) for one in of_model)]
         for of_model in logs[0]
     ]  # fmt: skip
-    found = ranking.rankings_of_bouts(bouts, simulated.MARGIN)
+    found = ranking.rankings_of_comparisons(comparisons, simulated.MARGIN)
     is_so = judged(true, logs, preference=np.arange(4.0))
     for model, r in enumerate(found):
         assert r.is_clear == is_so["winner"][0, model]
         assert {c.repeats for c in r.compared} == {4}
-    bouts[0][3].repeats_fixed = False
-    looser = ranking.rankings_of_bouts(bouts, simulated.MARGIN)
+    comparisons[0][3].repeats_fixed = False
+    looser = ranking.rankings_of_comparisons(comparisons, simulated.MARGIN)
     widths = [
         np.log(r.compared[0].ratio.high / r.compared[0].ratio.low) for r in (found[0], looser[0])
     ]

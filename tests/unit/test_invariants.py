@@ -233,7 +233,7 @@ HONEST: dict[str, tuple[Place, Change]] = {
     "command in steps": (DDP, both(by_command, for_steps)),
     "started again": (DDP, started_again),
     "split": (DDP, SPLIT),
-    "served by three lives": (ASYNC, served_elastic),
+    "served by three incarnations": (ASYNC, served_elastic),
     "servers on one of two nodes": (ASYNC, on_two_nodes("central")),
     "servers on two nodes": (ASYNC, on_two_nodes("colocated")),
 }
@@ -339,7 +339,8 @@ BROKEN: dict[str, tuple[Place, Change, str]] = {
     "a generation that skips steps": (DDP, both(SPLIT, put("elastic.generations.1.from_step", 1005)),
                                       "the one before stopped"),
     "a pause left out": (DDP, both(SPLIT, put("elastic.pauses.count", 0)), "pauses.count"),
-    "a life left out": (ASYNC, both(served_elastic, put("elastic.incarnations", 1)), "elastic.incarnations"),
+    "an incarnation left out": (ASYNC, both(served_elastic, put("elastic.incarnations", 1)),
+    "elastic.incarnations"),
     "more MFU than there is": (DDP, both(on_known_gpus, times("compute.mfu", 2)), "compute.mfu"),
     "half the flops of training": (DDP, times("compute.training_flops_per_sample", 0.5), "flops"),
     "ten times the energy": (DDP, both(*(times(f"energy.{x}", 10) for x in

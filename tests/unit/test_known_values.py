@@ -136,7 +136,7 @@ def checked_of(
 
 @pytest.mark.parametrize("most", [50_000_000, 100])
 def test_a_transformer_that_asks_whether_its_mask_is_causal_is_planned(code, monkeypatch, most):
-    monkeypatch.setattr(check, "MOST_REAL_PARAMETERS", most)
+    monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", most)
     checked = checked_of(code, ["Texts", "Causal", "Masked", "Uncausal", "Both"], STRATEGIES)
     assert not checked.refused
     found = {
@@ -165,7 +165,7 @@ def test_stages_with_masks_are_measured(code):
 @pytest.mark.parametrize(("most", "said"), [(50_000_000, 0), (100, 1)])
 def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypatch, most, said):
     followed = []
-    monkeypatch.setattr(check, "MOST_REAL_PARAMETERS", most)
+    monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", most)
     monkeypatch.setattr(check, "make_footprint", lambda *asked: followed.append(asked))
     checked = checked_of(code, ["Reads"], STRATEGIES)
     assert not followed

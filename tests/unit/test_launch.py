@@ -53,9 +53,9 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.telemetry import pulse as pulse_module
+from stratbench.telemetry import heartbeat as heartbeat_module
+from stratbench.telemetry.heartbeat import Heartbeat, read_heartbeat
 from stratbench.telemetry.pauses import PauseWatch
-from stratbench.telemetry.pulse import Pulse, read_pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, assemble, ending, forkserver, launch, standing
 from stratbench.train import job as job_module
@@ -246,7 +246,7 @@ def test_a_time_limit_before_the_first_step_is_an_error(start_cell, strategy):
 SLEEPS = """
 import time
 from pathlib import Path
-from stratbench.telemetry.pulse import Pulse
+from stratbench.telemetry.heartbeat import Heartbeat
 
 init, step = Pulse.__init__, Pulse.step
 
@@ -256,7 +256,7 @@ def keep(self, path):
 
 def step_and_sleep(self):
     step(self)
-    if self._steps == 3 and self.path.name == "rank1.pulse":
+    if self._steps == 3 and self.path.name == "rank1.heartbeat":
         Path({file!r}).touch()
         time.sleep(600)
 
@@ -280,9 +280,9 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     def wait_and_look(sentinels, timeout):
         nonlocal ahead_s
         found = multiprocessing.connection.wait(sentinels, min(timeout, 0.05))
-        pulses = [read_pulse(job.folder.pulse(rank), now_s()) for rank in (0, 1)]
+        heartbeats = [read_heartbeat(job.folder.heartbeat(rank), now_s()) for rank in (0, 1)]
         # Worker 0 is in the step that needs worker 1.
-        if (tmp_path / "sleeps").exists() and pulses[0] and pulses[0].quiet_s > 0.5:
+        if (tmp_path / "sleeps").exists() and heartbeats[0] and heartbeats[0].quiet_s > 0.5:
             ahead_s = 10_000.0
         return found
 
@@ -1060,14 +1060,14 @@ def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
 ):
     """Half an hour later all are quiet, or one has just got on, or has never trained: it may compile."""
     job = job_with(tmp_path, [None, None], time.monotonic(), time_limit_s=None)
-    pulses = [Pulse(job.folder.pulse(rank)) for rank in (0, 1)]
-    for pulse, taken in zip(pulses, steps, strict=True):
+    heartbeats = [Heartbeat(job.folder.heartbeat(rank)) for rank in (0, 1)]
+    for heartbeat, taken in zip(heartbeats, steps, strict=True):
         for _ in range(taken):
-            pulse.step()
+            heartbeat.step()
     later_s = time.monotonic() + 1800
-    monkeypatch.setattr(pulse_module, "monotonic_ns", lambda: round(later_s * 1e9))
+    monkeypatch.setattr(heartbeat_module, "monotonic_ns", lambda: round(later_s * 1e9))
     for rank in alive:
-        pulses[rank].step()
+        heartbeats[rank].step()
     monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
     monkeypatch.setattr(agent, "LOOK_S", 0.01)
     workers = [FakeProcess("rank0"), FakeProcess("rank1")]

@@ -19,8 +19,8 @@ from stratbench.cell.text import pages
 from stratbench.plan.projection.links import Unmeasured, read_links
 from stratbench.telemetry.collective_cost import (
     ALGORITHMS,
-    Layout,
-    Link,
+    LinkLayout,
+    LinkModel,
     Time,
     fitted_links,
     served,
@@ -31,10 +31,10 @@ from stratbench.train.links.processes import run_all
 from stratbench.train.links.timing import KINDS, Sweep
 
 SIZES = [1 << i for i in range(10, 27, 2)]
-TRUE = {"within": Link(20e-6, 5e9), "between": Link(100e-6, 1e9)}
+TRUE = {"within": LinkModel(20e-6, 5e9), "between": LinkModel(100e-6, 1e9)}
 
 
-def made_up(kind: str, layouts: list[Layout], algorithm=None, library="gloo") -> list[Time]:
+def made_up(kind: str, layouts: list[LinkLayout], algorithm=None, library="gloo") -> list[Time]:
     algorithm = algorithm or ALGORITHMS[library][kind][0]
     return [
         Time(library, kind, at.workers, at.nodes, size, repeat, cost.seconds(TRUE) * noise)
@@ -47,7 +47,7 @@ def made_up(kind: str, layouts: list[Layout], algorithm=None, library="gloo") ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_latency_and_rate_are_recovered_in_spite_of_disturbed_repeats(kind):
-    (link,) = fitted_links(made_up(kind, [Layout(2), Layout(4)]))
+    (link,) = fitted_links(made_up(kind, [LinkLayout(2), LinkLayout(4)]))
     assert link.level == "within"
     assert link.alpha_s == pytest.approx(20e-6, rel=1e-3)
     assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
@@ -56,14 +56,16 @@ def test_latency_and_rate_are_recovered_in_spite_of_disturbed_repeats(kind):
 
 
 def test_levels_are_told_apart():
-    times = made_up("all_reduce", [Layout(2), Layout(4), Layout(4, 2), Layout(8, 2)])
+    times = made_up(
+        "all_reduce", [LinkLayout(2), LinkLayout(4), LinkLayout(4, 2), LinkLayout(8, 2)]
+    )
     found = {link.level: link for link in fitted_links(times)}
     for level, true in TRUE.items():
         assert found[level].alpha_s == pytest.approx(true.alpha_s, rel=1e-2)
         assert found[level].bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-2)
 
 
-ONE_NODE = [Layout(2), Layout(4), Layout(8)]
+ONE_NODE = [LinkLayout(2), LinkLayout(4), LinkLayout(8)]
 RING, HIERARCHICAL, TREE = ALGORITHMS["nccl"]["all_reduce"]
 
 
@@ -76,12 +78,12 @@ def fastest(*algorithms):
     ("algorithm", "layouts", "named"),
     [
         (RING, ONE_NODE, "ring"),
-        (RING, [*ONE_NODE, Layout(16, 2), Layout(32, 4)], "ring"),
+        (RING, [*ONE_NODE, LinkLayout(16, 2), LinkLayout(32, 4)], "ring"),
         (TREE, ONE_NODE, "tree"),
-        (HIERARCHICAL, [Layout(8), Layout(16, 2)], "hierarchical"),
-        (HIERARCHICAL, [*ONE_NODE, Layout(16, 2), Layout(32, 4)], "hierarchical"),
+        (HIERARCHICAL, [LinkLayout(8), LinkLayout(16, 2)], "hierarchical"),
+        (HIERARCHICAL, [*ONE_NODE, LinkLayout(16, 2), LinkLayout(32, 4)], "hierarchical"),
         (fastest(RING, TREE), ONE_NODE, "fastest"),
-        (fastest(RING, TREE, HIERARCHICAL), [*ONE_NODE, Layout(16, 2)], "fastest"),
+        (fastest(RING, TREE, HIERARCHICAL), [*ONE_NODE, LinkLayout(16, 2)], "fastest"),
     ],
 )
 def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers(
@@ -93,7 +95,7 @@ def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers
     links.write_links(tmp_path, times, 1.0)
     read = read_links(tmp_path / "links.csv", "nccl")
     last = layouts[-1]
-    for at in (*layouts, Layout(2 * last.workers, 2 * last.nodes if last.nodes > 1 else 1)):
+    for at in (*layouts, LinkLayout(2 * last.workers, 2 * last.nodes if last.nodes > 1 else 1)):
         for size in SIZES:
             seconds, _ = read.chosen(CollectiveCall("all_reduce", size), at)
             true_s = algorithm("all_reduce", size, at).seconds(TRUE)
@@ -102,10 +104,10 @@ def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers
 
 @pytest.mark.parametrize("algorithm", [RING, TREE])
 def test_one_count_tells_ring_and_tree_not_apart_and_the_longer_is_said_beyond(algorithm, tmp_path):
-    links.write_links(tmp_path, made_up("all_reduce", [Layout(8)], algorithm, "nccl"), 1.0)
+    links.write_links(tmp_path, made_up("all_reduce", [LinkLayout(8)], algorithm, "nccl"), 1.0)
     read = read_links(tmp_path / "links.csv", "nccl")
     for workers, most in ((8, 1.01), (16, 2.0)):
-        at = Layout(workers)
+        at = LinkLayout(workers)
         for size in SIZES:
             seconds, _ = read.chosen(CollectiveCall("all_reduce", size), at)
             true_s = algorithm("all_reduce", size, at).seconds(TRUE)
@@ -113,7 +115,9 @@ def test_one_count_tells_ring_and_tree_not_apart_and_the_longer_is_said_beyond(a
 
 
 def test_a_server_takes_the_pushes_of_all_workers():
-    times = made_up("push_pull", [Layout(1), Layout(2), Layout(4)], served, "servers-tcp")
+    times = made_up(
+        "push_pull", [LinkLayout(1), LinkLayout(2), LinkLayout(4)], served, "servers-tcp"
+    )
     (link,) = fitted_links(times)
     assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
 
@@ -134,7 +138,7 @@ def test_sizes_go_from_a_kibibyte_to_the_largest():
 
 def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
     assert links_section(tmp_path) is None
-    both = [Layout(2), Layout(4), Layout(4, 2), Layout(8, 2)]
+    both = [LinkLayout(2), LinkLayout(4), LinkLayout(4, 2), LinkLayout(8, 2)]
     calm = [Time("gloo", "send", 2, 1, size, 0, 1e-4 + size / 1e9) for size in SIZES]
     links.write_links(tmp_path, made_up("all_reduce", both) + calm, 1.25)
     section = links_section(tmp_path)
@@ -161,11 +165,11 @@ def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
 
 
 def test_links_are_read_back_for_the_projection(tmp_path):
-    links.write_links(tmp_path, made_up("all_reduce", [Layout(2), Layout(4)]), 1.25)
+    links.write_links(tmp_path, made_up("all_reduce", [LinkLayout(2), LinkLayout(4)]), 1.25)
     read = read_links(tmp_path / "links.csv", "gloo")
     assert read.kappa == 1.25
-    expected = ALGORITHMS["gloo"]["all_reduce"][0]("all_reduce", 1e7, Layout(16)).seconds(TRUE)
-    assert read.chosen(CollectiveCall("all_reduce", 1e7), Layout(16))[0] == pytest.approx(
+    expected = ALGORITHMS["gloo"]["all_reduce"][0]("all_reduce", 1e7, LinkLayout(16)).seconds(TRUE)
+    assert read.chosen(CollectiveCall("all_reduce", 1e7), LinkLayout(16))[0] == pytest.approx(
         expected, rel=1e-3
     )
     with pytest.raises(Unmeasured, match="no links of nccl"):
@@ -200,7 +204,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
     found = read_links(tmp_path / "links.csv", "gloo")
     assert found.kappa >= 1
     large, small = (
-        found.chosen(CollectiveCall("all_reduce", n), Layout(2))[0] for n in (1 << 23, 1 << 10)
+        found.chosen(CollectiveCall("all_reduce", n), LinkLayout(2))[0] for n in (1 << 23, 1 << 10)
     )
     assert large >= small
 

@@ -28,7 +28,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
 from stratbench.train.beside.beside import Beside, Start
 from stratbench.train.restarts import attempts
-from stratbench.train.restarts.keeping import Keeper
+from stratbench.train.restarts.keeping import CheckpointWriter
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.tasks import Classification, Evaluated, evaluated
 
@@ -376,9 +376,9 @@ def kept(data: DeviceData, path: Path, dies_at: int | None, from_step: int) -> t
     worker.folder.path.mkdir(parents=True, exist_ok=True)
     keepers = []
 
-    def make_keeper(phases: Phases) -> Keeper:
+    def make_keeper(phases: Phases) -> CheckpointWriter:
         job = SimpleNamespace(attempts=[{"next_step": from_step}] if from_step else ())
-        keepers.append(Keeper(job, strategy, data, worker, phases))
+        keepers.append(CheckpointWriter(job, strategy, data, worker, phases))
         return keepers[0]
 
     result = train(strategy, worker, data, worker.folder.path, make_keeper)

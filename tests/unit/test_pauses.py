@@ -24,8 +24,8 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry import pauses
+from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.pauses import Pause, pauses_of_workers
-from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS, PhaseLog, read_phases
 from stratbench.train import agent, forkserver, standing
 from stratbench.train.agent import Exits
@@ -160,7 +160,7 @@ def stopped(launched: LaunchedCell, in_group: bool = False) -> Iterator[None]:
 STAYS = """
 import time
 from pathlib import Path
-from stratbench.telemetry.pulse import Pulse
+from stratbench.telemetry.heartbeat import Heartbeat
 
 step, folder = Pulse.step, Path({folder!r})
 
@@ -312,7 +312,7 @@ def test_time_in_a_pause_counts_towards_no_limit(tmp_path):
 def test_a_pause_is_no_hang(tmp_path):
     """The worker, quiet since it was stopped an hour ago, has just been woken."""
     job, worker = job_with(tmp_path / "run"), SimpleNamespace(name="rank0", exitcode=None, pid=None)
-    Pulse(job.folder.pulse(0)).step()
+    Heartbeat(job.folder.heartbeat(0)).step()
     later_s = time.monotonic() + 3600
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))

@@ -29,7 +29,7 @@ from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
 from stratbench.strategies.splitting.pipeline import STAGES_A_WORKER, Pipeline
-from stratbench.strategies.splitting.stages import Measured, balance
+from stratbench.strategies.splitting.stages import MeasuredUnit, balance
 from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.workload import tasks
@@ -276,14 +276,14 @@ def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
     return Pipeline(Pipeline.Options(**options)).n_stages(world) <= most
 
 
-def counted_once(measure: Callable[..., list[Measured]]) -> Callable[..., list[Measured]]:
+def counted_once(measure: Callable[..., list[MeasuredUnit]]) -> Callable[..., list[MeasuredUnit]]:
     """`Pipeline.measure`, which counts a network's operations once, however often it is set up.
 
     That takes longer than to train it a few steps, and depends on nothing but the network.
     """
-    known: dict[Any, list[Measured]] = {}
+    known: dict[Any, list[MeasuredUnit]] = {}
 
-    def remembered(self: Pipeline, model: torch.nn.Module, units: Any) -> list[Measured]:
+    def remembered(self: Pipeline, model: torch.nn.Module, units: Any) -> list[MeasuredUnit]:
         shapes = tuple((name, p.shape) for name, p in model.named_parameters())
         key = shapes, self.worker.settings.activation_checkpointing
         if key not in known:
@@ -482,8 +482,8 @@ def test_the_most_stages_are_the_units(name):
     assert all(any(True for p in unit for _ in p.parameters(model)) for unit in units)
 
 
-def units(*flops: int) -> list[Measured]:
-    return [Measured(n, 1, ()) for n in flops]
+def units(*flops: int) -> list[MeasuredUnit]:
+    return [MeasuredUnit(n, 1, ()) for n in flops]
 
 
 def test_stages_are_balanced_by_work_and_then_by_memory():
@@ -491,14 +491,14 @@ def test_stages_are_balanced_by_work_and_then_by_memory():
     assert balance(units(0, 1, 1, 1, 1, 5), [1, 1]) == [5, 1]
     assert balance(units(3, 1, 1, 1), [1] * 4) == [1, 1, 1, 1]
     # With either cut both stages compute 1: the one that holds less counts.
-    one = [Measured(1, 1, ()), Measured(0, 100, ()), Measured(1, 100, ())]
+    one = [MeasuredUnit(1, 1, ()), MeasuredUnit(0, 100, ()), MeasuredUnit(1, 100, ())]
     assert balance(one, [1, 1]) == [2, 1]
 
 
 def test_a_head_that_outweighs_all_leaves_the_layers_to_be_divided_by_memory():
     """An embedding and a head as large as all layers together, which no stage but the last can exceed."""
     table, layer, head = (
-        Measured(*each) for each in ((0, 26, (), 0), (7, 3, (), 40), (84, 26, (), 1))
+        MeasuredUnit(*each) for each in ((0, 26, (), 0), (7, 3, (), 40), (84, 26, (), 1))
     )
     assert balance([table, *[layer] * 12, head], [4, 3, 2, 1]) == [3, 4, 6, 1]
     assert balance([table, *[layer] * 12, head], [8] * 4) == [5, 4, 4, 1]

@@ -52,7 +52,7 @@ def test_the_node_of_each_server(server_placement, servers, workers, nodes, expe
 @pytest.mark.parametrize("n_servers", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("numel", [5_000_000, 1_048_576, 100_003])
 def test_servers_have_equal_parts(numel, n_servers):
-    """At 4 MiB a shard, 5 million weights are 5 shards: one server of four had two of them."""
+    """At 4 MiB per shard, 5 million weights are 5 shards: one server of four had two of them."""
     layout = Layout(numel, "float32", 0, "float32", "")
     stores = [Store(layout, 4 << 20, k, n_servers, 1 << 40) for k in range(n_servers)]
     parts = [sum(s.bounds[k][1] - s.bounds[k][0] for k in s.mine) for s in stores]
@@ -129,7 +129,7 @@ def test_servers_are_not_counted_by_hand_where_each_worker_has_one():
 
 @pytest.mark.parametrize(("server_placement", "cpus"), [("central", [3, 3]), ("colocated", [4, 4])])
 def test_a_node_is_asked_for_the_cores_of_its_servers(server_placement, cpus):
-    """Four workers on two nodes, or on one of two, with a core a process."""
+    """Four workers on two nodes, or on one of two, with a core per process."""
     cluster = {
         "gpus_per_node": 2, "request_gpus": False, "mem_mib_per_cpu_worker": 100,
         "startup_allowance_s": 0, "memory_margin": 0.1,

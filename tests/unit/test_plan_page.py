@@ -16,7 +16,7 @@ from browser_fixtures import browser  # noqa: F401
 from stratbench.cell.text.words import COLUMNS
 from stratbench.plan import check, one_network, public_runs, schedule
 from stratbench.plan.__main__ import main as plan_main
-from stratbench.plan.duration import Projected, Span
+from stratbench.plan.duration import ProjectedDuration, Span
 from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.pages import what_fits
 from stratbench.plan.pages.text import side_by_side, write_html
@@ -285,7 +285,9 @@ def test_the_fan_says_what_is_measured_what_projected_and_what_theory(
     config, study = configuration.load_config(config_of(results, only="images", strategies=["ddp"]))
     two = next(c for c in study.cells if c.gpus == 2)
     projected = {
-        replace(two, gpus=n): Projected(Span(90.0 / n, 110.0 / n, "projected, 80 %: by counts"), 64)
+        replace(two, gpus=n): ProjectedDuration(
+            Span(90.0 / n, 110.0 / n, "projected, 80 %: by counts"), 64
+        )
         for n in (8, 16)
     }
     checked = check.check_study(config, study)
@@ -382,7 +384,9 @@ def test_each_control_changes_what_it_says_and_the_keyboard_does_it_too(page: Br
     assert page.run(needed) < before
     set_to("batch", 640)
     assert page.run("form.slider.getAttribute('aria-valuetext')") == "640"
-    assert page.run("document.getElementById('hint').textContent").endswith("80 samples a worker.")
+    assert page.run("document.getElementById('hint').textContent").endswith(
+        "80 samples per worker."
+    )
     page.run("form.slider.focus()")
     page.press("ArrowRight")
     assert page.run("S.batch") == 768

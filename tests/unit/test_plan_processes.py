@@ -60,7 +60,7 @@ def test_two_pools_share_one_import_and_see_no_gpu(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [CheckResult, Rehearsal])
 def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind, tmp_path, capsys):
-    jobs = {"mine": cache.Job("resnet", (9,), {"some": "request"})}
+    jobs = {"mine": cache.CachedJob("resnet", (9,), {"some": "request"})}
     made = cache.results_of("networks to check: {}", kind, os._exit, jobs, tmp_path)
     assert made["mine"].fault == "its process was killed (out of memory?)"
     assert not list(tmp_path.iterdir())
@@ -70,7 +70,9 @@ def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind,
 def test_results_have_the_order_of_the_jobs_though_the_longest_ends_first(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "usable_cores", lambda: [0])
     monkeypatch.setattr(cache, "pool_of", lambda n, *_: ThreadPoolExecutor(n))
-    jobs = {name: cache.Job(name, (name,), {"name": name}, 1 + i) for i, name in enumerate("abc")}
+    jobs = {
+        name: cache.CachedJob(name, (name,), {"name": name}, 1 + i) for i, name in enumerate("abc")
+    }
     ended = []
 
     def work(name: str) -> CheckResult:

@@ -259,7 +259,7 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
     assert shown[at + 2 : at + 9] == rest
     told = plan_text(plan).splitlines()
     over = next(i for i, line in enumerate(told) if line.endswith("(! does not fit, ? tight)"))
-    assert told[over].startswith(f"   {unit} a worker that a cell needs, at 8 workers")
+    assert told[over].startswith(f"   {unit} per worker that a cell needs, at 8 workers")
     assert told[over + 2].split() == ["ddp", amount]
     assert " ".join(told[over + 5].split()) == f"ddp {compared}"
 
@@ -390,7 +390,7 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
         small, strategies=["ddp", "zero1", "ps-sync", "fsdp"], gpus=[2], steps=1, epochs=None
     )
     told = plan_text(plan)
-    assert "GiB a worker" not in told
+    assert "GiB per worker" not in told
     assert "MiB a worker that a cell needs" in told
     assert "KiB that a worker sends in a step" in told
     assert "0-0 s" not in told

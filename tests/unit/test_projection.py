@@ -12,7 +12,7 @@ import pytest
 from stratbench.cell.text.words import short_time
 from stratbench.plan.projection import naive
 from stratbench.plan.projection.evidence import on_measured_links
-from stratbench.plan.projection.limits import MOST_TIMES, refusal
+from stratbench.plan.projection.limits import MAX_TIMES, refusal
 from stratbench.plan.projection.links import Links, Unmeasured
 from stratbench.plan.projection.naive import Measured
 from stratbench.plan.projection.project import (
@@ -25,9 +25,9 @@ from stratbench.plan.projection.project import (
     sentence,
 )
 from stratbench.plan.projection.replay import Schedule, Started, TracedPhase, replay, schedule_of
-from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
+from stratbench.plan.projection.servers import ServerQueue, asynchronous, synchronous
 from stratbench.strategies import option_defaults
-from stratbench.telemetry.collective_cost import Layout, Link, Time
+from stratbench.telemetry.collective_cost import LinkLayout, LinkModel, Time
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.train.links.measure import write_links
 
@@ -76,60 +76,66 @@ def test_skill_is_over_the_best_naive_rule_and_none_without_a_third_count():
 # --- what collectives cost -----------------------------------------------------------------------
 
 ALPHA_S, RATE = 10e-6, 10e9
-WITHIN = {"within": Link(ALPHA_S, RATE)}
-BOTH = WITHIN | {"between": Link(5 * ALPHA_S, RATE / 10)}
+WITHIN = {"within": LinkModel(ALPHA_S, RATE)}
+BOTH = WITHIN | {"between": LinkModel(5 * ALPHA_S, RATE / 10)}
 
 
-def took(kind: str, n_bytes: float, layout: Layout, library: str = "gloo", **of) -> float:
+def took(kind: str, n_bytes: float, layout: LinkLayout, library: str = "gloo", **of) -> float:
     return Links(library, {kind: of or BOTH}).chosen(CollectiveCall(kind, n_bytes), layout)[0]
 
 
 def test_a_ring_takes_its_steps_and_its_volume():
     n_bytes, n = 1e8, 4
     expected = 2 * (n - 1) * ALPHA_S + 2 * (n - 1) / n * n_bytes / RATE
-    assert took("all_reduce", n_bytes, Layout(n)) == pytest.approx(expected)
+    assert took("all_reduce", n_bytes, LinkLayout(n)) == pytest.approx(expected)
     half = (n - 1) * ALPHA_S + (n - 1) / n * n_bytes / RATE
     for kind in ("all_gather", "reduce_scatter"):
-        assert took(kind, n_bytes, Layout(n)) == pytest.approx(half)
-    assert took("all_reduce", n_bytes, Layout(1)) == 0
+        assert took(kind, n_bytes, LinkLayout(n)) == pytest.approx(half)
+    assert took("all_reduce", n_bytes, LinkLayout(1)) == 0
 
 
 def test_across_nodes_the_network_sets_the_pace():
     n_bytes = 1e9
-    assert took("all_reduce", n_bytes, Layout(8, 2)) > 5 * took("all_reduce", n_bytes, Layout(8))
+    assert took("all_reduce", n_bytes, LinkLayout(8, 2)) > 5 * took(
+        "all_reduce", n_bytes, LinkLayout(8)
+    )
 
 
 def test_nccl_takes_the_fastest_algorithm():
     small, large = CollectiveCall("all_reduce", 1024), CollectiveCall("all_reduce", 1e9)
     links = Links("nccl", {"all_reduce": BOTH})
-    assert links.chosen(small, Layout(64, 8))[1] == "tree"
-    assert links.chosen(large, Layout(64, 8))[1] in ("ring", "hierarchical")
-    chosen = links.chosen(large, Layout(64, 8))[0]
-    assert chosen <= took("all_reduce", 1e9, Layout(64, 8))  # gloo's ring
+    assert links.chosen(small, LinkLayout(64, 8))[1] == "tree"
+    assert links.chosen(large, LinkLayout(64, 8))[1] in ("ring", "hierarchical")
+    chosen = links.chosen(large, LinkLayout(64, 8))[0]
+    assert chosen <= took("all_reduce", 1e9, LinkLayout(64, 8))  # gloo's ring
 
 
 def test_a_link_that_was_not_measured_is_named():
     with pytest.raises(Unmeasured, match="all_reduce between nodes"):
-        Links("nccl", {"all_reduce": WITHIN}).chosen(CollectiveCall("all_reduce", 8), Layout(8, 2))
+        Links("nccl", {"all_reduce": WITHIN}).chosen(
+            CollectiveCall("all_reduce", 8), LinkLayout(8, 2)
+        )
     with pytest.raises(Unmeasured, match="send within"):
-        Links("gloo", {}).chosen(CollectiveCall("send", 8), Layout(2))
+        Links("gloo", {}).chosen(CollectiveCall("send", 8), LinkLayout(2))
 
 
 def test_a_group_of_neighbours_stays_on_its_node():
     pairs = CollectiveCall("all_reduce", 1e8, ranks=2)
     links = Links("gloo", {"all_reduce": WITHIN})
     assert (
-        links.chosen(pairs, Layout(8, 2))[0]
-        == links.chosen(CollectiveCall("all_reduce", 1e8), Layout(2))[0]
+        links.chosen(pairs, LinkLayout(8, 2))[0]
+        == links.chosen(CollectiveCall("all_reduce", 1e8), LinkLayout(2))[0]
     )
 
 
 def test_groups_that_lie_between_one_another_cross_nodes_and_share_their_connection():
     """Eight tensor workers fill each of two nodes: what the replicas average goes between the nodes."""
-    between = {"between": Link(0.0, 1e9)}
-    links = Links("gloo", {"all_reduce": {"within": Link(0.0, 1e15)} | between})
+    between = {"between": LinkModel(0.0, 1e9)}
+    links = Links("gloo", {"all_reduce": {"within": LinkModel(0.0, 1e15)} | between})
     seconds = {
-        stride: links.chosen(CollectiveCall("all_reduce", 1e9, 2, stride=stride), Layout(16, 2))[0]
+        stride: links.chosen(
+            CollectiveCall("all_reduce", 1e9, 2, stride=stride), LinkLayout(16, 2)
+        )[0]
         for stride in (1, 8)
     }
     assert seconds[1] == pytest.approx(0, abs=1e-5)
@@ -138,22 +144,24 @@ def test_groups_that_lie_between_one_another_cross_nodes_and_share_their_connect
 
 
 def test_groups_that_do_not_divide_a_node_lie_on_two():
-    links = Links("gloo", {"all_reduce": {"within": Link(0.0, 1e15), "between": Link(0.0, 1e9)}})
-    assert links.chosen(CollectiveCall("all_reduce", 1e9, 3), Layout(24, 3))[0] > 1
-    assert links.chosen(CollectiveCall("all_reduce", 1e9, 4), Layout(24, 3))[0] < 1e-3
-    assert links.chosen(CollectiveCall("all_reduce", 1e9, 3), Layout(6))[0] < 1e-3
+    links = Links(
+        "gloo", {"all_reduce": {"within": LinkModel(0.0, 1e15), "between": LinkModel(0.0, 1e9)}}
+    )
+    assert links.chosen(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(24, 3))[0] > 1
+    assert links.chosen(CollectiveCall("all_reduce", 1e9, 4), LinkLayout(24, 3))[0] < 1e-3
+    assert links.chosen(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(6))[0] < 1e-3
 
 
 @pytest.mark.parametrize(("largest", "known"), [(1 << 20, False), (64 << 20, True)])
 def test_what_is_much_larger_than_was_measured_is_not_known(largest, known):
     links = Links("gloo", {"all_reduce": WITHIN}, largest={"all_reduce": largest})
-    assert links.chosen(CollectiveCall("all_reduce", 8 << 20), Layout(4))[0] > 0
+    assert links.chosen(CollectiveCall("all_reduce", 8 << 20), LinkLayout(4))[0] > 0
     call = CollectiveCall("all_reduce", 1 << 30)
     if known:
-        assert links.chosen(call, Layout(4))[0] > 0
+        assert links.chosen(call, LinkLayout(4))[0] > 0
         return
     with pytest.raises(Unmeasured, match=r"up to 1 MiB with gloo, and a step sends 1\.00 GiB"):
-        links.chosen(call, Layout(4))
+        links.chosen(call, LinkLayout(4))
 
 
 # --- the replay ----------------------------------------------------------------------------------
@@ -249,7 +257,7 @@ def test_who_waits_for_a_collective_follows_from_its_call(kind, waiter, phase, o
 # --- servers -------------------------------------------------------------------------------------
 
 
-def simulated(queue: Queue, workers: int, updates: int) -> float:
+def simulated(queue: ServerQueue, workers: int, updates: int) -> float:
     """Updates a second on a virtual clock: exponential times, each server first come first served."""
     random = Random(0)
 
@@ -274,14 +282,14 @@ def simulated(queue: Queue, workers: int, updates: int) -> float:
 
 @pytest.mark.parametrize("workers", [1, 4, 16])
 def test_the_queue_agrees_with_a_virtual_clock(workers):
-    queue = Queue(think_s=1.0, demands_s=(0.1, 0.05))
+    queue = ServerQueue(think_s=1.0, demands_s=(0.1, 0.05))
     updates_per_s = workers / asynchronous(queue, workers)
     assert updates_per_s == pytest.approx(simulated(queue, workers, 6000), rel=0.05)
     assert updates_per_s <= 1 / max(queue.demands_s)
 
 
 def test_past_the_knee_workers_bring_nothing():
-    queue = Queue(think_s=0.9, demands_s=(0.1,))
+    queue = ServerQueue(think_s=0.9, demands_s=(0.1,))
     assert queue.knee == pytest.approx(10)
     before, after = (n / asynchronous(queue, n) for n in (20, 40))
     assert after / before < 1.01
@@ -300,7 +308,7 @@ def replayed_ddp(workers: int, compute_s: float) -> float:
     links = Links("gloo", {"all_reduce": WITHIN})
     call = CollectiveCall("all_reduce", 1e8)
     schedule = Schedule((Started(call, 0.9, False),), 0.9)
-    return replay(schedule, compute_s, lambda c: links.chosen(c, Layout(workers))[0])
+    return replay(schedule, compute_s, lambda c: links.chosen(c, LinkLayout(workers))[0])
 
 
 @pytest.mark.parametrize("scaling", ["weak", "strong"])
@@ -363,7 +371,7 @@ def test_servers_fill_sooner_where_a_workers_share_shrinks():
     """A push takes 0.1 s; computing takes 1.2 s alone, and in strong scaling a fourth of it on four."""
 
     def replayed(workers: int, compute_s: float) -> float:
-        return asynchronous(Queue(compute_s, (0.1,)), workers)
+        return asynchronous(ServerQueue(compute_s, (0.1,)), workers)
 
     refused = {}
     for scaling in ("weak", "strong"):
@@ -373,7 +381,7 @@ def test_servers_fill_sooner_where_a_workers_share_shrinks():
         assert compute_s(6) == pytest.approx(computing[6], rel=1e-3)
         (found,) = project(
             measured, scaling, [(6, 1)], replayed, served=True,
-            queue=lambda n, compute_s=compute_s: Queue(compute_s(n), (0.1,)),
+            queue=lambda n, compute_s=compute_s: ServerQueue(compute_s(n), (0.1,)),
         )  # fmt: skip
         refused[scaling] = found.refused
     assert refused["weak"] is None  # full at 13
@@ -534,11 +542,11 @@ def test_links_that_were_off_their_fit_make_the_interval_wider():
 
 def test_what_cannot_be_known_is_refused_with_the_remedy():
     measured = [Measured(1, 1.0, 1), Measured(2, 1.1, 1)]
-    assert refusal(measured, 2 * MOST_TIMES, 1) is None
-    assert "measure 3 or more" in refusal(measured, 2 * MOST_TIMES + 1, 1)
+    assert refusal(measured, 2 * MAX_TIMES, 1) is None
+    assert "measure 3 or more" in refusal(measured, 2 * MAX_TIMES + 1, 1)
     assert "between nodes" in refusal(measured, 16, 2)
     assert refusal(measured, 16, 2, measured_levels={"within", "between"}) is None
     assert refusal([Measured(8, 1.0, 2)], 16, 4) is None
-    full = Queue(think_s=0.9, demands_s=(0.1,))
+    full = ServerQueue(think_s=0.9, demands_s=(0.1,))
     assert "servers are full from about 11" in refusal(measured, 12, 1, queue=lambda workers: full)
     assert refusal(measured, 8, 1, queue=lambda workers: full) is None

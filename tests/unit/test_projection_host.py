@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratbench.plan.projection.evidence import Evidence
+from stratbench.plan.projection.evidence import ProjectionInputs
 from stratbench.plan.projection.naive import Measured
 from stratbench.plan.projection.project import (
     BY_LINKS,
@@ -148,9 +148,9 @@ def test_the_time_of_a_host_that_may_have_waited_is_not_known(operations, issue_
     assert is_unhindered(operations, issue_s, 0.1) == known
 
 
-def evidence(*records: dict) -> Evidence:
+def evidence(*records: dict) -> ProjectionInputs:
     points = (Measured(2, 0.1, 1),)
-    return Evidence("one", "fsdp", "net", "strong", "", None, points, (), (records,))
+    return ProjectionInputs("one", "fsdp", "net", "strong", "", None, points, (), (records,))
 
 
 def record(*issue_ms: float | None, slowdown: dict | None = None, on_host: bool = False) -> dict:

@@ -21,7 +21,7 @@ from stratbench.plan.projection.study import projected_trainings
 from stratbench.plan.schedule import records_by_cell
 from stratbench.study.config import config as configuration
 from stratbench.study.config.config import Study
-from stratbench.telemetry.collective_cost import Layout, Link, Time, ring, tree
+from stratbench.telemetry.collective_cost import LinkLayout, LinkModel, Time, ring, tree
 from stratbench.train.links import measure as links
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -97,13 +97,13 @@ def test_every_strategy_gets_intervals_and_refusals(study, capsys):
 
 
 def test_measured_links_are_used_where_there_are_some(study, capsys):
-    true = {"within": Link(1e-7, 1e12), "between": Link(1e-6, 1e11)}
+    true = {"within": LinkModel(1e-7, 1e12), "between": LinkModel(1e-6, 1e11)}
     times = [
         Time("gloo", kind, n, nodes, size, 0, cost.seconds(true))
         for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
         for n, nodes in ((2, 1), (4, 1), (4, 2), (8, 2))
         for size in (1 << 10, 1 << 16, 1 << 22)
-        for cost in [algorithm(kind, size, Layout(n, nodes))]
+        for cost in [algorithm(kind, size, LinkLayout(n, nodes))]
     ]
     links.write_links(Path(study["results"]) / "small" / "links", times, 1.1)
     table, told = projected(study, capsys)
@@ -119,9 +119,9 @@ def test_measured_links_are_used_where_there_are_some(study, capsys):
 
 def write_free_links(study: dict[str, Any]) -> None:
     """Links within a node that cost nothing."""
-    true = {"within": Link(1e-9, 1e15)}
+    true = {"within": LinkModel(1e-9, 1e15)}
     times = [
-        Time("gloo", kind, n, 1, size, 0, algorithm(kind, size, Layout(n)).seconds(true))
+        Time("gloo", kind, n, 1, size, 0, algorithm(kind, size, LinkLayout(n)).seconds(true))
         for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
         for n in (2, 4)
         for size in (1 << 10, 1 << 16, 1 << 22)
@@ -243,13 +243,13 @@ def test_what_is_sharded_is_traced_on_each_count(tmp_path, footprints, capsys):
     config = config_of(tmp_path, strategies=["fsdp"])
     _, read = configuration.load_config(config)
     write_records(read, tmp_path)
-    for link, fits in ((Link(1e-2, 1e9), False), (Link(1e-7, 1e13), True)):
+    for link, fits in ((LinkModel(1e-2, 1e9), False), (LinkModel(1e-7, 1e13), True)):
         times = [
             Time("gloo", kind, n, 1, size, 0, cost.seconds({"within": link}))
             for kind in ("all_gather", "reduce_scatter", "all_reduce")
             for n in (2, 4)
             for size in (1 << 10, 1 << 16, 1 << 22)
-            for cost in [ring(kind, size, Layout(n))]
+            for cost in [ring(kind, size, LinkLayout(n))]
         ]
         links.write_links(tmp_path / "small" / "links", times, 1.1)
         table, told = projected(config, capsys)

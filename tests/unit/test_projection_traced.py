@@ -11,12 +11,12 @@ from stratbench.plan.projection.replay import Schedule, replay
 from stratbench.plan.projection.traced import traced_schedule
 from stratbench.ps.policies.policies import POLICIES
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.telemetry.collective_cost import Layout, Link
+from stratbench.telemetry.collective_cost import LinkLayout, LinkModel
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 DEVICE = Device("made up", 1 << 34, 1e12, 1e11, 1e10, 1e9, is_gpu=False)
-FAST, SLOW = Link(1e-9, 1e15), Link(1e-3, 1e7)
+FAST, SLOW = LinkModel(1e-9, 1e15), LinkModel(1e-3, 1e7)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 
 
@@ -32,9 +32,9 @@ def scheduled_gpt(strategy: str, on_cuda: bool = False, **options) -> Schedule:
     return traced_schedule(request, 8, DEVICE)
 
 
-def step_s(schedule: Schedule, link: Link, workers: int = 4) -> float:
+def step_s(schedule: Schedule, link: LinkModel, workers: int = 4) -> float:
     links = Links("gloo", {kind: {"within": link} for kind in KINDS})
-    layout = Layout(workers)
+    layout = LinkLayout(workers)
     return replay(schedule, 1.0, lambda call: links.chosen(call, layout)[0])
 
 
@@ -54,7 +54,7 @@ def test_buckets_of_ddp_start_during_backward_in_order(ddp):
 def test_what_links_cost_is_what_the_replay_adds(ddp):
     assert step_s(ddp, FAST) == pytest.approx(1.0, rel=1e-3)
     links = Links("gloo", {kind: {"within": SLOW} for kind in KINDS})
-    all_s = sum(links.chosen(s.call, Layout(4))[0] for s in ddp.collectives)
+    all_s = sum(links.chosen(s.call, LinkLayout(4))[0] for s in ddp.collectives)
     assert max(1.0, all_s) < step_s(ddp, SLOW) < 1.0 + all_s
 
 
@@ -69,7 +69,7 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
         assert all(s.ahead for s in gathers) == (schedule is on_gpu)
         assert scatters
         assert all(s.needed for s in scatters) == (schedule is on_cpu)
-    middle = Link(1e-5, 1e9)
+    middle = LinkModel(1e-5, 1e9)
     assert step_s(on_gpu, middle) < step_s(on_cpu, middle)
 
 

@@ -185,7 +185,7 @@ class Returning(Worked):
 
 
 class ServerProcesses:
-    """The servers of a run as processes; a life begins with `start` and ends with `end`."""
+    """The servers of a run as processes; an incarnation begins with `start` and ends with `end`."""
 
     target = staticmethod(serve_run)
 
@@ -234,7 +234,7 @@ def processes():
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(("policy", "n_servers"), [("ps-ormo", 1), ("ps-backup", 2)])
-def test_another_life_of_the_servers_goes_on(tmp_path, processes, policy, n_servers, signum):
+def test_another_incarnation_of_the_servers_goes_on(tmp_path, processes, policy, n_servers, signum):
     plan = elastic(
         tmp_path, policy=policy, n_servers=n_servers, save_every_s=0.1, steps_per_epoch=60
     )
@@ -398,10 +398,10 @@ def test_a_place_comes_back_and_a_number_does_not(tmp_path):
     assert found["refused"] == 1  # a spare that asks too early has done nothing wrong
 
 
-def test_a_worker_of_another_life_of_the_servers_is_sent_away(tmp_path):
+def test_a_worker_of_another_incarnation_of_the_servers_is_sent_away(tmp_path):
     plan = elastic(tmp_path, incarnation=4)
     servers = serve_all(plan)
-    with pytest.raises(JoinLater, match="this is life 4 of the servers"):
+    with pytest.raises(JoinLater, match="this is incarnation 4 of the servers"):
         Worked(plan, SECRET, 0, incarnation=3).join()
     with pytest.raises(JoinRefused, match="does not know this job's secret"):
         Worked(plan, b"x" * 32, 0, incarnation=4).join()

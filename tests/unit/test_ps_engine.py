@@ -544,7 +544,7 @@ def a_member() -> tuple[Member, Connection]:
     return Member(Hello(0, "native", False, layout, ""), ours, "tcp"), theirs
 
 
-def test_a_heartbeat_is_a_sign_of_life(now):
+def test_a_heartbeat_is_a_sign_of_incarnation(now):
     member, theirs = a_member()
     now.s = 50.0
     assert member.silent_s(now.s, 0.0) == 50.0

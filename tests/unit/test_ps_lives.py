@@ -223,7 +223,7 @@ def serve_and_save_late(plan: ServerConfig, secret: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_an_epoch_that_ends_while_the_state_is_saved_is_evaluated_in_the_next_life(
+def test_an_epoch_that_ends_while_the_state_is_saved_is_evaluated_in_the_next_incarnation(
     tmp_path,
     monkeypatch,
     processes,  # noqa: F811
@@ -296,7 +296,7 @@ def test_a_snapshot_that_fails_in_any_way_ends_the_run_and_is_waited_for_no_long
 
 
 @pytest.mark.parametrize("settled", [3, 4])
-def test_an_epoch_that_is_over_and_was_not_noted_ends_with_the_next_life(settled):
+def test_an_epoch_that_is_over_and_was_not_noted_ends_with_the_next_incarnation(settled):
     """A worker's last push may be in the shards when the state is saved, and not yet be counted."""
     ended, finished = [], []
     writer = SimpleNamespace(take=lambda epoch, seconds, *_: ended.append((epoch, seconds)))
@@ -309,7 +309,7 @@ def test_an_epoch_that_is_over_and_was_not_noted_ends_with_the_next_life(settled
     assert bool(finished) == epochs.complete == (settled == 4)
 
 
-def test_a_line_of_the_journal_that_was_cut_off_is_gone_in_the_next_life(tmp_path):
+def test_a_line_of_the_journal_that_was_cut_off_is_gone_in_the_next_incarnation(tmp_path):
     journal = Journal(tmp_path, 1)
     journal.note("incarnation", settled=0)
     journal.close()
@@ -332,7 +332,7 @@ def test_what_the_disk_takes_only_half_of_is_written_to_its_end(tmp_path, monkey
 
 
 def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
-    """Life 2 went on from before the second epoch's end: what that was in life 1 is no more."""
+    """Life 2 went on from before the second epoch's end: what that was in incarnation 1 is no more."""
     journal = Journal(tmp_path, 1)
     for incarnation, settled, epochs in ((1, 0, (0, 1)), (2, 45, ()), (3, 90, ())):
         journal._incarnation = incarnation
@@ -344,7 +344,7 @@ def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
 
 
 def test_servers_that_begin_anew_leave_no_state_of_a_training_that_is_gone(tmp_path):
-    """Else a later life could put one server's part of one training beside another's."""
+    """Else a later incarnation could put one server's part of one training beside another's."""
     plan = elastic(tmp_path, n_servers=2)
     folder = Path(plan.elastic.folder)
     folder.mkdir()
@@ -354,7 +354,7 @@ def test_servers_that_begin_anew_leave_no_state_of_a_training_that_is_gone(tmp_p
     assert [state_manifest(folder, server).exists() for server in range(2)] == [True, False]
 
 
-def test_buffers_of_an_earlier_life_count_only_until_somebody_pushes():
+def test_buffers_of_an_earlier_incarnation_count_only_until_somebody_pushes():
     before, after = BufferMean(torch.zeros(2)), BufferMean(torch.zeros(2))
     for place in range(3):
         before.push(place, torch.full((2,), float(place)), ALIVE)

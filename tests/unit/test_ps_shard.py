@@ -47,7 +47,7 @@ def test_a_push_of_a_worker_given_up_changes_nothing():
 
 
 def test_the_schedule_goes_by_the_pushes_of_global_batches():
-    """Two pushes a batch; a ticket that comes twice counts once, and a skipped step counts."""
+    """Two pushes per batch; a ticket that comes twice counts once, and a skipped step counts."""
     config = ServerConfig(
         "", workers=2, epochs=2, steps_per_epoch=2, slices=2, policy="ps-async", hyper={},
         schedule={"schedule": "linear", "warmup": 0, "final": 0.2},

@@ -524,7 +524,7 @@ def test_a_loss_scale_halved_for_ever_stays_one():
     scale = LossScale()
     for _ in range(2000):
         scale.update(overflowed=True)
-    assert scale.value == LossScale.LEAST > 0
+    assert scale.value == LossScale.MINIMUM > 0
     for _ in range(LossScale.GROWTH_STEPS):
         scale.update(overflowed=False)
-    assert scale.value == 2 * LossScale.LEAST
+    assert scale.value == 2 * LossScale.MINIMUM

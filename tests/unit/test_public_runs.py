@@ -58,7 +58,7 @@ def test_only_cells_like_the_runs_take_their_range(changes, reads_text, alike):
 
 
 def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
-    step = duration.Step(2.0, 1.0, 0.0, 0.0, 0.0, 0.7)
+    step = duration.PlannedStep(2.0, 1.0, 0.0, 0.0, 0.0, 0.7)
     gpu, band = public_runs.GPUS[0], public_runs.band()
     span = public_runs.span_from_runs(gpu, SHARDED, True, step, steps=10)
     assert [*span] == pytest.approx([20 * band.low, 20 * band.high])

@@ -1,4 +1,4 @@
-"""Gang or elastic: arms that meet the same queue, what breaks even, and what is said of it."""
+"""Gang or elastic: modes that meet the same queue, what breaks even, and what is said of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from stratbench.plan.queue.break_even import (
     GANG,
     HALF,
     SYNCHRONOUS,
+    QueuedTraining,
     Times,
-    Work,
     at_worth,
     jackknife,
     paired_times,
@@ -35,7 +35,7 @@ from stratbench.study.config.schema import check_keys, checked_block
 
 
 def times(**hours):
-    """Times by arm, `a1` for asynchronous workers at a worth of 1; each of 6 blocks of 2 moments."""
+    """Times by mode, `a1` for asynchronous workers at a worth of 1; each of 6 blocks of 2 moments."""
     drawn = np.random.default_rng(0).uniform(0.97, 1.03, (6, 2))
     names = {"gang": GANG, "half": HALF, "sync": SYNCHRONOUS}
     names |= {f"a{worth:g}": at_worth(worth) for worth in (1.0, 0.8, 0.6)}
@@ -73,37 +73,37 @@ def test_the_worth_that_breaks_even_is_where_the_times_meet():
     assert times(gang=1.0, a1=2.0, a0_8=2.5).break_even(GANG).value == math.inf
 
 
-# ---- arms
+# ---- modes
 
 
-def test_in_an_empty_cluster_all_arms_take_their_own_time():
+def test_in_an_empty_cluster_all_modes_take_their_own_time():
     queue = recorded_queue(4, 4, Rules(), poisson(60, 0.01, 16, 1), 0.5, 2, 2)
-    found = paired_times(queue, Work(8, 1.0, loss=0.0))
+    found = paired_times(queue, QueuedTraining(8, 1.0, loss=0.0))
     startup_h, overhead = 60 / 3600, 1 + 10 / 1800
-    for arm, hours in (
+    for mode, hours in (
         (GANG, overhead),
         (HALF, 2 * overhead),
         (SYNCHRONOUS, overhead),
         (at_worth(1.0), 1.0),
         (at_worth(0.8), 1 / 0.8),
     ):
-        assert found.hours[arm] == pytest.approx(np.full((2, 2), hours + startup_h))
+        assert found.hours[mode] == pytest.approx(np.full((2, 2), hours + startup_h))
 
 
-def test_all_arms_of_a_moment_meet_the_same_queue():
+def test_all_modes_of_a_moment_meet_the_same_queue():
     queue = poisson_queue(4, 4, Rules(), 0.8, 1.0, 2, 2)
-    one = paired_times(queue, Work(8, 1.0), arms=[GANG, SYNCHRONOUS])
-    other = paired_times(queue, Work(8, 1.0), arms=[SYNCHRONOUS])
+    one = paired_times(queue, QueuedTraining(8, 1.0), modes=[GANG, SYNCHRONOUS])
+    other = paired_times(queue, QueuedTraining(8, 1.0), modes=[SYNCHRONOUS])
     assert np.array_equal(one.hours[SYNCHRONOUS], other.hours[SYNCHRONOUS])
 
 
 @pytest.mark.slow
 def test_the_simulation_says_again_what_was_found_first():
     """Load 0.7, N = 16: .78 [.67, .88] and .77 [.66, .86] of a gang's 2.8 h."""
-    found = paired_times(poisson_queue(8, 8, Rules(), 0.7, 2.0, 10, 6), Work(16, 2.0))
+    found = paired_times(poisson_queue(8, 8, Rules(), 0.7, 2.0, 10, 6), QueuedTraining(16, 2.0))
     assert found.mean(GANG).value == pytest.approx(2.8, abs=0.05)
-    for arm, ratio in ((SYNCHRONOUS, 0.78), (at_worth(1.0), 0.77)):
-        assert found.ratio(arm, GANG).value == pytest.approx(ratio, abs=0.01)
+    for mode, ratio in ((SYNCHRONOUS, 0.78), (at_worth(1.0), 0.77)):
+        assert found.ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
     assert found.break_even(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
     assert found.break_even(GANG).value == pytest.approx(0.76, abs=0.01)
 
@@ -159,7 +159,7 @@ def test_of_equals_the_simplest_is_named():
 @pytest.mark.parametrize("load", [0.91, 0.95, 1.2])
 def test_a_queue_that_is_not_steady_has_no_answer(load):
     found = answer(QueueRequest(num_gpus=16, training_hours=2.0, load=load), 8, 0.03)
-    assert found["arm"] is None
+    assert found["mode"] is None
     assert f"At a load of {load:.2f} the queue is not steady" in found["refused"]
     assert found["headline"].startswith("With the queue: no answer.")
     assert "Not modelled: fair-share" in found["lines"][-1]
@@ -172,17 +172,17 @@ def few(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{}, {"preemptible": True, "slow_nodes": 0.1, "slow_factor": 3.0}])
-def test_a_simulation_answers_with_time_interval_and_arm(few, tmp_path, capsys, how):
+def test_a_simulation_answers_with_time_interval_and_mode(few, tmp_path, capsys, how):
     queue = {"num_gpus": 8, "training_hours": 1.0, "load": 0.8, "nodes": 4} | how
     config = {"decide": checked_block("decide", {"queue": queue}), "cluster": {"gpus_per_node": 4}}
     out = tmp_path / "queue.json"
     assert main(["--config", json.dumps(config), "--out", str(out)]) == 0
     assert "queue: 3 of 3 moments simulated" in capsys.readouterr().err
     found = json.loads(out.read_text())
-    chosen = [a for a in found["arms"] if a["chosen"]]
-    assert [a["arm"] for a in chosen] == [found["arm"]]
+    chosen = [a for a in found["modes"] if a["chosen"]]
+    assert [a["mode"] for a in chosen] == [found["mode"]]
     assert chosen[0]["hours_low"] < chosen[0]["hours"] < chosen[0]["hours_high"]
-    assert found["headline"].startswith(f"With the queue: {found['arm']}, ")
+    assert found["headline"].startswith(f"With the queue: {found['mode']}, ")
     assert set(found["even"]) == {GANG, HALF, SYNCHRONOUS}
     assert any("preempted by all others" in line for line in found["lines"]) == bool(how)
     assert "3 moments in made queues of 4 nodes of 4 GPUs, load 0.80" in "\n".join(found["lines"])
@@ -230,7 +230,7 @@ def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again
         num_gpus=8, training_hours=1.0, history=recorded(tmp_path), reservations="one"
     )
     found = answer(asked, 4, 0.03)
-    assert found["arm"]
+    assert found["mode"]
     said = "\n".join(found["lines"])
     assert "3 moments in recorded queues of 4 nodes of 4 GPUs" in said
     assert "GPUs in use, at most 16, of 16." in said

@@ -11,9 +11,15 @@ import pytest
 
 from stratbench.plan.queue import background
 from stratbench.plan.queue.answer import answer
-from stratbench.plan.queue.break_even import GANG, Queue, Work, paired_times, recorded_queue
+from stratbench.plan.queue.break_even import (
+    GANG,
+    QueuedTraining,
+    TrainingQueue,
+    paired_times,
+    recorded_queue,
+)
 from stratbench.plan.queue.history import FIELDS, HistoryError, gpus_of, read_history
-from stratbench.plan.queue.simulator import Arrival, Cluster, Job, Rules
+from stratbench.plan.queue.simulator import Arrival, Cluster, Rules, SimulatedJob
 from stratbench.study.config.queue_request import QueueRequest
 
 HEADER = "|".join(FIELDS)
@@ -211,7 +217,7 @@ def recorded(
     last_days: float = math.inf,
 ) -> Path:
     """What sacct says of a simulated queue on 8 nodes of 8 GPUs, of who had not ended `last_days` ago."""
-    started: list[Job] = []
+    started: list[SimulatedJob] = []
     start = Cluster._start
     monkeypatch.setattr(
         Cluster, "_start", lambda self, job, at: (started.append(job), start(self, job, at))
@@ -246,7 +252,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
         num_gpus=8, training_hours=2.0, history=str(path), nodes=8, reservations="one"
     )
     found = answer(asked, 8, 0.03)
-    assert found["arm"] is None
+    assert found["mode"] is None
     assert re.search(r"the work that waits grew by [\d,]+ GPU-hours", found["refused"])
     assert read_history(path, 8).mean_gpus < 0.9 * 64
     monkeypatch.undo()
@@ -259,7 +265,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
 def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
     """sacct lists who ran when it begins, and not who had ended: before it the cluster looks empty."""
     monkeypatch.setattr(background, "MEDIAN_S", 4 * background.MEDIAN_S)
-    monkeypatch.setattr(background, "MOST_S", 7 * background.MOST_S)
+    monkeypatch.setattr(background, "MAX_S", 7 * background.MAX_S)
     arrivals = background.poisson(1800, 0.8, 64, 6)
     found = read_history(recorded(tmp_path, monkeypatch, arrivals, last_days=7), 8)
     shape = (8, 8, Rules(reserve=1))
@@ -267,9 +273,10 @@ def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
     moments = [
         [m + found.window_s[0] - found.settled_s for m in block] for _, block in queue.blocks
     ]
-    truth = Queue(*shape, [(arrivals, block) for block in moments])
+    truth = TrainingQueue(*shape, [(arrivals, block) for block in moments])
     told, true = (
-        paired_times(q, Work(16, 2.0), arms=[GANG]).mean(GANG).value for q in (queue, truth)
+        paired_times(q, QueuedTraining(16, 2.0), modes=[GANG]).mean(GANG).value
+        for q in (queue, truth)
     )
     assert told == pytest.approx(true, rel=0.2)
     settled_s = 0.4 * arrivals[-1].submit_s

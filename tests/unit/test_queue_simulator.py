@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratbench.plan.queue.background import poisson
-from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Job, Rules
-from stratbench.plan.queue.trainings import Checkpoints, Gang, Scaling, Split
+from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules, SimulatedJob
+from stratbench.plan.queue.trainings import Checkpoints, ElasticTraining, Gang, Scaling
 
 FIFO, EASY = Rules(reserve=None), Rules(reserve=1)
 NEVER = Checkpoints(every_s=1800.0, takes_s=0.0)
@@ -96,7 +96,7 @@ def test_a_job_that_asked_too_little_ends_at_its_wall_time():
 
 def test_a_preemptible_job_counts_as_free_and_goes_first():
     sim = Cluster(1, 4, [Arrival(5, 4, 10, 10), Arrival(7, 1, 3, 3)], Rules())
-    split = Split(40.0, 1e6, 4, Scaling(0.0), startup_s=0.0, preemptible=True)
+    split = ElasticTraining(40.0, 1e6, 4, Scaling(0.0), startup_s=0.0, preemptible=True)
     trained(split, sim)
     assert [wait_s for _, wait_s in sim.waits] == [0, 8]  # as if the training were not there
 
@@ -109,8 +109,8 @@ def test_alone_a_training_takes_its_startup_and_its_work():
     exact = 60 + 3600 / scaling.of_each(8)
     for training in (
         Gang(8 * 3600.0, 1e9, 8, scaling, NEVER),
-        Split(8 * 3600.0, 1e9, 8, scaling),
-        Split(8 * 3600.0, 1e9, 8, scaling, NEVER, synchronous=True),
+        ElasticTraining(8 * 3600.0, 1e9, 8, scaling),
+        ElasticTraining(8 * 3600.0, 1e9, 8, scaling, NEVER, synchronous=True),
     ):
         assert trained(training, Cluster(1, 8, [], Rules())).done_s == pytest.approx(exact)
 
@@ -120,7 +120,9 @@ def test_synchronous_workers_pause_when_one_joins_and_asynchronous_ones_do_not()
     for synchronous, done_s in ((False, 200), (True, 230)):
         sim = Cluster(1, 2, [Arrival(0, 1, 100, 100)], FIFO)
         sim.run_until(0)
-        split = Split(300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, synchronous=synchronous, pause_s=30)
+        split = ElasticTraining(
+            300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, synchronous=synchronous, pause_s=30
+        )
         assert trained(split, sim).done_s == done_s
 
 
@@ -129,16 +131,18 @@ def test_a_slow_node_slows_all_synchronous_workers_and_of_the_others_itself():
     sims = [Cluster(2, 1, [], rules) for _ in range(2)]
     for sim in sims:
         sim.speed[0] = 1.0
-    both = Split(300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, synchronous=True)
+    both = ElasticTraining(300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, synchronous=True)
     assert trained(both, sims[0]).done_s == 300
-    assert trained(Split(300.0, 1e6, 2, Scaling(0.0), startup_s=0.0), sims[1]).done_s == 200
+    assert (
+        trained(ElasticTraining(300.0, 1e6, 2, Scaling(0.0), startup_s=0.0), sims[1]).done_s == 200
+    )
 
 
 def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
     def done_s(synchronous: bool, from_peers: bool = False) -> float:
         sim = Cluster(1, 2, [Arrival(150, 1, 1000, 1000)], Rules())
         how = Checkpoints(every_s=100.0, takes_s=0.0)
-        split = Split(
+        split = ElasticTraining(
             400.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=synchronous, preemptible=True
         )
         split.pause_s, split.from_peers = 10.0, from_peers
@@ -152,7 +156,9 @@ def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
 def test_a_lost_node_takes_what_was_done_since_the_last_checkpoint_though_peers_are_there():
     sim = Cluster(2, 1, [], Rules())
     how = Checkpoints(every_s=20.0, takes_s=0.0)
-    split = Split(200.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=True, from_peers=True)
+    split = ElasticTraining(
+        200.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=True, from_peers=True
+    )
     split.begin(sim)
     sim.run_until(30)
     sim._on_fail(0)
@@ -161,7 +167,10 @@ def test_a_lost_node_takes_what_was_done_since_the_last_checkpoint_though_peers_
 
 def test_a_worth_below_one_takes_that_many_more_samples():
     times = [
-        trained(Split(800.0, 1e6, 4, Scaling(0.0, worth), startup_s=0.0), Cluster(1, 4, [], FIFO))
+        trained(
+            ElasticTraining(800.0, 1e6, 4, Scaling(0.0, worth), startup_s=0.0),
+            Cluster(1, 4, [], FIFO),
+        )
         for worth in (1.0, 0.8)
     ]
     assert times[1].done_s == pytest.approx(times[0].done_s / 0.8)
@@ -255,7 +264,9 @@ def test_no_gpu_is_given_twice_and_every_job_ends(seed, reserve, load, preemptib
     arrivals = poisson(60, load, 16, seed)
     sim = Cluster(4, 4, arrivals, Rules(reserve=reserve, node_mtbf_s=500_000.0), seed)
     sim.run_until(arrivals[20].submit_s)
-    split = Split(10 * 3600.0, 7200.0, 10, preemptible=preemptible, synchronous=seed % 2 == 0)
+    split = ElasticTraining(
+        10 * 3600.0, 7200.0, 10, preemptible=preemptible, synchronous=seed % 2 == 0
+    )
     split.begin(sim)
     while not (split.finished and len(sim.waits) >= 60):
         sim.run_until(sim.now_s + 3600.0)
@@ -279,4 +290,4 @@ def test_others_ask_for_exactly_the_load():
     asked = sum(a.gpus * a.duration_s for a in arrivals)
     assert asked / (64 * arrivals[-1].submit_s) == pytest.approx(0.7)
     assert all(a.request_s >= a.duration_s and a.request_s % 60 == 0 for a in arrivals)
-    assert Job(1, 1, 1) != Job(1, 1, 1)  # two alike are two
+    assert SimulatedJob(1, 1, 1) != SimulatedJob(1, 1, 1)  # two alike are two

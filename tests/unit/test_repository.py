@@ -42,8 +42,12 @@ def test_imports_point_down_and_wings_stay_apart():
         ("ps.server", "train.loop", "which lies above it"),
         ("plan.footprint.cache", "train.loop", "wings do not import each other"),
         ("cell.record", "telemetry.machine.cores", "which comes after it on its floor"),
-        ("analysis.race.noise", "analysis.tables.summary", "what passes is verdict.json"),
-        ("analysis.decision.raced", "analysis.race.lines", "what passes is verdict.json"),
+        ("analysis.paired.noise", "analysis.tables.summary", "what passes is verdict.json"),
+        (
+            "analysis.decision.paired_results",
+            "analysis.paired.lines",
+            "what passes is verdict.json",
+        ),
         ("train.loop", "statistics.moderated", "which is no part that measures"),
     ],
 )

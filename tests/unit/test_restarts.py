@@ -27,7 +27,7 @@ from stratbench.telemetry.memory import optimizer_state
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.job import Job
 from stratbench.train.restarts import attempts, checkpoints
-from stratbench.train.restarts.keeping import Keeper
+from stratbench.train.restarts.keeping import CheckpointWriter
 
 pytestmark = pytest.mark.timeout(600)
 ABLE = [name for name in IN_OUR_LOOP if strategy_class(name).begins_anew is None]
@@ -261,9 +261,9 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
     clock, log = StepClock(CPU), mock.create_autospec(PhaseLog)
     phases = Phases(CPU, log)
 
-    def keeper_after(*before: dict[str, int]) -> Keeper:
+    def keeper_after(*before: dict[str, int]) -> CheckpointWriter:
         job = SimpleNamespace(attempts=before)
-        return Keeper(job, strategy, None, strategy.worker, phases)
+        return CheckpointWriter(job, strategy, None, strategy.worker, phases)
 
     keeper = keeper_after()
     keeper.begin(clock, [])

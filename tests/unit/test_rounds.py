@@ -19,7 +19,7 @@ from stratbench.study.verdict_round import Round
 
 BLOCK = {
     "experiment": "e", "model": "vgg-compact", "dataset": "digits", "gpus": 2, "block": 3,
-    "arms": ["ddp", "ps-async"], "seed": 5,
+    "strategies": ["ddp", "ps-async"], "seed": 5,
     "settings": {"steps": 60, "discard": 15, "disagreement": 0.03},
 }  # fmt: skip
 RUN = {"study": "s", "experiment": "e", "strategy": "ddp", "model": "vgg-compact",
@@ -27,7 +27,7 @@ RUN = {"study": "s", "experiment": "e", "strategy": "ddp", "model": "vgg-compact
 
 
 def content(**changes: Any) -> dict[str, Any]:
-    return {"round": 2, "bouts": [BLOCK], "full_runs": [RUN], "done": False} | changes
+    return {"round": 2, "comparisons": [BLOCK], "full_runs": [RUN], "done": False} | changes
 
 
 def round_of(
@@ -89,15 +89,15 @@ def test_a_block_asks_for_the_most_that_one_of_its_strategies_needs(tmp_path):
 
 def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_path):
     """DiLoCo times whole outer steps, PowerSGD begins late: the block's own length is no limit for them."""
-    arms = {"ddp": 75, "slow": 15 + 70, "late": 1100 + 60}
+    strategies = {"ddp": 75, "slow": 15 + 70, "late": 1100 + 60}
     variants = {
         "slow": {"strategy": "local-sgd", "period": 35},
         "late": {"strategy": "ddp", "compress": "powersgd", "powersgd_start_step": 1100},
     }
-    for name, steps in arms.items():
+    for name, steps in strategies.items():
         found = round_of(
             tmp_path,
-            content(bouts=[BLOCK | {"arms": ["ddp", name]}]),
+            content(comparisons=[BLOCK | {"strategies": ["ddp", name]}]),
             variants=variants,
             epochs=200,
         )
@@ -114,7 +114,7 @@ def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, ca
     settings = Settings(**found.settings_of(found.block_of(wildcards(3)))["ddp"])
     place = {"experiment": "e", "model": "vgg-compact", "gpus": 2}
     trained = {"ddp": trained_digest(settings), "taken-out-since": "0"}
-    path.write_text(json.dumps({"bouts": [place | {"trained": trained}]}))
+    path.write_text(json.dumps({"comparisons": [place | {"trained": trained}]}))
     assert round_of(tmp_path, "not asked").has_current_verdict
     # A block does not depend on the number of epochs.
     assert round_of(tmp_path, "not asked", epochs=30).has_current_verdict

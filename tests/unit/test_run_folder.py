@@ -72,14 +72,14 @@ def test_what_an_earlier_run_left_is_gone(folder):
 
 def test_what_one_node_shares_stays_on_it(tmp_path):
     shared, alone = RunFolder(tmp_path / "shared"), RunFolder(tmp_path / "shared", tmp_path)
-    for of in (lambda f: f.store, lambda f: f.snapshots(False), lambda f: f.pulse(0)):
+    for of in (lambda f: f.store, lambda f: f.snapshots(False), lambda f: f.heartbeat(0)):
         assert (of(shared).parent, of(alone).parent) == (shared.path, tmp_path)
     assert alone.secret.parent == shared.path
 
 
 def test_of_a_cell_on_several_nodes_each_keeps_what_no_other_reads(tmp_path):
     folder = RunFolder(tmp_path / "shared", tmp_path / "own")
-    assert folder.pulse(3).parent == tmp_path / "own"
+    assert folder.heartbeat(3).parent == tmp_path / "own"
     assert folder.snapshots(True).parent == tmp_path / "shared"
 
 

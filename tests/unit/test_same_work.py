@@ -72,7 +72,7 @@ def test_equal_work_is_ranked_beside_the_others():
     ("change", "words"),
     [
         (fewer_samples, "149,760 samples, and 299,520 beside it"),
-        (smaller_batch, "64 samples a step, and 128 beside it"),
+        (smaller_batch, "64 samples per step, and 128 beside it"),
         (larger_network, "parameters, and"),
         (untold_network, "does not say how many parameters"),
         (other_workers, "4 processes train, and the cell has 2"),
@@ -133,6 +133,6 @@ def test_the_report_says_whose_word_a_commands_figures_are():
     assert "Same work as beside them: 1 of 1 cell" in told[0]
     frame = pd.DataFrame(rows(smaller_batch), columns=list(COLUMNS))
     told = list(notice_commands(frame, []))
-    assert told[1] == "Other work: mine on 2: 64 samples a step, and 128 beside it."
+    assert told[1] == "Other work: mine on 2: 64 samples per step, and 128 beside it."
     ours = pd.DataFrame(rows()[:-1], columns=list(COLUMNS))
     assert not list(notice_commands(ours, []))

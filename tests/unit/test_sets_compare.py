@@ -188,9 +188,9 @@ def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio
 def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality(sets):
     sure = [r for r in compare(sets["old"], sets["fast"]).rank_changes if r.is_clear]
     assert sure[0].before.low > 1 > sure[0].after.high
-    chance = replace(sure[0], before=unpaired.Estimate(1.1, 0.9, 1.3))
+    chance = replace(sure[0], before=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
     assert not chance.is_clear
-    assert not replace(sure[0], before=unpaired.Estimate(1.1)).is_clear
+    assert not replace(sure[0], before=unpaired.IntervalEstimate(1.1)).is_clear
     section = page.pair_section(
         replace(compare(sets["old"], sets["fast"]), rank_changes=(chance,)), {}
     )
@@ -205,7 +205,7 @@ def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality
 def test_of_many_changes_of_places_the_sure_ones_are_shown_and_the_rest_counted(sets):
     found = compare(sets["old"], sets["fast"])
     sure = next(r for r in found.rank_changes if r.is_clear)
-    chance = replace(sure, before=unpaired.Estimate(1.1, 0.9, 1.3))
+    chance = replace(sure, before=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
     for changes, more, more_sure in (
         ((*[chance] * 13, sure), 2, 0),
         ((*[sure] * 13, chance), 2, 1),

@@ -121,9 +121,11 @@ def test_a_bundle_that_somebody_made_by_hand_is_refused(tmp_path, monkeypatch):
 def test_its_blocks_and_full_runs_are_no_evidence_of_a_verdict(tmp_path, capsys):
     files = Files(tmp_path)
     asked = files.next_round()
-    block, *_ = (files.write_block(entry) for entry in asked["bouts"])
+    block, *_ = (files.write_block(entry) for entry in asked["comparisons"])
     block.write_text(json.dumps(json.loads(block.read_text()) | {"software_gpu": True}))
-    assert [b["gpus"] for b in files.next_round()["bouts"]] == [asked["bouts"][0]["gpus"]]  # anew
+    assert [b["gpus"] for b in files.next_round()["comparisons"]] == [
+        asked["comparisons"][0]["gpus"]
+    ]  # anew
     files.command("tell")
     assert f"was {software_gpu.WHY}" in capsys.readouterr().out
     files = Files(tmp_path / "runs")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launching import settings
-from stratbench.plan.projection.stragglers import LEAST_STEPS, stragglers_of
+from stratbench.plan.projection.stragglers import MIN_STEPS, stragglers_of
 
 
 def recorded(*series: list[float]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def test_the_slowest_of_alike_workers_is_as_far_off_as_theory_says():
 
 
 def test_a_worker_that_is_always_slow_is_so_in_every_step_once_it_is_drawn():
-    slow, quick = [3.0] * LEAST_STEPS, [1.0] * LEAST_STEPS
+    slow, quick = [3.0] * MIN_STEPS, [1.0] * MIN_STEPS
     stragglers = stragglers_of([recorded(slow, quick)])
     assert stragglers.slowest(1000) == pytest.approx(1.5)  # 3 over the mean, 2
     assert 1.0 < stragglers.slowest(2) < 1.5
@@ -113,7 +113,7 @@ def test_repeats_are_pooled_as_shares_of_their_own_mean():
     "record",
     [
         recorded([1.0] * 50),
-        recorded([1.0] * (LEAST_STEPS - 1), [1.0] * 50),
+        recorded([1.0] * (MIN_STEPS - 1), [1.0] * 50),
         recorded([1.0] * 50, []),
         recorded([0.0] * 50, [0.0] * 50),
         recorded([0.0] + [1.0] * 49, [1.0] * 50),

@@ -35,7 +35,7 @@ from stratbench.study.config.messages import ConfigError
 from stratbench.workload import task_trial, tasks, users_code
 from stratbench.workload.users_code import ModelError
 
-LEAST = 1.5
+MINIMUM = 1.5
 RULE = {rule.id: rule for rule in audit.RULES}
 NO_CELLS = pd.DataFrame(columns=list(COLUMNS))
 
@@ -553,10 +553,10 @@ def as_text(rec: dict) -> dict:
     rec["task"] |= {
         "name": "next-token", "score": "loss", "unit": "nats/token", "better": "lower",
         "tolerance": 0.05, "guess": math.log(64), "counts": "tokens", "counts_per_sample": 32,
-        "least_loss": LEAST,
+        "least_loss": MINIMUM,
     }  # fmt: skip
     for entry in rec["score"]["per_epoch"]:
-        entry["test_loss"] += LEAST
+        entry["test_loss"] += MINIMUM
         entry |= {"score": entry["test_loss"], "score_error": 0.01}
     last = rec["score"]["per_epoch"][-1]["score"]
     rec["score"] |= {"final": last, "best": last}
@@ -607,7 +607,7 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     assert 1.5 < float(texts["text"]) < 1.7
     ddp = cells[(cells["strategy"] == "ddp") & (cells["gpus"] == 2)].set_index("experiment")
     assert ddp.loc["text", "perplexity"] == pytest.approx(math.exp(ddp.loc["text", "score_final"]))
-    assert ddp.loc["text", "least_loss"] == LEAST
+    assert ddp.loc["text", "least_loss"] == MINIMUM
     assert pd.isna(ddp.loc["images", "perplexity"])
     # The loss is reached from above: 1.7 by the fourth of six epochs.
     assert 0 < ddp.loc["text", "time_to_target_s"] < ddp.loc["text", "train_time_s"]
@@ -693,6 +693,6 @@ def test_a_loss_no_better_than_guessing_is_below_the_floor(study):
     cells = cells.copy()
     bad = (cells["experiment"] == "text") & (cells["strategy"] == "ps-async") & (cells["gpus"] == 2)
     cells.loc[bad, "score_final"] = 4.0
-    (found,) = RULE["score-below-floor"].check(audit.Evidence(cells))
+    (found,) = RULE["score-below-floor"].check(audit.AuditData(cells))
     assert found.where["strategy"] == "ps-async"
     assert found.figures.startswith("4.000 nats/token; single on 1 reaches 1.6")

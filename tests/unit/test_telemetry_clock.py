@@ -165,7 +165,9 @@ def test_five_marks_and_a_tick_cost_little_more_than_noting_six_times():
     pairs = [(cpu_of_a_step(), cpu_of_a_note()) for _ in range(7)]
     # Of those pairs some were taken at one speed of the machine.
     print(
-        ", ".join(f"{1e6 * step:.2f} us a step, {1e9 * note:.0f} ns a note" for step, note in pairs)
+        ", ".join(
+            f"{1e6 * step:.2f} us per step, {1e9 * note:.0f} ns a note" for step, note in pairs
+        )
     )
     assert min(step / (6 * note) for step, note in pairs) < 5
 
@@ -216,11 +218,11 @@ def gpu(monkeypatch):
     return fake
 
 
-def test_the_pulse_goes_on_while_a_device_catches_up_with_its_steps(gpu):
+def test_the_heartbeat_goes_on_while_a_device_catches_up_with_its_steps(gpu):
     """Queued in a moment, two of them through: an epoch's end waits for each of the others."""
     alive = []
-    pulse = SimpleNamespace(step=lambda: None, alive=lambda: alive.append(gpu.done_ms))
-    clock = StepClock("cuda:1", pulse)
+    heartbeat = SimpleNamespace(step=lambda: None, alive=lambda: alive.append(gpu.done_ms))
+    clock = StepClock("cuda:1", heartbeat)
     clock.begin()
     gpu.done_ms = 2.0
     for _ in range(5):

@@ -51,7 +51,7 @@ def burning():
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A sampler has the lowest priority: on a busy machine it may need long for its last sample."""
-    monkeypatch.setattr(sampler_module, "LONGEST_STOP_S", LIMIT_S)
+    monkeypatch.setattr(sampler_module, "MAX_STOP_S", LIMIT_S)
 
 
 def has_burnt(rows: list[dict]) -> bool:
@@ -228,7 +228,7 @@ def sampled_with(
     sleep=lambda seconds: None,
     period_s: float = 0.001,
     gpus: list[Gpu] | None = None,
-    strangers=None,
+    foreign_processes=None,
 ) -> list[dict]:
     """Rows of `count` samples and the last one, taken in this process."""
     stop, wake = threading.Event(), threading.Event()
@@ -247,7 +247,7 @@ def sampled_with(
         text,
         gpus or Nvml(library).gpus(),
         CellProcesses(None),
-        strangers,
+        foreign_processes,
         parent_pid=os.getppid(),
         period_s=period_s,
         origin_s=sampler_module.time.monotonic(),
@@ -259,7 +259,7 @@ def sampled_with(
 def test_strangers_are_looked_for_once_in_two_samples():
     looks = []
     watch = SimpleNamespace(look=looks.append, write=lambda: None)
-    rows = sampled_with(FakeNvml(gpus=1), 6, strangers=watch)
+    rows = sampled_with(FakeNvml(gpus=1), 6, foreign_processes=watch)
     times_s = [float(row["t_s"]) for row in rows if row["kind"] == "host"]
     assert 2 <= len(looks) < len(times_s)
     assert set(looks) <= set(times_s)
@@ -412,8 +412,8 @@ def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
         now.s += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
-    us, worker, stranger = os.getpid(), 10**9, 10**9 + 1
-    by_process = iter([{us: 5.0, worker: 1.0}, {us: 6.0, worker: 1.5, stranger: 0.4}])
+    us, worker, foreign = os.getpid(), 10**9, 10**9 + 1
+    by_process = iter([{us: 5.0, worker: 1.0}, {us: 6.0, worker: 1.5, foreign: 0.4}])
     monkeypatch.setattr(busy, "_family", lambda: {us, worker})
     busy_s = iter([100.0, 102.5])
     monkeypatch.setattr(busy, "time", clock)
@@ -422,7 +422,7 @@ def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
     facts = busy_check(window_s=2.0)
     # 2.5 s busy, of which 1.5 s ours: the rest counts although only 0.4 s of it is visible.
     assert facts["other_cpu_cores"] == 0.5
-    assert facts["other_processes"] == [{"pid": stranger, "name": "?", "cores": 0.2}]
+    assert facts["other_processes"] == [{"pid": foreign, "name": "?", "cores": 0.2}]
 
 
 @pytest.mark.slow

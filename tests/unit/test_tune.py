@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from synthetic_files import Files
-from synthetic_race import World
+from synthetic_paired import World
 
 from stratbench.cell.blocks import trained_digest
 from stratbench.plan.needs import subject_of

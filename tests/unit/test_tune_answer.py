@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from browser_fixtures import browser  # noqa: F401
 from synthetic_files import Files
-from synthetic_race import World
+from synthetic_paired import World
 
 from stratbench.tune import answer as answers
 from stratbench.tune.answer import Answer, Measured, answer_lines, effects_of, read_answer
@@ -78,14 +78,20 @@ def test_the_front_is_what_no_other_beats_in_time_and_memory():
 
 
 @pytest.fixture
-def raced(tmp_path) -> Files:
+def paired(tmp_path) -> Files:
     """A race that has ended: FSDP is fastest."""
     files = Files(tmp_path, World(steps_s={"ddp": 0.12, "fsdp": 0.1, "zero1": 0.3}, scores={}))
     files.to_the_end()
     assert files.command("tell") == 0
-    for arm, gib in (("ddp", 2), ("fsdp", 1)):
-        record = {"memory": {"peak_bytes": gib * GIB}, "cell": {"strategy": arm}, "status": "ok"}
-        path = files.root / "blocks/first/vgg-compact/1gpu/block1/segments" / arm / "record.json"
+    for strategy, gib in (("ddp", 2), ("fsdp", 1)):
+        record = {
+            "memory": {"peak_bytes": gib * GIB},
+            "cell": {"strategy": strategy},
+            "status": "ok",
+        }
+        path = (
+            files.root / "blocks/first/vgg-compact/1gpu/block1/segments" / strategy / "record.json"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record))
     return files
@@ -102,8 +108,8 @@ SIEVED = [
 ]
 
 
-def test_the_answer_is_one_screen(raced):
-    answer = read_answer(raced.root.parent, "demo", SIEVED, "ddp")
+def test_the_answer_is_one_screen(paired):
+    answer = read_answer(paired.root.parent, "demo", SIEVED, "ddp")
     lines = list(answer_lines(answer))
     assert lines[0].startswith("fsdp is the fastest of 3 ")
     told = "\n".join(lines)
@@ -117,8 +123,8 @@ def test_without_a_verdict_there_is_no_answer(tmp_path):
     assert read_answer(tmp_path, "demo", SIEVED, "ddp") is None
 
 
-def test_the_page_says_what_was_measured_and_what_was_not_looked_at(raced):
-    html = page(read_answer(raced.root.parent, "demo", SIEVED, "ddp"), SIEVED, "vgg-compact")
+def test_the_page_says_what_was_measured_and_what_was_not_looked_at(paired):
+    html = page(read_answer(paired.root.parent, "demo", SIEVED, "ddp"), SIEVED, "vgg-compact")
     assert "<svg" in html
     for text in (
         "fsdp is the fastest",
@@ -146,12 +152,12 @@ def rich_answer() -> tuple[Answer, list[Sieved]]:
         }
         for i, m in enumerate(MEASURED_ONES)
     ]
-    bout = {
+    comparison = {
         "text": "fsdp_reshard-never is the fastest of 7 on node a (95 %).",
         "leader": "fsdp_reshard-never",
         "workers": "8 GPUs",
         "ratios": ratios,
-        "arms": [m.name for m in MEASURED_ONES],
+        "strategies": [m.name for m in MEASURED_ONES],
         "blocks": 5,
         "block_gpu_hours": 2.0,
         "at_most": 0.0,
@@ -162,7 +168,7 @@ def rich_answer() -> tuple[Answer, list[Sieved]]:
         "done": True,
         "reason": "everything is decided",
     }
-    return Answer(verdict, bout, "ddp", MEASURED_ONES, 24.0 * GIB), SIEVED
+    return Answer(verdict, comparison, "ddp", MEASURED_ONES, 24.0 * GIB), SIEVED
 
 
 @pytest.mark.parametrize("width", [1280, 420])

@@ -10,7 +10,7 @@ import pytest
 from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
-from stratbench.telemetry.pulse import MAX_CALLS, Pulse, read_calls
+from stratbench.telemetry.heartbeat import MAX_CALLS, Heartbeat, read_calls
 from stratbench.train import ending
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
@@ -91,14 +91,14 @@ def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second,
 
 
 def test_calls_are_those_of_the_last_step(tmp_path: Path):
-    path = tmp_path / "pulse"
+    path = tmp_path / "heartbeat"
     assert read_calls(path) == []
-    pulse = Pulse(path)
+    heartbeat = Heartbeat(path)
     for group in (1, 2, 3):
-        pulse.call(group)
-    pulse.step()
+        heartbeat.call(group)
+    heartbeat.step()
     assert read_calls(path) == [1, 2, 3]
-    pulse.end_calls()
+    heartbeat.end_calls()
     for _ in range(MAX_CALLS + 5):
-        pulse.call(7)
+        heartbeat.call(7)
     assert read_calls(path) == [7] * MAX_CALLS

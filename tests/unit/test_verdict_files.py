@@ -7,11 +7,11 @@ import json
 import pandas as pd
 import pytest
 from synthetic_files import Files
-from synthetic_race import World
+from synthetic_paired import World
 
 from stratbench.analysis import audit
 from stratbench.analysis.audit.across_cells.full_runs import read_blocks
-from stratbench.analysis.race.evidence import bouts_of
+from stratbench.analysis.paired.evidence import comparisons_of
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
@@ -34,8 +34,8 @@ def verdict(files: Files) -> dict:
 def test_a_study_is_raced_from_its_files_alone(raced, capsys):
     found = verdict(raced)
     told = capsys.readouterr().out
-    assert [b["leader"] for b in found["bouts"]] == ["ps-dana", "ps-dana"]
-    assert {b["claim"] for b in found["bouts"]} == {"within"}
+    assert [b["leader"] for b in found["comparisons"]] == ["ps-dana", "ps-dana"]
+    assert {b["claim"] for b in found["comparisons"]} == {"within"}
     assert found["done"]
     assert found["spent_gpu_hours"] < found["matrix_gpu_hours"]
     assert (
@@ -51,7 +51,7 @@ def test_next_without_a_file_prints_the_round_and_writes_nothing(tmp_path, capsy
     files.command("next")
     found = json.loads(capsys.readouterr().out)
     assert (found["round"], found["done"], found["expected_gpu_hours"]) == (1, False, None)
-    assert [(b["gpus"], b["block"], b["dataset"]) for b in found["bouts"]] == [
+    assert [(b["gpus"], b["block"], b["dataset"]) for b in found["comparisons"]] == [
         (1, 1, "digits"),
         (2, 1, "digits"),
     ]
@@ -61,12 +61,12 @@ def test_next_without_a_file_prints_the_round_and_writes_nothing(tmp_path, capsy
 def test_blocks_of_other_settings_and_broken_ones_do_not_count_and_are_named(tmp_path):
     files = Files(tmp_path)
     first = files.next_round()
-    stale, broken = (files.write_block(entry) for entry in first["bouts"])
+    stale, broken = (files.write_block(entry) for entry in first["comparisons"])
     content = json.loads(stale.read_text())
     content["trained"]["ddp"]["lr"] = 0.5
     stale.write_text(json.dumps(content))
     broken.write_text('{"schema_version": 1}')
-    assert [b["block"] for b in files.next_round()["bouts"]] == [1, 1]
+    assert [b["block"] for b in files.next_round()["comparisons"]] == [1, 1]
     notes = " ".join(verdict(files)["notes"])
     assert "ddp had other settings than the config's" in notes
     assert "not a block's result" in notes
@@ -75,7 +75,7 @@ def test_blocks_of_other_settings_and_broken_ones_do_not_count_and_are_named(tmp
 @pytest.mark.parametrize("lost", ["pass", "mean_step_s", "status"])
 def test_a_block_that_lacks_what_is_read_of_it_is_named_with_a_remedy(tmp_path, lost):
     files = Files(tmp_path)
-    path = files.write_block(files.next_round()["bouts"][0])
+    path = files.write_block(files.next_round()["comparisons"][0])
     content = json.loads(path.read_text())
     del content["segments"][1][lost]
     path.write_text(json.dumps(content))
@@ -87,10 +87,10 @@ def test_a_block_that_lacks_what_is_read_of_it_is_named_with_a_remedy(tmp_path, 
 
 def test_blocks_of_cpu_processes_say_so_whatever_the_config_leaves_open(tmp_path):
     files = Files(tmp_path, device="auto")
-    files.run({"bouts": files.next_round()["bouts"], "full_runs": []})
+    files.run({"comparisons": files.next_round()["comparisons"], "full_runs": []})
     found = verdict(files)
     assert found["hours"] == "worker-hours"
-    assert {bout["device"] for bout in found["bouts"]} == {"cpu"}
+    assert {comparison["device"] for comparison in found["comparisons"]} == {"cpu"}
 
 
 def test_a_full_run_of_other_settings_does_not_count(tmp_path):
@@ -125,7 +125,7 @@ def full_run_findings(files: Files) -> list[audit.Found]:
     records = [json.loads(p.read_text()) for p in files.root.glob("cells/**/record.json")]
     assert records
     cells = pd.DataFrame(columns=list(COLUMNS))
-    return list(RULE.check(audit.Evidence(cells, records, study_dir=files.root)))
+    return list(RULE.check(audit.AuditData(cells, records, study_dir=files.root)))
 
 
 def test_a_full_run_that_takes_longer_than_its_steps_is_found_and_an_honest_one_is_not(
@@ -146,12 +146,12 @@ def test_a_full_run_of_other_settings_is_not_held_to_the_blocks(raced):
         record["settings"]["global_batch"] = 64
         record["time"]["train_time_s"] *= 2
     cells = pd.DataFrame(columns=list(COLUMNS))
-    assert list(RULE.check(audit.Evidence(cells, records, study_dir=raced.root))) == []
+    assert list(RULE.check(audit.AuditData(cells, records, study_dir=raced.root))) == []
 
 
 def test_cells_that_the_plan_skips_do_not_race(tmp_path):
     study = Files(tmp_path).study
     skipped = {c.path for c in study.cells if (c.strategy, c.gpus) == ("fsdp", 2)}
-    whole, part = (list(bouts_of(study, paths)) for paths in ((), skipped))
-    assert part[0].arms == whole[0].arms
-    assert set(whole[1].arms) - set(part[1].arms) == {"fsdp"}
+    whole, part = (list(comparisons_of(study, paths)) for paths in ((), skipped))
+    assert part[0].strategies == whole[0].strategies
+    assert set(whole[1].strategies) - set(part[1].strategies) == {"fsdp"}

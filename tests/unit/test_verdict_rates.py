@@ -1,4 +1,4 @@
-"""How often the race claims what is not so, simulated through its own functions with fixed seeds.
+"""How often the verdict claims what is not so, simulated through its own functions with fixed seeds.
 
 `benchmarks/statistics/verdict.py` makes the longer table that docs/validation/verdict.md states.
 """
@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import verdict_simulation as simulated
-from stratbench.analysis.race import judging
+from stratbench.analysis.paired import judging
 
 
 def rates(
-    truth: str, k: int, noise: simulated.Noise, studies: int = 90, scatter=0.3, bouts=9, **how
+    truth: str, k: int, noise: simulated.Noise, studies: int = 90, scatter=0.3, comparisons=9, **how
 ):
-    rng = np.random.default_rng([k, studies, bouts])
-    s = simulated.studies(rng, studies, k, truth, bouts, scatter)
+    rng = np.random.default_rng([k, studies, comparisons])
+    s = simulated.studies(rng, studies, k, truth, comparisons, scatter)
     return simulated.rates(s, simulated.run(rng, s, noise, **how))
 
 
@@ -33,17 +33,19 @@ def test_few_claims_are_wrong_and_all_intervals_hold_together(truth, k, percent)
     assert found["covered"] >= 94
 
 
-@pytest.mark.parametrize("bouts", [1, 3])
+@pytest.mark.parametrize("comparisons", [1, 3])
 @pytest.mark.parametrize(("truth", "k"), CASES)
-def test_a_study_of_few_bouts_errs_no_more(truth, k, bouts):
+def test_a_study_of_few_comparisons_errs_no_more(truth, k, comparisons):
     """There are fewer variances to learn from."""
-    found = rates(truth, k, simulated.normal_noise(3), studies=900 // bouts, bouts=bouts)
+    found = rates(
+        truth, k, simulated.normal_noise(3), studies=900 // comparisons, comparisons=comparisons
+    )
     assert found["wrong"] <= 5
     assert found["covered"] >= 94
 
 
 @pytest.mark.parametrize(("truth", "k"), CASES)
-def test_arms_that_scatter_very_differently_do_no_harm(truth, k):
+def test_strategies_that_scatter_very_differently_do_no_harm(truth, k):
     found = rates(truth, k, simulated.normal_noise(1), scatter=0.7)
     assert found["wrong"] <= 5
     assert found["covered"] >= 94
@@ -78,7 +80,9 @@ def test_control_segments_as_units_err_too_often():
 
 
 def test_control_a_screen_that_knows_no_noise_errs_too_often():
-    """On a busy machine one block says next to nothing: an arm 1.5 times as slow in it may be the fastest."""
+    """On a busy machine one block says next to nothing: a strategy 1.5 times as slow in it may be the
+    fastest.
+    """
     noise = simulated.normal_noise(30)
     assert rates("two best equal", 4, noise)["wrong"] <= 5
     with simulated.screening_whatever_the_noise():
@@ -88,13 +92,13 @@ def test_control_a_screen_that_knows_no_noise_errs_too_often():
 def test_control_intervals_of_a_leader_known_before_hold_too_seldom():
     """The blocks that the intervals are made of have chosen the leader."""
     with simulated.intervals_of_a_leader_known_before():
-        found = rates("all equal", 15, simulated.normal_noise(3), studies=400, bouts=1)
+        found = rates("all equal", 15, simulated.normal_noise(3), studies=400, comparisons=1)
     assert found["covered"] < 94
 
 
 def test_control_one_node_is_no_population():
     """Nodes that order strategies differently: blocks on one of them say nothing of the others."""
-    noise = simulated.normal_noise(1)._replace(arm_in_allocation=0.015)
+    noise = simulated.normal_noise(1)._replace(strategy_in_allocation=0.015)
     assert rates("two best equal", 4, noise)["wrong"] <= 5
     assert rates("two best equal", 4, noise, one_node=True)["wrong"] > 5
 
@@ -106,11 +110,11 @@ def test_two_variants_that_are_the_same_are_told_apart_in_few_studies():
 
 
 def test_the_check_figures_of_the_procedure():
-    """The first of ten variances with three blocks, as the race uses it; one of 0 teaches nothing."""
+    """The first of ten variances with three blocks, as the verdict uses it; one of 0 teaches nothing."""
     variances = np.array([0.5, 1, 1, 2, 2, 3, 4, 6, 9, 30]) * 1e-4
     logs = np.zeros((1, 15, 3))
-    for arm, variance in enumerate(np.append(variances, np.zeros(4)), 1):
-        logs[0, arm] = 1.0 + np.sqrt(variance) * np.array([-1, 0, 1])
+    for strategy, variance in enumerate(np.append(variances, np.zeros(4)), 1):
+        logs[0, strategy] = 1.0 + np.sqrt(variance) * np.array([-1, 0, 1])
     there = np.ones((1, 15), dtype=bool)
     look = judging.judge(
         logs,

@@ -13,7 +13,7 @@ from synthetic_files import Files
 
 from stratbench.analysis import audit
 from stratbench.analysis.decision import decide
-from stratbench.analysis.decision.raced import BlocksEvidence, raced_groups, read_verdict
+from stratbench.analysis.decision.paired_results import BlocksEvidence, paired_results, read_verdict
 from stratbench.analysis.paper import against
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
@@ -32,7 +32,7 @@ def verdict_of(files: Files) -> str:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> Files:
-    """A raced study, and what `snakemake partial` makes of it."""
+    """A study with a verdict, and what `snakemake partial` makes of it."""
     files = Files(tmp_path_factory.mktemp("told"))
     files.to_the_end()
     files.command("tell")
@@ -65,7 +65,7 @@ def test_a_decision_goes_by_blocks_where_there_are_some_and_says_so(told):
     assert "Measured in paired blocks. Over 3 blocks" in " ".join(answer["sure"])
     assert "The verdict on 2 workers: ps-dana is within 3 %" in " ".join(answer["sure"])
     excluded = dict(answer["excluded"])
-    assert "slower: in the race: slower than ps-dana" in excluded["fsdp"]
+    assert "slower: in the comparison: slower than ps-dana" in excluded["fsdp"]
     matrix = (told.root / "decision.csv").read_text()
     assert "measured in paired blocks" in matrix
 
@@ -86,33 +86,33 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
     """Three blocks on hosts of their own would do for high; the verdict knows what speaks against them."""
     cells = read_cells(told.root / "cells.csv")
     findings = read_audit(told.root / "audit.csv")
-    raced = raced_groups(read_verdict(verdict_of(told)))
-    for group, found in raced.items():
+    paired = paired_results(read_verdict(verdict_of(told)))
+    for group, found in paired.items():
         claim = found.claim and confidence and (found.claim[0], confidence)
-        raced[group] = replace(found, claim=claim)
-    (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(raced)])
+        paired[group] = replace(found, claim=claim)
+    (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(paired)])
     assert found.confidence == "medium"
     assert ("does not claim it" in " ".join(found.sure)) == (confidence is None)
 
 
 def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
-    """The user's GPUs are too small for the leader: the race does not decide against the others."""
+    """The user's GPUs are too small for the leader: the verdict does not decide against the others."""
     cells = read_cells(told.root / "cells.csv")
-    raced = raced_groups(read_verdict(verdict_of(told)))
+    paired = paired_results(read_verdict(verdict_of(told)))
     findings = read_audit(told.root / "audit.csv")
     finding = dict.fromkeys(findings.columns) | {
         "rule": "contradictory-time", "severity": "unusable", "affects": "all", "strategy": "ps-dana",
         "figures": "f", "explanation": "e",
     }  # fmt: skip
     broken = pd.DataFrame([finding], columns=findings.columns)
-    (found,) = decide.decisions(cells, broken, decide.Constraints(), [BlocksEvidence(raced)])
+    (found,) = decide.decisions(cells, broken, decide.Constraints(), [BlocksEvidence(paired)])
     kinds = {row["strategy"]: row["status"] for row in found.matrix}
     assert kinds["ps-dana"] == "unusable record"
     assert "slower" not in (kinds["ddp"], kinds["fsdp"])
 
 
 def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
-    """As after half a race, or where a strategy is alone on so many workers: no block is a repeat."""
+    """As after half a verdict, or where a strategy is alone on so many workers: no block is a repeat."""
     cells, findings = (
         read_cells(told.root / "cells.csv"),
         read_audit(told.root / "audit.csv"),
@@ -120,10 +120,12 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
     timed = set(cells.loc[cells["status"] == "ok", "gpus"])
     assert timed
     for gpus in timed:
-        raced = {
-            k: r for k, r in raced_groups(read_verdict(verdict_of(told))).items() if k.gpus != gpus
+        paired = {
+            k: r
+            for k, r in paired_results(read_verdict(verdict_of(told))).items()
+            if k.gpus != gpus
         }
-        (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(raced)])
+        (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(paired)])
         bases = {row["gpus"]: row["basis"] for row in found.matrix if row["time_s"] is not None}
         assert bases[gpus] == "measured"
         assert set(bases.values()) == {"measured", "measured in paired blocks"}

@@ -1,4 +1,6 @@
-"""Rounds of a race on synthetic evidence: what is asked for, what is decided, and that order is nothing."""
+"""Rounds of a verdict on synthetic evidence: what is asked for, what is decided, and that order is
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic_race import World
+from synthetic_paired import World
 
-from stratbench.analysis.race import judging
-from stratbench.analysis.race.evidence import RaceEvidence
-from stratbench.analysis.race.lines import verdict_lines
-from stratbench.analysis.race.next_round import next_round, round_of
-from stratbench.analysis.race.noise import noise_of
-from stratbench.analysis.race.rounds import Course
-from stratbench.analysis.race.verdict import verdict_of
+from stratbench.analysis.paired import judging
+from stratbench.analysis.paired.evidence import PairedEvidence
+from stratbench.analysis.paired.lines import verdict_lines
+from stratbench.analysis.paired.next_round import next_round, round_of
+from stratbench.analysis.paired.noise import noise_of
+from stratbench.analysis.paired.rounds import Course
+from stratbench.analysis.paired.verdict import verdict_of
 from stratbench.cell.block_rules import (
     disagreement_limit,
     discarded_steps,
@@ -25,9 +27,9 @@ from stratbench.cell.block_rules import (
     segment_steps,
     value_of_segments,
 )
-from stratbench.cell.blocks import Block, Place, Segment
+from stratbench.cell.blocks import ComparisonKey, PairedBlock, Segment
 
-ONE = Place("e", "m", 1)
+ONE = ComparisonKey("e", "m", 1)
 FIVE = World(
     steps_s={"ddp": 0.1, "fsdp": 0.11, "ps-async": 0.099, "ps-slow": 0.3, "big": 0.05, "odd": 0.09},
     scores={"ps-async": 97.9, "ps-slow": 98.0, "big": 98.0, "odd": 90.0},
@@ -44,9 +46,13 @@ def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why(
     evidence, rounds = FIVE.to_the_end()
     verdict = told(evidence)
     assert rounds[-1].reason == "everything is decided"
-    for bout in verdict["bouts"]:
-        assert (bout["claim"], bout["leader"], bout["confidence"]) == ("within", "ps-async", "high")
-        states = {r["strategy"]: r["state"] for r in bout["ratios"]}
+    for comparison in verdict["comparisons"]:
+        assert (comparison["claim"], comparison["leader"], comparison["confidence"]) == (
+            "within",
+            "ps-async",
+            "high",
+        )
+        states = {r["strategy"]: r["state"] for r in comparison["ratios"]}
         assert states["big"] == "oom"
         assert states["odd"] == "score"
         assert states["ps-slow"] == "much slower"
@@ -57,10 +63,10 @@ def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why(
     json.dumps(verdict, allow_nan=False)
 
 
-def test_only_the_fastest_unknown_arm_is_trained_and_equal_arithmetic_shares_one_run():
+def test_only_the_fastest_unknown_strategy_is_trained_and_equal_arithmetic_shares_one_run():
     evidence, rounds = FIVE.to_the_end()
     trained = [(c.strategy, c.gpus) for r in rounds for c in r.full_runs if c.repeat == 0]
-    assert trained.count(("ddp", 1)) == 1  # for all bouts, at the fewest workers
+    assert trained.count(("ddp", 1)) == 1  # for all comparisons, at the fewest workers
     assert ("ddp", 2) not in trained
     assert {name for name, _ in trained} == {"ddp", "odd", "ps-async"}
     extra = {c.strategy for r in rounds for c in r.full_runs if c.repeat > 0}
@@ -88,7 +94,7 @@ def test_a_study_killed_again_and_again_comes_to_the_same_verdict(seed):
         found = next_round(evidence)
         for entry in found.blocks:
             where = (entry["experiment"], entry["gpus"], entry["block"])
-            assert asked.setdefault(where, entry["arms"]) == entry["arms"]
+            assert asked.setdefault(where, entry["strategies"]) == entry["strategies"]
         if found.done:
             break
         evidence = FIVE.follow(evidence, found, keep=lambda _: rng.random() < 0.5)
@@ -103,14 +109,14 @@ def test_a_round_is_judged_by_its_own_evidence_alone():
     early = replace(early, blocks=first.blocks | {
         key: block for key, block in evidence.blocks.items() if key[1] == 3
     })  # fmt: skip
-    assert [b["arms"] for b in next_round(early).blocks] == [
-        b["arms"] for b in next_round(first).blocks
+    assert [b["strategies"] for b in next_round(early).blocks] == [
+        b["strategies"] for b in next_round(first).blocks
     ]
 
 
 def test_the_second_pass_is_not_the_first_blocks_order_again():
     evidence = FIVE.evidence()
-    orders = [tuple(evidence.order(evidence.bouts[0], n, FIVE.steps_s)) for n in range(1, 9)]
+    orders = [tuple(evidence.order(evidence.comparisons[0], n, FIVE.steps_s)) for n in range(1, 9)]
     assert len(set(orders)) > 5
     assert {tuple(sorted(o)) for o in orders} == {tuple(sorted(FIVE.steps_s))}
     assert len({o[0] for o in orders}) > 2
@@ -119,7 +125,9 @@ def test_the_second_pass_is_not_the_first_blocks_order_again():
 def test_rivals_are_told_apart_by_the_bound_that_is_printed():
     """The interval, which counts all pairs at all looks, is wider and may hold 1."""
     verdict = told(FIVE.to_the_end()[0])
-    ratios = [r for bout in verdict["bouts"] for r in bout["ratios"] if r["at_least"]]
+    ratios = [
+        r for comparison in verdict["comparisons"] for r in comparison["ratios"] if r["at_least"]
+    ]
     assert {r["state"] for r in ratios} >= {"slower"}
     for r in ratios:
         assert r["low"] < r["at_least"] < r["ratio"]
@@ -133,59 +141,59 @@ def test_a_budget_ends_the_race_and_the_last_look_stands():
     """No claim without three blocks, and none that the intervals do not allow."""
     near = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=0.05)
     evidence, rounds = near.to_the_end()
-    assert rounds[-1].reason == "the race is over: 10 blocks are the most"
-    assert {b["claim"] for b in told(evidence)["bouts"]} == {"at most"}
+    assert rounds[-1].reason == "the verdict is over: 10 blocks are the most"
+    assert {b["claim"] for b in told(evidence)["comparisons"]} == {"at most"}
     most = rounds[-1].spent_gpu_hours / 2
     poor, rounds = near.to_the_end(near.evidence(budget_gpu_hours=most))
     assert rounds[-1].spent_gpu_hours <= most
     assert "exceed the budget" in rounds[-1].reason
     verdict = told(poor)
-    assert {b["claim"] for b in verdict["bouts"]} <= {"at most", "none"}
-    assert any(b["open"] for b in verdict["bouts"])
+    assert {b["claim"] for b in verdict["comparisons"]} <= {"at most", "none"}
+    assert any(b["open"] for b in verdict["comparisons"])
 
 
 def test_noise_that_hides_everything_ends_in_no_claim():
     """No share of hundreds of percent is printed as if it said something."""
     evidence, _ = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=2.0).to_the_end()
     verdict = told(evidence)
-    for bout in verdict["bouts"]:
-        assert (bout["claim"], bout["confidence"]) == ("none", "low")
-        assert "something may be more than twice as fast" in bout["text"]
+    for comparison in verdict["comparisons"]:
+        assert (comparison["claim"], comparison["confidence"]) == ("none", "low")
+        assert "something may be more than twice as fast" in comparison["text"]
     text = "\n".join(verdict_lines(verdict))
     assert "Ended undecided:" in text
     assert "Decided:" not in text
-    assert "a margin of 3 % needs more blocks than the race has here" in text
+    assert "a margin of 3 % needs more blocks than the verdict has here" in text
 
 
 def test_nothing_is_claimed_before_three_blocks():
     evidence = FIVE.evidence()
     for _ in range(2):
         evidence = FIVE.follow(evidence, next_round(evidence))
-    assert {b["claim"] for b in told(evidence)["bouts"]} == {"none"}
+    assert {b["claim"] for b in told(evidence)["comparisons"]} == {"none"}
 
 
 def test_blocks_on_one_node_say_so():
     alone = replace(FIVE, hosts=["node1"])
-    bout = told(alone.to_the_end()[0])["bouts"][0]
-    assert "on node node1" in bout["text"]
-    assert bout["confidence"] == "medium"
+    comparison = told(alone.to_the_end()[0])["comparisons"][0]
+    assert "on node node1" in comparison["text"]
+    assert comparison["confidence"] == "medium"
 
 
 def test_a_full_run_that_takes_longer_than_its_steps_is_a_doubt():
-    slow = told(replace(FIVE, sustained=1.1).to_the_end()[0])["bouts"][0]
+    slow = told(replace(FIVE, sustained=1.1).to_the_end()[0])["comparisons"][0]
     assert any("full run" in doubt for doubt in slow["doubts"])
     assert slow["confidence"] == "medium"
-    assert not told(FIVE.to_the_end()[0])["bouts"][0]["doubts"]
+    assert not told(FIVE.to_the_end()[0])["comparisons"][0]["doubts"]
 
 
-def test_a_bout_in_which_nothing_fits_ends():
+def test_a_comparison_in_which_nothing_fits_ends():
     evidence, _ = replace(FIVE, oom=list(FIVE.steps_s)).to_the_end()
-    assert {b["claim"] for b in told(evidence)["bouts"]} == {"none"}
+    assert {b["claim"] for b in told(evidence)["comparisons"]} == {"none"}
 
 
-def test_a_bout_with_one_strategy_left_ends_at_once():
+def test_a_comparison_with_one_strategy_left_ends_at_once():
     evidence, rounds = replace(FIVE, oom=["fsdp", "ps-async", "ps-slow", "big", "odd"]).to_the_end()
-    assert {b["claim"] for b in told(evidence)["bouts"]} == {"only"}
+    assert {b["claim"] for b in told(evidence)["comparisons"]} == {"only"}
     assert max(block["block"] for r in rounds for block in r.blocks) == 1
 
 
@@ -200,31 +208,31 @@ class Unlucky(World):
 def test_a_leader_whose_further_seeds_fail_is_replaced():
     """One seed lets a loss pass; the mean of three does not."""
     world = Unlucky(steps_s={"ddp": 0.1, "ps-lucky": 0.08}, scores={"ps-lucky": 97.5})
-    bout = told(world.to_the_end()[0])["bouts"][0]
-    assert bout["text"] == "ddp is the only strategy left."
-    assert bout["leader"] == "ddp"
-    assert [r["state"] for r in bout["ratios"]] == ["leader", "score"]
+    comparison = told(world.to_the_end()[0])["comparisons"][0]
+    assert comparison["text"] == "ddp is the only strategy left."
+    assert comparison["leader"] == "ddp"
+    assert [r["state"] for r in comparison["ratios"]] == ["leader", "score"]
 
 
 def test_what_was_dropped_for_being_slower_than_a_leader_that_is_out_comes_back():
-    """The bout is judged again by the blocks in which all of them were, and goes on from there."""
+    """The comparison is judged again by the blocks in which all of them were, and goes on from there."""
     near = {"ddp": 0.1, "fsdp": 0.1, "zero1": 0.1005, "ps-lucky": 0.06}
     world = Unlucky(
         steps_s=near, scores={"ps-lucky": 98.0}, equal=("ddp", "fsdp", "zero1"), places=[ONE]
     )
     evidence, rounds = world.to_the_end()
-    seen = [set(block["arms"]) for found in rounds for block in found.blocks]
+    seen = [set(block["strategies"]) for found in rounds for block in found.blocks]
     assert not {"ddp", "fsdp", "zero1"} <= seen[-2]
     assert {"ddp", "fsdp", "zero1"} == seen[-1]
-    (bout,) = told(evidence)["bouts"]
-    states = {r["strategy"]: r["state"] for r in bout["ratios"]}
+    (comparison,) = told(evidence)["comparisons"]
+    states = {r["strategy"]: r["state"] for r in comparison["ratios"]}
     assert states.pop("ps-lucky") == "score"
     assert sorted(states.values()) in (["equal", "equal", "leader"], ["leader", "open", "open"])
-    assert bout["claim"] == "within"  # of three that are as fast: not "fastest"
+    assert comparison["claim"] == "within"  # of three that are as fast: not "fastest"
 
 
-def test_arms_are_compared_over_the_blocks_that_all_of_them_are_in():
-    """The second allocation was slow for all; the arm that came back was not in it."""
+def test_strategies_are_compared_over_the_blocks_that_all_of_them_are_in():
+    """The second allocation was slow for all; the strategy that came back was not in it."""
     logs = np.array([[[0.0, 3.0, 0.0], [0.01, np.nan, 0.02]]])
     everywhere = np.ones((1, 2), dtype=bool)
     look = judging.judge(
@@ -241,18 +249,18 @@ def test_who_was_faster_but_is_out_is_not_counted_among_the_slower():
         steps_s={"ddp": 0.1, "fsdp": 0.13, "ps-bad": 0.05, "ps-big": 0.05},
         scores={"ps-bad": 80.0}, oom=["ps-big"], places=[ONE],
     )  # fmt: skip
-    (bout,) = told(world.to_the_end()[0])["bouts"]
-    assert bout["text"] == "ddp is the fastest of 2 (95 %, on 3 nodes)."
+    (comparison,) = told(world.to_the_end()[0])["comparisons"]
+    assert comparison["text"] == "ddp is the fastest of 2 (95 %, on 3 nodes)."
 
 
 def test_a_noisy_first_block_drops_nobody():
-    """Two that are the same, in a block in which two segments of one arm differ by a third."""
+    """Two that are the same, in a block in which two segments of one strategy differ by a third."""
     world = World(steps_s=dict.fromkeys("abcd", 0.1), scores={}, equal="abcd", places=[ONE])
     entry = next_round(world.evidence()).blocks[0]
     block = world.block(entry)
     factor = {"a": 0.75, "b": 1.3, "c": 1.0, "d": 0.9}
 
-    def noisy(shift: float) -> RaceEvidence:
+    def noisy(shift: float) -> PairedEvidence:
         segments = tuple(
             replace(s, mean_step_s=0.1 * factor[s.strategy] * math.exp(sign[s.in_pass] * shift))
             for s in block.segments
@@ -261,8 +269,8 @@ def test_a_noisy_first_block_drops_nobody():
         return replace(world.evidence(), blocks=blocks)
 
     sign = {"burn-in": 0, "first": 0.5, "mirror": -0.5}
-    assert "b" in next_round(noisy(0.3)).blocks[0]["arms"]
-    assert "b" not in next_round(noisy(0.01)).blocks[0]["arms"]
+    assert "b" in next_round(noisy(0.3)).blocks[0]["strategies"]
+    assert "b" not in next_round(noisy(0.01)).blocks[0]["strategies"]
 
 
 def test_a_block_depends_on_rounds_that_are_complete_alone():
@@ -286,10 +294,10 @@ def test_a_leader_that_nobody_has_trained_in_full_is_trained_at_last():
             return replace(run, status="diverged", score=None) if cell.repeat else run
 
         def step_s(
-            self, arm, gpus
+            self, strategy, gpus
         ):  # never told apart: ahead by more in odd blocks, behind in even ones
-            shift = {"ps-a": -0.003 - 0.006 * (-1) ** (self.round + 1)}.get(arm, 0.0)
-            return super().step_s(arm, gpus) * math.exp(shift)
+            shift = {"ps-a": -0.003 - 0.006 * (-1) ** (self.round + 1)}.get(strategy, 0.0)
+            return super().step_s(strategy, gpus) * math.exp(shift)
 
         def block(self, entry, study_seed=0):
             object.__setattr__(self, "round", entry["block"])
@@ -297,9 +305,9 @@ def test_a_leader_that_nobody_has_trained_in_full_is_trained_at_last():
 
         round = 0
 
-    arms = dict.fromkeys(("ps-a", "ps-b", "ps-c"), 0.09)
-    scores = dict.fromkeys(arms, 98.0)
-    world = Diverging(steps_s=arms, scores=scores, equal=(), places=[ONE], noise=0.0001)
+    strategies = dict.fromkeys(("ps-a", "ps-b", "ps-c"), 0.09)
+    scores = dict.fromkeys(strategies, 98.0)
+    world = Diverging(steps_s=strategies, scores=scores, equal=(), places=[ONE], noise=0.0001)
     _, rounds = world.to_the_end(world.evidence(margin=1e-9))
     asked = [(cell.strategy, cell.repeat) for found in rounds for cell in found.full_runs]
     assert asked[:2] == [("ps-a", 0), ("ps-a", 1)]
@@ -307,16 +315,16 @@ def test_a_leader_that_nobody_has_trained_in_full_is_trained_at_last():
     assert rounds[-1].blocks == ()
 
 
-def test_an_arm_that_fails_in_a_later_block_is_out_with_its_reason():
+def test_an_strategy_that_fails_in_a_later_block_is_out_with_its_reason():
     evidence, _ = FIVE.to_the_end()
-    key = (Place("e", "m", 1), 2)
+    key = (ComparisonKey("e", "m", 1), 2)
     broken = evidence.blocks[key]
     segments = tuple(
         replace(s, status="timeout", mean_step_s=None) if s.strategy == "fsdp" else s
         for s in broken.segments
     )
     changed = replace(evidence, blocks=evidence.blocks | {key: replace(broken, segments=segments)})
-    ratio = next(r for r in told(changed)["bouts"][0]["ratios"] if r["strategy"] == "fsdp")
+    ratio = next(r for r in told(changed)["comparisons"][0]["ratios"] if r["strategy"] == "fsdp")
     assert (ratio["state"], ratio["blocks"]) == ("timeout", 2)
 
 
@@ -327,9 +335,9 @@ def test_a_strategy_that_is_added_to_a_study_is_raced():
     world = replace(FIVE, steps_s=whole, scores={**FIVE.scores, "new": 98.0})
     evidence = replace(world.evidence(), blocks=before.blocks, full_runs=before.full_runs)
     first = next_round(evidence)
-    assert [(b["block"], "new" in b["arms"]) for b in first.blocks] == [(1, True), (1, True)]
+    assert [(b["block"], "new" in b["strategies"]) for b in first.blocks] == [(1, True), (1, True)]
     evidence, _ = world.to_the_end(evidence)
-    assert {b["leader"] for b in told(evidence)["bouts"]} == {"new"}
+    assert {b["leader"] for b in told(evidence)["comparisons"]} == {"new"}
 
 
 def test_third_segments_are_asked_for_by_the_study_so_far():
@@ -360,29 +368,33 @@ def test_the_expected_cost_is_that_of_the_simulations():
         assert low < (times + trained) / (3 * k * full) < high
 
 
-def made_blocks(rng, n, arms, sd):
-    """Blocks whose components are known: allocation, arm in allocation, process, within, drift."""
+def made_blocks(rng, n, strategies, sd):
+    """Blocks whose components are known: allocation, strategy in allocation, process, within, drift."""
     blocks = []
     for number in range(1, n + 1):
-        order = list(rng.permutation(arms))
+        order = list(rng.permutation(strategies))
         allocation, trend = rng.normal(0, sd["allocation"]), rng.normal(0, sd["drift"])
-        own = {arm: rng.normal(0, sd["arm_in_allocation"]) for arm in arms}
+        own = {strategy: rng.normal(0, sd["strategy_in_allocation"]) for strategy in strategies}
         slots = [("first", a) for a in order] + [("mirror", a) for a in order[::-1]]
         at = np.linspace(-1, 1, len(slots))
         segments = [
-            Segment(slot, passed, arm, "ok", 0.1 * math.exp(
-                allocation + trend * at[slot] + own[arm] + rng.normal(0, sd["segment"])
+            Segment(slot, passed, strategy, "ok", 0.1 * math.exp(
+                allocation + trend * at[slot] + own[strategy] + rng.normal(0, sd["segment"])
             ), None, None, 1.0, 5.0)
-            for slot, (passed, arm) in enumerate(slots)
+            for slot, (passed, strategy) in enumerate(slots)
         ]  # fmt: skip
-        blocks.append(Block(Place("e", "m", 2), number, 60, tuple(segments), ("h",), "cuda", 1.0))
+        blocks.append(
+            PairedBlock(
+                ComparisonKey("e", "m", 2), number, 60, tuple(segments), ("h",), "cuda", 1.0
+            )
+        )
     return blocks
 
 
 def test_noise_is_told_apart_by_its_components():
-    sd = {"allocation": 0.05, "arm_in_allocation": 0.01, "segment": 0.008, "drift": 0.02}
-    arms = [f"a{i}" for i in range(8)]
-    found = noise_of(made_blocks(np.random.default_rng(0), 60, arms, sd))
+    sd = {"allocation": 0.05, "strategy_in_allocation": 0.01, "segment": 0.008, "drift": 0.02}
+    strategies = [f"a{i}" for i in range(8)]
+    found = noise_of(made_blocks(np.random.default_rng(0), 60, strategies, sd))
     for name, true in sd.items():
         assert getattr(found, name) == pytest.approx(true, rel=0.25), name
     assert found.ratio == pytest.approx(math.sqrt(2 * (0.01**2 + 0.008**2 / 2)), rel=0.1)
@@ -391,7 +403,7 @@ def test_noise_is_told_apart_by_its_components():
 
 
 def test_one_block_cannot_tell_noise_between_blocks():
-    sd = {"allocation": 0.05, "arm_in_allocation": 0.0, "segment": 0.008, "drift": 0.0}
+    sd = {"allocation": 0.05, "strategy_in_allocation": 0.0, "segment": 0.008, "drift": 0.0}
     found = noise_of(made_blocks(np.random.default_rng(0), 1, ["a", "b", "c"], sd))
     assert found.ratio is None
     assert found.allocation is None

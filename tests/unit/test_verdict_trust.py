@@ -10,18 +10,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from synthetic_files import Files
-from synthetic_race import World
+from synthetic_paired import World
 
 import verdict_limits as limits
-from stratbench.analysis.decision.raced import raced_groups, read_verdict
-from stratbench.analysis.race import judging
-from stratbench.analysis.race.lines import verdict_lines
-from stratbench.analysis.race.next_round import next_round, round_of
-from stratbench.analysis.race.rounds import Course
-from stratbench.analysis.race.verdict import verdict_of
-from stratbench.cell.blocks import Place, read_block
+from stratbench.analysis.decision.paired_results import paired_results, read_verdict
+from stratbench.analysis.paired import judging
+from stratbench.analysis.paired.lines import verdict_lines
+from stratbench.analysis.paired.next_round import next_round, round_of
+from stratbench.analysis.paired.rounds import Course
+from stratbench.analysis.paired.verdict import verdict_of
+from stratbench.cell.blocks import ComparisonKey, read_block
 
-ONE = Place("e", "m", 1)
+ONE = ComparisonKey("e", "m", 1)
 #: `ps-x` leads by 4 %.
 LEADS = World(
     steps_s={"ddp": 0.1, "fsdp": 0.12, "ps-x": 0.096}, scores={"ps-x": 98.0}, places=[ONE]
@@ -33,8 +33,8 @@ def told(evidence) -> dict:
     return verdict_of(course, round_of(course), [])
 
 
-def bout_of(world: World) -> dict:
-    return told(world.to_the_end()[0])["bouts"][0]
+def comparison_of(world: World) -> dict:
+    return told(world.to_the_end()[0])["comparisons"][0]
 
 
 class Sustained(World):
@@ -50,30 +50,30 @@ class Sustained(World):
 
 
 def test_a_leader_whose_full_run_is_slower_than_its_steps_is_no_longer_the_fastest():
-    assert bout_of(LEADS)["claim"] == "fastest"
-    bout = bout_of(Sustained(**vars(LEADS)))
-    assert bout["claim"] == "at most"
-    assert bout["at_most"] > 0.05  # as it truly is
-    assert bout["confidence"] != "high"
-    assert any("by the blocks alone" in doubt for doubt in bout["doubts"])
+    assert comparison_of(LEADS)["claim"] == "fastest"
+    comparison = comparison_of(Sustained(**vars(LEADS)))
+    assert comparison["claim"] == "at most"
+    assert comparison["at_most"] > 0.05  # as it truly is
+    assert comparison["confidence"] != "high"
+    assert any("by the blocks alone" in doubt for doubt in comparison["doubts"])
 
 
 @pytest.mark.parametrize("slower", [0.025, 0.04, 0.1])
 @pytest.mark.parametrize("equal", [("ddp", "fsdp"), ("ddp", "fsdp", "x")])
 def test_few_claims_are_wrong_of_full_trainings(slower, equal):
     full = {"x": (1 + slower) * math.exp(0.04)}
-    worlds = [limits.World(limits.bout_of(3, 0.04), full, equal, seed) for seed in range(20)]
+    worlds = [limits.World(limits.comparison_of(3, 0.04), full, equal, seed) for seed in range(20)]
     bad = [world.is_wrong(world.verdict()[0], of_steps=False) for world in worlds]
     assert sum(bad) <= 2  # of 20 at a rate of 5 %, three or more are seen in 8 %
 
 
 def test_full_runs_that_are_all_slower_alike_change_no_claim():
     """Whatever slows all of them does not say who is faster."""
-    assert bout_of(replace(LEADS, sustained=1.1))["claim"] == "fastest"
+    assert comparison_of(replace(LEADS, sustained=1.1))["claim"] == "fastest"
 
 
 #: Two numbers of workers, and one full run of DDP's arithmetic is enough for the scores of both.
-BOTH = replace(LEADS, equal=("ddp", "fsdp", "ps-x"), places=[ONE, Place("e", "m", 2)])
+BOTH = replace(LEADS, equal=("ddp", "fsdp", "ps-x"), places=[ONE, ComparisonKey("e", "m", 2)])
 
 
 def test_a_leader_is_trained_in_full_on_its_number_of_workers_whatever_its_arithmetic():
@@ -83,9 +83,9 @@ def test_a_leader_is_trained_in_full_on_its_number_of_workers_whatever_its_arith
 
 def test_high_takes_a_full_run_of_the_leader_itself():
     evidence, _ = BOTH.to_the_end()
-    assert {bout["confidence"] for bout in told(evidence)["bouts"]} == {"high"}
+    assert {comparison["confidence"] for comparison in told(evidence)["comparisons"]} == {"high"}
     first = {cell: run for cell, run in evidence.full_runs.items() if cell.gpus == 1}
-    one, two = told(replace(evidence, full_runs=first))["bouts"]
+    one, two = told(replace(evidence, full_runs=first))["comparisons"]
     assert (one["confidence"], two["confidence"]) == ("high", "medium")
     assert "by its steps" in two["text"]
 
@@ -101,9 +101,9 @@ def test_where_allocations_differ_too_much_for_a_check_the_claim_is_of_steps():
             )
             return replace(block, segments=tuple(segments))
 
-    bout = bout_of(Rough(**vars(LEADS)))
-    assert "by its steps" in bout["text"]
-    assert bout["confidence"] == "medium"
+    comparison = comparison_of(Rough(**vars(LEADS)))
+    assert "by its steps" in comparison["text"]
+    assert comparison["confidence"] == "medium"
 
 
 # ---------------------------------------------------------------- nodes
@@ -118,11 +118,11 @@ def test_where_allocations_differ_too_much_for_a_check_the_claim_is_of_steps():
     ],
 )
 def test_a_claim_says_its_nodes_or_how_many_and_high_takes_three(nodes, words, level):
-    bout = bout_of(replace(LEADS, hosts=[f"node{n}" for n in range(1, nodes + 1)]))
-    assert words in bout["text"]
-    assert bout["claim"] in ("fastest", "within")
-    assert bout["confidence"] == level
-    assert bout["node_sets"] == nodes
+    comparison = comparison_of(replace(LEADS, hosts=[f"node{n}" for n in range(1, nodes + 1)]))
+    assert words in comparison["text"]
+    assert comparison["claim"] in ("fastest", "within")
+    assert comparison["confidence"] == level
+    assert comparison["node_sets"] == nodes
 
 
 @pytest.mark.parametrize("k", [3, 7, 15])
@@ -137,7 +137,7 @@ def test_control_blocks_of_four_nodes_taken_for_ten_err_too_often(monkeypatch):
     none = np.zeros((1000, 1), dtype=bool)
     monkeypatch.setattr(judging, "by_node_set", lambda logs, _: (logs, none.astype(int), none))
     how = limits.Blocks(0.005, 4, 0.02)
-    monkeypatch.setattr(judging, "FEWEST_SETS", 0)
+    monkeypatch.setattr(judging, "MIN_SETS", 0)
     assert limits.race_rates(1000, 15, limits.TRUTHS[0], how)["of_all"] > 5
 
 
@@ -161,8 +161,8 @@ def test_independent_blocks_on_one_node_lose_few_claims(k):
 
 def test_dependent_blocks_are_a_doubt():
     class Warming(World):
-        def step_s(self, arm, gpus):
-            return super().step_s(arm, gpus) * math.exp(0.02 * self.at * (arm == "ddp"))
+        def step_s(self, strategy, gpus):
+            return super().step_s(strategy, gpus) * math.exp(0.02 * self.at * (strategy == "ddp"))
 
         def block(self, entry, study_seed=0):
             object.__setattr__(self, "at", entry["block"])
@@ -170,9 +170,11 @@ def test_dependent_blocks_are_a_doubt():
 
         at = 0
 
-    bout = bout_of(Warming(**{**vars(LEADS), "hosts": ["node1"]}))
-    assert any("more like the one before them" in doubt for doubt in bout["doubts"])
-    assert not any("before them" in d for d in bout_of(replace(LEADS, hosts=["node1"]))["doubts"])
+    comparison = comparison_of(Warming(**{**vars(LEADS), "hosts": ["node1"]}))
+    assert any("more like the one before them" in doubt for doubt in comparison["doubts"])
+    assert not any(
+        "before them" in d for d in comparison_of(replace(LEADS, hosts=["node1"]))["doubts"]
+    )
 
 
 # ---------------------------------------------------------------- blocks
@@ -213,20 +215,20 @@ class OnTwoGpus(World):
 )
 def test_copied_blocks_and_other_devices_claim_nothing_and_are_noted(world, words):
     verdict = told(world(**vars(LEADS)).to_the_end()[0])
-    (bout,) = verdict["bouts"]
-    assert (bout["claim"], bout["confidence"]) == ("none", "low")
-    assert words in bout["text"]
+    (comparison,) = verdict["comparisons"]
+    assert (comparison["claim"], comparison["confidence"]) == ("none", "low")
+    assert words in comparison["text"]
     assert any(words in note for note in verdict["notes"])
-    assert not raced_groups(verdict)
+    assert not paired_results(verdict)
     json.dumps(verdict, allow_nan=False)
 
 
-def test_two_measured_arms_with_one_equal_ratio_are_no_copy():
-    assert bout_of(replace(LEADS, steps_s={"ddp": 0.1, "ps-x": 0.096}))["unusable"] is None
+def test_two_measured_strategies_with_one_equal_ratio_are_no_copy():
+    assert comparison_of(replace(LEADS, steps_s={"ddp": 0.1, "ps-x": 0.096}))["unusable"] is None
 
 
 def test_milliseconds_for_seconds_are_a_doubt_and_no_drop():
-    """One arm is 1000 times as slow in the first block; its own full run says what it takes."""
+    """One strategy is 1000 times as slow in the first block; its own full run says what it takes."""
 
     class Mistaken(World):
         def block(self, entry, study_seed=0):
@@ -239,18 +241,20 @@ def test_milliseconds_for_seconds_are_a_doubt_and_no_drop():
             return replace(block, segments=segments)
 
     world = Mistaken(**vars(LEADS))
-    cell = world.evidence().cell(world.evidence().bouts[0], "ps-x")
+    cell = world.evidence().cell(world.evidence().comparisons[0], "ps-x")
     evidence, _ = world.to_the_end(world.evidence(full_runs={cell: world.full_run(cell)}))
-    (bout,) = told(evidence)["bouts"]
-    state = {r["strategy"]: r["state"] for r in bout["ratios"]}["ps-x"]
+    (comparison,) = told(evidence)["comparisons"]
+    state = {r["strategy"]: r["state"] for r in comparison["ratios"]}["ps-x"]
     assert state != "much slower"
-    assert any(re.search(r"of ps-x in block 1 takes \d+ times", doubt) for doubt in bout["doubts"])
-    assert bout["confidence"] != "high"
+    assert any(
+        re.search(r"of ps-x in block 1 takes \d+ times", doubt) for doubt in comparison["doubts"]
+    )
+    assert comparison["confidence"] != "high"
 
 
 def test_a_block_whose_steps_take_longer_than_its_segments_is_not_used(tmp_path):
     files = Files(tmp_path)
-    path = files.write_block(files.next_round()["bouts"][0])
+    path = files.write_block(files.next_round()["comparisons"][0])
     assert read_block(path).number == 1
     content = json.loads(path.read_text())
     content["segments"][1]["mean_step_s"] *= 1000
@@ -272,16 +276,16 @@ def raced(tmp_path_factory) -> Files:
 
 
 def halved(verdict: dict) -> dict:
-    bout = verdict["bouts"][0]
-    times = bout["step_s"][bout["leader"]]
-    bout["step_s"][bout["leader"]] = [s / 2 for s in times]
+    comparison = verdict["comparisons"][0]
+    times = comparison["step_s"][comparison["leader"]]
+    comparison["step_s"][comparison["leader"]] = [s / 2 for s in times]
     return verdict
 
 
 def test_a_verdict_that_was_changed_is_not_used(raced, capsys):
     path = raced.root / "verdict" / "verdict.json"
     written = path.read_text()
-    assert read_verdict(str(path))["bouts"][0]["leader"] == "ps-dana"
+    assert read_verdict(str(path))["comparisons"][0]["leader"] == "ps-dana"
     path.write_text(json.dumps(halved(json.loads(written))))
     assert read_verdict(str(path)) is None
     assert "it has been changed since it was written" in capsys.readouterr().err

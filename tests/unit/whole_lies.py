@@ -610,7 +610,7 @@ CPU = "CPU processes"
 RULES_OF = {
     "timeline": {"idle-worker", "clock-low"},
     "energy": {"unlike-itself"},
-    "tenants": {"stranger-on-gpu", "loaded-machine"},
+    "tenants": {"foreign-process-on-gpu", "loaded-machine"},
     "load": {"loaded-machine"},
     "scores": {"equal-arithmetic-unequal-loss"},
     "memory": {"repeats-uneven-memory"},

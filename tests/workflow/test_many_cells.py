@@ -25,7 +25,7 @@ def large_config() -> dict:
 
 
 #: What Linux takes as one argument, and so as a shell command.
-MOST_BYTES = 128 << 10
+MAX_BYTES = 128 << 10
 
 
 def test_thousands_of_cells_are_decided_on(tmp_path: Path) -> None:
@@ -43,5 +43,5 @@ def test_no_command_is_too_long_with_thousands_of_cells(tmp_path: Path, target: 
     dry = workflow.run("-n", "--printshellcmds", target)
     assert dry.returncode == 0, dry.stdout
     assert "--values" in dry.stdout
-    assert max(len(line.encode()) for line in dry.stdout.splitlines()) < MOST_BYTES
+    assert max(len(line.encode()) for line in dry.stdout.splitlines()) < MAX_BYTES
     assert not (workflow.folder / "results/tiny/logs").exists()

@@ -34,9 +34,9 @@ def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
     config["tune"] = {"include": ["ddp"], "keep_within": 100}
     workflow = Workflow(tmp_path_factory.mktemp("tuning"), config)
     rules = "workflow/stratbench/cell/block_rules.py"
-    workflow.change_code(rules, "MOST_STEPS = 50, 300", "MOST_STEPS = 8, 12")
+    workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 8, 12")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
-    race = "workflow/stratbench/analysis/race/judging.py"
+    race = "workflow/stratbench/analysis/paired/judging.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2, 3)")
     return workflow
 
@@ -55,9 +55,11 @@ def test_the_known_best_is_found_and_said_on_one_screen_and_a_page(tuning):
     assert done.returncode == 0, done.stdout
     done = tuning.run("tune")
     assert done.returncode == 0, done.stdout
-    (bout,) = read_json(tuning.folder / "results/tiny-tune/verdict/verdict.json")["bouts"]
-    assert bout["leader"] in ("ddp", "ddp_bucket-cap-mb-100")
-    slower = {r["strategy"]: r["ratio"] for r in bout["ratios"] if r["ratio"] is not None}
+    (comparison,) = read_json(tuning.folder / "results/tiny-tune/verdict/verdict.json")[
+        "comparisons"
+    ]
+    assert comparison["leader"] in ("ddp", "ddp_bucket-cap-mb-100")
+    slower = {r["strategy"]: r["ratio"] for r in comparison["ratios"] if r["ratio"] is not None}
     assert min(slower["ddp_accumulate-2"], slower["ddp_accumulate-2_checkpointing"]) > 1.1
     told = " ".join(done.stdout.split())
     for choice in ("gradient_accumulation_steps 2", "activation_checkpointing true"):

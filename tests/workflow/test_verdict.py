@@ -16,7 +16,7 @@ from tiny_study import Workflow, tiny_config
 from launching import LIMIT_S, assert_gone, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-BOUT = Path("results/tiny/blocks/first/vgg-compact/2gpu")
+COMPARISON = Path("results/tiny/blocks/first/vgg-compact/2gpu")
 
 
 def racing(folder: Path) -> Workflow:
@@ -28,9 +28,9 @@ def racing(folder: Path) -> Workflow:
     config["studies"]["tiny"]["variants"] = {"same": {"strategy": "ddp"}}
     workflow = Workflow(folder, config)
     rules = "workflow/stratbench/cell/block_rules.py"
-    workflow.change_code(rules, "MOST_STEPS = 50, 300", "MOST_STEPS = 4, 6")
+    workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 4, 6")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
-    race = "workflow/stratbench/analysis/race/judging.py"
+    race = "workflow/stratbench/analysis/paired/judging.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2, 3)")
     workflow.hold()
     return workflow
@@ -50,7 +50,7 @@ def raced(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
 
 
 def block(workflow: Workflow, number: int) -> dict:
-    return json.loads((workflow.folder / BOUT / f"block{number}/block.json").read_text())
+    return json.loads((workflow.folder / COMPARISON / f"block{number}/block.json").read_text())
 
 
 def test_a_round_is_shown_run_and_told_and_the_next_one_is_another(raced):
@@ -59,7 +59,7 @@ def test_a_round_is_shown_run_and_told_and_the_next_one_is_another(raced):
     assert 4 <= first["settings"]["steps"] <= 6
     assert "block 1 of tiny/first: vgg-compact, workers: 2" not in raced.run("-n", "verdict").stdout
     round_ = json.loads((raced.folder / "results/tiny/verdict/round.json").read_text())
-    assert [bout["block"] for bout in round_["bouts"]] == [1]
+    assert [comparison["block"] for comparison in round_["comparisons"]] == [1]
     assert raced.jobs("verdict")["run_block"] == 1
 
 
@@ -67,35 +67,35 @@ def test_ctrl_c_ends_a_block_and_leaves_nothing_of_it(raced):
     third = ("02-ddp", "02-same")
     raced.hold(*third)
     run = raced.start("verdict", "--config", "verdict={rounds: all}")
-    until(lambda: list((raced.folder / BOUT).glob("block2/segments/01-*/record.json")))
+    until(lambda: list((raced.folder / COMPARISON).glob("block2/segments/01-*/record.json")))
     family = psutil.Process(run.pid).children(recursive=True)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     output, _ = run.communicate(timeout=LIMIT_S)
     raced.release(*third)
     assert run.returncode != 0, output
     assert_gone(family)
-    assert not (raced.folder / BOUT / "block2/block.json").exists()
+    assert not (raced.folder / COMPARISON / "block2/block.json").exists()
     (log,) = raced.folder.glob("results/tiny/logs/blocks/first/vgg-compact/2gpu/block2.log")
     assert "block 2: stopped by SIGINT; all its processes were ended" in log.read_text()
 
 
 def test_rounds_follow_one_another_to_the_end_of_the_race(raced):
     """The last test: it goes on from what the others left. A round that was cut off comes first."""
-    first = (raced.folder / BOUT / "block1/block.json").read_bytes()
+    first = (raced.folder / COMPARISON / "block1/block.json").read_bytes()
     given = ("--config", "verdict={rounds: all, margin: 0.001}")
     done = raced.run("verdict", *given)
     assert done.returncode == 0, done.stdout
     assert len(re.findall(r"^Job stats:", done.stdout, re.MULTILINE)) >= 2
     assert "Done: " in done.stdout
     assert "Decided:" not in done.stdout  # two that are the same, at a margin below the noise
-    made = sorted(path.parent.name for path in (raced.folder / BOUT).glob("*/block.json"))
+    made = sorted(path.parent.name for path in (raced.folder / COMPARISON).glob("*/block.json"))
     assert made == ["block1", "block2", "block3"]
-    assert (raced.folder / BOUT / "block1/block.json").read_bytes() == first
+    assert (raced.folder / COMPARISON / "block1/block.json").read_bytes() == first
     assert raced.jobs("verdict", *given) == {"verdict": 1}  # says the same once more
     # Two that are the same are not called equal within less than the noise.
     found = json.loads((raced.folder / "results/tiny/verdict/verdict.json").read_text())
     assert found["margin"] == 0.001 < found["noise"]["ratio"]
-    assert found["bouts"][0]["claim"] != "within"
+    assert found["comparisons"][0]["claim"] != "within"
     # The decision goes by these blocks, and by none of strategies that were trained otherwise. So short a
     # training learns nothing, and is excluded for it: one strategy is left without a record.
     shutil.rmtree(raced.folder / "results/tiny/cells/first/same", ignore_errors=True)

@@ -66,4 +66,4 @@ rule verdict:
         f"tell what is decided of the study {STUDY.name}. {{params.outlook}}"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.analysis.race tell --config @config 2>&1 | tee {log:q}"
+        "-m stratbench.analysis.paired tell --config @config 2>&1 | tee {log:q}"

@@ -3,7 +3,7 @@ from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.study.verdict_round import Round
 
 BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
-NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
+NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.paired next".split()]
 ROUND = Round(
     STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not internals.is_main(workflow)
 )

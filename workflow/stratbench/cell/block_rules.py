@@ -13,29 +13,29 @@ from collections.abc import Sequence
 #: Repeats of the matrix that a verdict stands in for; a leader's score is measured in no more.
 MATRIX_REPEATS = 3
 #: Segments are no shorter and no longer, in steps.
-LEAST_STEPS, MOST_STEPS = 50, 300
+MIN_STEPS, MAX_STEPS = 50, 300
 #: Steps discarded after the warm-up: at least so many (fp16's scaler restarts and skips), and this
 #: share of the segment.
-LEAST_DISCARDED, SHARE_DISCARDED = 15, 0.2
+MIN_DISCARDED, SHARE_DISCARDED = 15, 0.2
 #: Two segments disagree from this difference of their logarithms on, or from so many times the median
 #: difference of the study.
-LEAST_DISAGREEMENT, DISAGREEMENT = 0.03, 5.9
+MIN_DISAGREEMENT, DISAGREEMENT = 0.03, 5.9
 #: By how much the logarithm of a full run's time may differ from that of its steps x step time.
-MOST_OFF = 0.03
+MAX_OFF = 0.03
 #: What a step's time is taken for where nothing was measured: its standard deviation over its mean,
 #: the correlation of neighbours, and the standard deviation between two starts of a process.
 STEP_NOISE = {"cuda": (0.05, 0.3, 0.008), "cpu": (0.3, 0.3, 0.05)}
 #: Seconds to start a segment's processes from a fork server, where none was measured.
 SEGMENT_START_S = {"cuda": 6.0, "cpu": 0.7}
-#: What a race took in simulations: so many segments of each arm, and of full cells, for scores, one for
-#: so many arms, but at least one.
-SEGMENTS_OF_AN_ARM, ARMS_A_FULL_CELL = 7.5, 9
+#: What a verdict took in simulations: so many segments of each strategy, and of full cells, for scores, one
+#: for so many strategies, but at least one.
+SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 
 
 def segment_steps(
     start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
 ) -> int:
-    """The steps of a segment that tell most for their time, between LEAST_STEPS and MOST_STEPS.
+    """The steps of a segment that tell most for their time, between MIN_STEPS and MAX_STEPS.
 
     Where a start costs much, a segment is long; where starts differ more than steps do, it is short:
     sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013.
@@ -43,28 +43,28 @@ def segment_steps(
     steps; `process_sd`: standard deviation between starts, of logarithms.
     """
     if not (start_s > 0 and step_s > 0 and process_sd > 0):
-        return LEAST_STEPS
+        return MIN_STEPS
     within = step_cv**2 * (1 + correlation) / (1 - correlation)
     best = math.sqrt(start_s / step_s * within) / process_sd
-    return round(min(max(best, LEAST_STEPS), MOST_STEPS))
+    return round(min(max(best, MIN_STEPS), MAX_STEPS))
 
 
 def discarded_steps(steps: int) -> int:
     """The steps after the warm-up that a segment of `steps` timed ones leaves out."""
-    return max(LEAST_DISCARDED, math.ceil(SHARE_DISCARDED * steps))
+    return max(MIN_DISCARDED, math.ceil(SHARE_DISCARDED * steps))
 
 
 def disagreement_limit(differences: Sequence[float]) -> float:
     """From which difference on a third segment is asked for.
 
-    `differences`: absolute ones, between the logarithms of an arm's two segments.
+    `differences`: absolute ones, between the logarithms of a strategy's two segments.
     """
     typical = statistics.median(differences) if differences else 0.0
-    return max(LEAST_DISAGREEMENT, DISAGREEMENT * typical)
+    return max(MIN_DISAGREEMENT, DISAGREEMENT * typical)
 
 
 def value_of_segments(logs: Sequence[float]) -> float:
-    """What a block says of an arm, from the logarithms of its two or three segments' step times.
+    """What a block says of a strategy, from the logarithms of its two or three segments' step times.
 
     The median: of two their mean, and of three, after two that disagree, the one in the middle.
     """
@@ -77,9 +77,9 @@ def segment_s(start_s: float, step_s: float, steps: int) -> float:
 
 
 def expected_cost(segments: Sequence[float], full_cells: Sequence[float]) -> tuple[float, float]:
-    """What a bout's blocks, and the full cells for its scores, will cost about.
+    """What a comparison's blocks, and the full cells for its scores, will cost about.
 
-    Of each arm what a segment and what a full cell costs, in any one unit.
+    Of each strategy what a segment and what a full cell costs, in any one unit.
     """
-    trained = max(1.0, len(full_cells) / ARMS_A_FULL_CELL)
-    return SEGMENTS_OF_AN_ARM * sum(segments), trained * sum(full_cells) / len(full_cells)
+    trained = max(1.0, len(full_cells) / STRATEGIES_PER_FULL_CELL)
+    return SEGMENTS_PER_STRATEGY * sum(segments), trained * sum(full_cells) / len(full_cells)

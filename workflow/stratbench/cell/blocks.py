@@ -1,6 +1,6 @@
-"""Blocks: short timed runs (segments) of the strategies of a bout in one allocation, and their files.
+"""Blocks: short timed runs (segments) of the strategies of a comparison in one allocation, and their files.
 
-A *bout* is what is compared: the strategies of one experiment, model and number of workers. Nothing
+A *comparison* is what is compared: the strategies of one experiment, model and number of workers. Nothing
 here imports anything heavy: the Snakefile uses it.
 """
 
@@ -64,7 +64,7 @@ class BlockPlan:
         settings = entry["settings"]
         return cls(
             study=study,
-            order=tuple(entry["arms"]),
+            order=tuple(entry["strategies"]),
             steps=settings["steps"],
             discard=settings["discard"],
             disagreement=settings["disagreement"],
@@ -127,16 +127,16 @@ def trained_digest(settings: Settings | Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """Which bout: its experiment, model and number of workers."""
+class ComparisonKey:
+    """Which comparison: its experiment, model and number of workers."""
 
     experiment: str
     model: str
     gpus: int
 
     @classmethod
-    def of(cls, cell: Mapping[str, Any] | Cell) -> Place:
-        """The bout of a cell, or of its coordinates."""
+    def of(cls, cell: Mapping[str, Any] | Cell) -> ComparisonKey:
+        """The comparison of a cell, or of its coordinates."""
         values = vars(cell) if isinstance(cell, Cell) else cell
         return cls(values["experiment"], values["model"], values["gpus"])
 
@@ -173,10 +173,10 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Block:
+class PairedBlock:
     """The result of a complete block."""
 
-    place: Place
+    place: ComparisonKey
     number: int
     #: Of a segment, without those that it discards.
     steps: int
@@ -203,7 +203,7 @@ class Block:
         return [math.log(s.mean_step_s) for s in segments]
 
     def value(self, strategy: str) -> float:
-        """The logarithm of a strategy's seconds a step; NaN where it did not end well."""
+        """The logarithm of a strategy's seconds per step; NaN where it did not end well."""
         logs = self.logs(strategy)
         return value_of_segments(logs) if logs else math.nan
 
@@ -218,7 +218,7 @@ def block_files(results: str | Path, study: str) -> list[Path]:
     return sorted((Path(results) / study / "blocks").glob(f"*/*/*gpu/block*/{BLOCK_FILE}"))
 
 
-def read_block(path: str | Path) -> Block:
+def read_block(path: str | Path) -> PairedBlock:
     """The result of a complete block. Raises BlockError where `path` holds none."""
     try:
         result = read_json(path)
@@ -230,8 +230,8 @@ def read_block(path: str | Path) -> Block:
         raise BlockError(f"{path} was {software_gpu.WHY}")
     if faults := list(_faults(result)):
         raise BlockError(f"{path} is not a block's result: {'; '.join(faults[:3])}")
-    return Block(
-        place=Place.of(result),
+    return PairedBlock(
+        place=ComparisonKey.of(result),
         number=result["block"],
         steps=result["settings"]["steps"],
         segments=tuple(map(Segment.from_dict, result["segments"])),
@@ -307,16 +307,16 @@ def why_broken(verdict: Mapping[str, Any], path: str | Path) -> str | None:
     if verdict.get("digest") != digest_of(verdict):
         return "it has been changed since it was written"
     folder = Path(path).parents[1] / "blocks"
-    for bout in verdict["bouts"] if folder.is_dir() else ():
-        for number in range(1, bout["blocks"] + 1):
-            block = folder / BLOCK_PATTERN.format(**{**bout, "block": number}) / BLOCK_FILE
+    for comparison in verdict["comparisons"] if folder.is_dir() else ():
+        for number in range(1, comparison["blocks"] + 1):
+            block = folder / BLOCK_PATTERN.format(**{**comparison, "block": number}) / BLOCK_FILE
             try:
                 result = read_block(block)
             except BlockError as e:
                 return f"it rests on a block that is not there as it was: {e}"
-            for arm, times in bout["step_s"].items():
-                log = result.value(arm)
+            for strategy, times in comparison["step_s"].items():
+                log = result.value(strategy)
                 now, then = math.exp(log) if math.isfinite(log) else None, times[number - 1]
                 if (now is None) != (then is None) or (now and abs(now / then - 1) > 1e-9):
-                    return f"{block} says something else of {arm}"
+                    return f"{block} says something else of {strategy}"
     return None

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 #: A larger file is not one of ours and is not read into memory, in bytes.
-MOST_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 #: The file that marks a folder of ours, where users choose the place.
 MARK = ".stratbench"
 #: Whole numbers from here on do not fit in a column of a table.
-_MOST_WHOLE = 1 << 63
-_MOST_DIGITS = len(f"-{_MOST_WHOLE}")
+_MAX_WHOLE = 1 << 63
+_MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
@@ -80,7 +80,7 @@ def claim_folder(folder: Path, about: str = "") -> str:
         raise FileExistsError(
             f"{folder} was not written by stratbench; name a folder that does not exist yet"
         )
-    before = read_regular(mark, MOST_JSON_BYTES).decode(errors="replace") if ours else ""
+    before = read_regular(mark, MAX_JSON_BYTES).decode(errors="replace") if ours else ""
     write_atomic(mark, about)
     return before
 
@@ -129,7 +129,7 @@ def read_json(path: str | Path) -> Any:
     there twice, lone surrogates, hundreds of levels. Raises OSError if the file cannot be read or is no
     regular file.
     """
-    return parse_json(read_regular(path, MOST_JSON_BYTES).decode("utf-8"))
+    return parse_json(read_regular(path, MAX_JSON_BYTES).decode("utf-8"))
 
 
 def read_json_lines(path: Path) -> list[Any]:
@@ -161,7 +161,7 @@ def _refuse_constant(constant: str) -> None:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:  # Python's own refusal of thousands advises to allow them
+    if len(digits) > _MAX_DIGITS:  # Python's own refusal of thousands advises to allow them
         raise ValueError("a whole number is too large")
     return int(digits)
 
@@ -186,7 +186,7 @@ def _check_ordinary(values: Iterable[Any]) -> None:
             if not math.isfinite(value):
                 raise ValueError("a number is too large")
         elif kind is int:
-            if not -_MOST_WHOLE <= value < _MOST_WHOLE:
+            if not -_MAX_WHOLE <= value < _MAX_WHOLE:
                 raise ValueError("a whole number is too large")
         elif kind is dict:
             _check_ordinary(value)  # its keys

@@ -85,9 +85,9 @@ class RunFolder:
         """The phase logs of all workers that have started."""
         return sorted(self.path.glob("phases*.jsonl"))
 
-    def pulse(self, rank: int) -> Path:
-        """When a worker last got on (`telemetry.pulse`); only its own node reads it."""
-        return self._local / f"{worker_name(rank)}.pulse"
+    def heartbeat(self, rank: int) -> Path:
+        """When a worker last got on (`telemetry.heartbeat`); only its own node reads it."""
+        return self._local / f"{worker_name(rank)}.heartbeat"
 
     def stack(self, process: str) -> Path:
         """Where a process writes the stacks of its threads when its agent asks for them."""
@@ -161,7 +161,7 @@ class RunFolder:
 
     @property
     def servers(self) -> Path:
-        """The folder that the lives of an elastic cell's parameter servers share (`ps.elastic`)."""
+        """The folder that the incarnations of an elastic cell's parameter servers share (`ps.elastic`)."""
         return self.path / "servers"
 
     def write_unheard(self, number: int, last: dict[str, Any]) -> None:
@@ -258,13 +258,15 @@ class RunFolder:
         """Keep what else used a node when the cell began (`telemetry.machine.busy`)."""
         write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
 
-    def strangers(self, node: int) -> Path:
-        """Who else computed on the cell's GPUs of a node (`telemetry.tenants`); none: no file."""
-        return self.path / f"strangers{node}.json"
+    def foreign_processes(self, node: int) -> Path:
+        """Who else computed on the cell's GPUs of a node (`telemetry.machine.foreign_processes`); none: no
+        file.
+        """
+        return self.path / f"foreign_processes{node}.json"
 
-    def read_strangers(self) -> dict[str, list[dict[str, Any]]]:
+    def read_foreign_processes(self) -> dict[str, list[dict[str, Any]]]:
         """The same of all nodes that had any, by the node's number as a text."""
-        return self._by_node("strangers")
+        return self._by_node("foreign_processes")
 
     def read_busy(self) -> dict[str, dict[str, Any]]:
         """What else used each node when the cell began, by the node's number as a text."""

@@ -19,7 +19,7 @@ from stratbench.cell.installation import ROOT
 from stratbench.cell.text.words import counted, folded
 from stratbench.plan.check import check_study
 from stratbench.plan.device_rates import named_gpus
-from stratbench.plan.duration import Projected
+from stratbench.plan.duration import ProjectedDuration
 from stratbench.plan.model_answer import Answer, answer_for
 from stratbench.plan.one_network import study_of
 from stratbench.plan.pages import table
@@ -91,7 +91,9 @@ def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
     print(answer_text(answer_for(config, question_of(args), tell)))
 
 
-def by_records(config: dict[str, Any], study: Study, records: Records) -> dict[Cell, Projected]:
+def by_records(
+    config: dict[str, Any], study: Study, records: Records
+) -> dict[Cell, ProjectedDuration]:
     """The trainings that the records are projected to; ConfigError for measured links that are none."""
     try:
         return projected_trainings(config, study, records)

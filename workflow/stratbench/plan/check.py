@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.plan.footprint.cache import Job, results_of
+from stratbench.plan.footprint.cache import CachedJob, results_of
 from stratbench.plan.footprint.drawn_out import make_by_blocks
 from stratbench.plan.footprint.footprint import Footprint, make_footprint
 from stratbench.plan.footprint.request import RESHARDING, Request
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
 
 #: The most parameters of a user's network that is tried with real numbers, as jobs do.
-MOST_REAL_PARAMETERS = 50_000_000
+MAX_REAL_PARAMETERS = 50_000_000
 #: Why a user's command has no footprint.
 BY_COMMAND = (
     "memory and traffic of a command are unknown until it has run; its time follows from records"
@@ -203,7 +203,7 @@ def rehearsals_of(
     network_by_request = {request: Network.of(request) for request in requests}
     networks = networks_of(network_by_request, folder)
     jobs = {
-        request: Job(
+        request: CachedJob(
             f"{network.model} with {request.strategy}",
             (request, networks[network]),
             {"rehearsal": request.as_dict()},
@@ -242,7 +242,7 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
         "networks to check: {}",
         CheckResult,
         check_network,
-        {n: Job(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
+        {n: CachedJob(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
         folder,
         imported=[libraries.HERE] if any('"transformers:' in n.own_model for n in firsts) else [],
     )
@@ -284,7 +284,7 @@ def _found_of_network(request: Request) -> CheckResult:
     if models.has_name_alone(request.network):
         return CheckResult(unchecked="it has a name alone: the command that trains it builds it")
     parameters = _parameters(request)
-    if models.facts_of(request.network).own and parameters <= MOST_REAL_PARAMETERS:
+    if models.facts_of(request.network).own and parameters <= MAX_REAL_PARAMETERS:
         found = _tried(request, on_fakes=False)
         if found.trial["reads_values"]:  # asked here once, and not of each kind of its cells
             try:
@@ -381,7 +381,7 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
         if isinstance(made, Footprint):
             return Rehearsal(made)
         # Fake tensors may be to blame: real numbers decide, where the network is small.
-        if network.parameters <= MOST_REAL_PARAMETERS:
+        if network.parameters <= MAX_REAL_PARAMETERS:
             return Rehearsal(refusal=_refusal(request, trial), unpredicted=made)
         if refusal := _refusal(request, trial, by_rules=True):
             return Rehearsal(refusal=refusal, unpredicted=made)

@@ -67,7 +67,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Projected:
+class ProjectedDuration:
     """A training that the study's records were projected to: its time, and its global batch."""
 
     span: Span
@@ -75,7 +75,7 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """What a step takes on a device at one set of rates, in seconds.
 
     `compute_s`: None where the device's rate is not known; `link_s`: of what is sent at the link's rate;
@@ -108,7 +108,7 @@ class Step:
         return 1 - self.compute_s / self.seconds
 
 
-def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> Step:
+def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep:
     """A step by the best rates of a device (BEST), by the worst, or by those that compare cells (USUAL)."""
     utilisation = LINK_UTILISATION[rates]
 
@@ -117,7 +117,7 @@ def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> Step:
         rest_s = (n_bytes - within) / device.link(needs.nodes)
         return (rest_s + within / device.link(1)) / utilisation
 
-    return Step(
+    return PlannedStep(
         compute_s=None if device.flops_per_s is None else _compute_s(device, s, needs, rates),
         # The nodes' link carries what all workers and servers on it send.
         link_s=max(

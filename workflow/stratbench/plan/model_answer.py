@@ -54,7 +54,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyAnswer:
     """A strategy with or without activation checkpointing, at its largest micro-batch that fits.
 
     Attributes:
@@ -100,7 +100,7 @@ class Answer:
     optimizer: str
     precision: str
     parameters: int
-    choices: list[Choice]
+    choices: list[StrategyAnswer]
     variants: Mapping[str, Any]
     left_out: list[str]
 
@@ -116,7 +116,7 @@ class Answer:
             return self.question.tokens or USUAL_TOKENS
         return self.question.samples or USUAL_IMAGES
 
-    def rates_of(self, choice: Choice) -> tuple[float, float, float]:
+    def rates_of(self, choice: StrategyAnswer) -> tuple[float, float, float]:
         """Return a choice's throughput in `counts`: at worst, at best, and to compare by."""
         each = self.data.shape[0] if self.data.is_text else 1
         return tuple(each * rate for rate in choice.samples_per_s)
@@ -218,11 +218,11 @@ def _unevaluated(s: Subject) -> Subject:
 
 def _choice_of(
     s: Subject, network: Any, rehearsal: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
-) -> Choice:
+) -> StrategyAnswer:
     checkpointing = s.settings.activation_checkpointing
     reason = refusal_of_cell(s, network, rehearsal) or rehearsal.unpredicted
     if rehearsal.footprint is None or reason:
-        return Choice(s.cell.strategy, checkpointing, reason=reason or "")
+        return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
     least = acceptance.least_samples(network.batchnorm, s.settings.gradient_accumulation_steps)
     return choose_batch(s, rehearsal.footprint, gpu_device(sheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
@@ -236,7 +236,7 @@ def choose_batch(
     least: int = 1,
     batch: int | None = None,
     reads_text: bool | None = None,
-) -> Choice:
+) -> StrategyAnswer:
     """Return what a cell is on a device at the largest batch that fits, or else at the least.
 
     Args:
@@ -267,7 +267,7 @@ def choose_batch(
         is_text = s.data.is_text if reads_text is None else reads_text
         runs = span_from_runs(device.name, settings, is_text, usual, steps=1)
         step_s = (*(runs or (step.seconds for step in ends)), usual.seconds)
-    return Choice(
+    return StrategyAnswer(
         s.cell.strategy,
         settings.activation_checkpointing,
         verdict=verdict_of(needed_bytes, device, margin),
@@ -283,7 +283,7 @@ def choose_batch(
     )
 
 
-def _rank(choice: Choice) -> tuple[int, float]:
+def _rank(choice: StrategyAnswer) -> tuple[int, float]:
     """What fits first, the quickest of it before others; what is not predicted last."""
     order = 2 if not choice.verdict else 0 if choice.verdict == FITS else 1
     if choice.samples_per_s and order == 0:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stratbench.cell.installation import REFERENCE
 from stratbench.cell.settings import Settings
-from stratbench.plan.duration import Span, Step
+from stratbench.plan.duration import PlannedStep, Span
 
 PUBLIC_RUNS = REFERENCE / "public_runs.csv"
 #: GPUs of the generations that the runs are on, linked by NVLink as there.
@@ -42,7 +42,7 @@ def is_like(s: Settings, reads_text: bool) -> bool:
 
 
 def span_from_runs(
-    device: str, s: Settings, reads_text: bool, step: Step, steps: int
+    device: str, s: Settings, reads_text: bool, step: PlannedStep, steps: int
 ) -> Span | None:
     """Return the range of `steps` steps from public runs; None where the cell is not like them.
 

@@ -17,7 +17,7 @@ from stratbench.plan.duration import (
     BEST,
     USUAL,
     WORST,
-    Projected,
+    ProjectedDuration,
     Span,
     overhead_span,
     span_by_records,
@@ -117,7 +117,7 @@ class Plan:
     #: That nodes have GPUs of several types, in a sentence; None: they do not, or one is chosen.
     gpu_types: str | None
     #: Trainings that the records were projected to: of the study's cells (first repeats), and beyond them.
-    projected: Mapping[Cell, Projected]
+    projected: Mapping[Cell, ProjectedDuration]
     #: Of each kind of cell that may free gathered weights after forward: option -> footprint.
     resharding: dict[Request, dict[str, Footprint]]
 
@@ -132,7 +132,7 @@ def make_plan(
     checked: Checked,
     records: Records,
     partition: str | None = "*",
-    projected: Mapping[Cell, Projected] | None = None,
+    projected: Mapping[Cell, ProjectedDuration] | None = None,
 ) -> Plan:
     """The plan of a study that was checked and has these records.
 

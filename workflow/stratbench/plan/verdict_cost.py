@@ -22,7 +22,7 @@ AIM = 0.10
 
 
 @dataclass(frozen=True)
-class Cost:
+class VerdictCost:
     """Of a verdict and of the matrix, in worker-seconds; `starting`: the share of a segment that is start."""
 
     blocks_s: float
@@ -41,14 +41,14 @@ class Cost:
         return self.verdict_s / self.matrix_s
 
 
-def cost_of(bout: list[Planned], slow: bool) -> Cost:
+def cost_of(comparison: list[Planned], slow: bool) -> VerdictCost:
     """The cost of the cells of one experiment, model and number of workers, one repeat each.
 
     `slow`: at the upper end of the predicted times, else at the lower.
     """
-    gpus = bout[0].cell.gpus
+    gpus = comparison[0].cell.gpus
     segments, cells, starts = [], [], []
-    for c in bout:
+    for c in comparison:
         train_s, total_s = ([*span][slow] for span in (c.fit.train, c.fit.total))
         device = "cpu" if c.fit.device == "CPU" else "cuda"
         step_s, start_s = train_s / c.subject.steps, SEGMENT_START_S[device]
@@ -57,22 +57,22 @@ def cost_of(bout: list[Planned], slow: bool) -> Cost:
         cells.append(gpus * total_s)
         starts.append(gpus * start_s)
     times_s, trained_s = expected_cost(segments, cells)
-    return Cost(times_s, trained_s, MATRIX_REPEATS * sum(cells), sum(starts) / sum(segments))
+    return VerdictCost(times_s, trained_s, MATRIX_REPEATS * sum(cells), sum(starts) / sum(segments))
 
 
-def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[Cost, Cost]]:
-    """For each bout of two strategies or more whose times are predicted: at best and at worst."""
+def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
+    """For each comparison of two strategies or more whose times are predicted: at best and at worst."""
     known = [
         c
         for c in plan.cells
         if c.cell.repeat == 0 and c.fit is not None and c.fit.total and c.fit.train
         and c.state not in ("unsupported", "infeasible")
     ]  # fmt: skip
-    bouts = cells_by(known, "experiment", "model", "gpus")
+    comparisons = cells_by(known, "experiment", "model", "gpus")
     return {
-        place: (cost_of(bout, slow=False), cost_of(bout, slow=True))
-        for place, bout in bouts.items()
-        if len(bout) > 1
+        place: (cost_of(comparison, slow=False), cost_of(comparison, slow=True))
+        for place, comparison in comparisons.items()
+        if len(comparison) > 1
     }
 
 

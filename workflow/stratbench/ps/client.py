@@ -122,7 +122,7 @@ class Channel:
                 channel._links.append(link)
                 if link.incarnation != incarnation:
                     raise JoinLater(
-                        f"server {link.server} is in life {link.incarnation}, not {incarnation}"
+                        f"server {link.server} is in incarnation {link.incarnation}, not {incarnation}"
                     )
                 if link.n_servers != n_servers:
                     raise JoinRefused(f"the run has {link.n_servers} servers, not {n_servers}")

@@ -17,7 +17,7 @@ class LossScale:
     The scale has a lower limit: in a run that diverges it would otherwise be halved down to 0.
     """
 
-    LEAST: ClassVar[float] = 2.0**-24
+    MINIMUM: ClassVar[float] = 2.0**-24
     START: ClassVar[float] = 65536.0
     GROWTH_STEPS: ClassVar[int] = 2000
 
@@ -31,7 +31,7 @@ class LossScale:
     def update(self, overflowed: bool) -> None:
         """A step is through; `overflowed`: a gradient was not finite, the step was skipped."""
         if overflowed:
-            self.value, self._good = max(self.value / 2, self.LEAST), 0
+            self.value, self._good = max(self.value / 2, self.MINIMUM), 0
             self.skipped += 1
             return
         self._good += 1

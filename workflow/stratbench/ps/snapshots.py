@@ -159,7 +159,9 @@ def load_snapshot(
 
 
 def drop_later(folder: str | Path, server: int, epochs: int) -> None:
-    """Let server `server`'s snapshots after its first `epochs` be none: an earlier life has left them."""
+    """Let server `server`'s snapshots after its first `epochs` be none: an earlier incarnation has left
+    them.
+    """
     for path in Path(folder).glob(f"epoch*.{server}.json"):
         if int(path.name.removeprefix("epoch").partition(".")[0]) >= epochs:
             path.unlink(missing_ok=True)

@@ -112,7 +112,8 @@ def common(sets: Iterable[Once]) -> Once:
     return Once(floor, set.intersection(*further))
 
 
-#: In place of the worker that settled a ticket: nobody has; it was settled in an earlier life of the server.
+#: In place of the worker that settled a ticket: nobody has; it was settled in an earlier incarnation of the
+#: server.
 FRESH, EARLIER = -1, -2
 
 

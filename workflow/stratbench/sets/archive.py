@@ -27,11 +27,11 @@ SUFFIX = ".stratbench.zip"
 MANIFEST = "manifest.json"
 #: Limits on a file that is read: its own bytes, its members, the bytes of one and of all of them, and the
 #: compression ratio of all of them together (if they are large enough to matter).
-MOST_FILE_BYTES = 256 << 20
-MOST_MEMBERS = 50_000
-MOST_MEMBER_BYTES = 64 << 20
-MOST_BYTES = 1 << 30
-MOST_RATIO, RATIO_FROM_BYTES = 200, 16 << 20
+MAX_FILE_BYTES = 256 << 20
+MAX_MEMBERS = 50_000
+MAX_MEMBER_BYTES = 64 << 20
+MAX_BYTES = 1 << 30
+MAX_RATIO, RATIO_FROM_BYTES = 200, 16 << 20
 #: Bytes per member in the directory at the end of a zip; names are shorter.
 _DIRECTORY_BYTES = 600
 
@@ -134,9 +134,9 @@ def _check_ends(path: Path) -> None:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise SetError(f"{path} is not a regular file")
-            if status.st_size > MOST_FILE_BYTES:
+            if status.st_size > MAX_FILE_BYTES:
                 raise SetError(
-                    f"{path} has {status.st_size:,} bytes; at most {MOST_FILE_BYTES:,} are read"
+                    f"{path} has {status.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read"
                 )
             begin = file.read(4)
             file.seek(max(0, status.st_size - 22))
@@ -146,16 +146,16 @@ def _check_ends(path: Path) -> None:
     if begin != b"PK\x03\x04" or len(end) < 22 or end[:4] != b"PK\x05\x06" or end[20:] != b"\0\0":
         raise SetError(f"{path} is not a bundle: it does not begin and end as one")
     entries, directory_bytes = struct.unpack("<HL", end[10:16])
-    if entries > MOST_MEMBERS or directory_bytes > MOST_MEMBERS * _DIRECTORY_BYTES:
-        raise SetError(f"{path} lists more files than the {MOST_MEMBERS:,} that are read")
+    if entries > MAX_MEMBERS or directory_bytes > MAX_MEMBERS * _DIRECTORY_BYTES:
+        raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
     if directory_bytes > max(1, entries) * _DIRECTORY_BYTES:
         raise SetError(f"{path} is not a bundle: its directory is larger than its entries")
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     seen: set[str] = set()
-    if len(members) > MOST_MEMBERS:
-        raise SetError(f"{path} lists more files than the {MOST_MEMBERS:,} that are read")
+    if len(members) > MAX_MEMBERS:
+        raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
     for member in members:
         name = member.orig_filename  # not yet cut or cleaned by zipfile
         shown = shown_name(name)
@@ -178,16 +178,16 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
             raise SetError(f"{path} holds {shown} encrypted; bundles are open")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise SetError(f"{path} packs {shown} by a method that bundles do not use")
-        if member.file_size > MOST_MEMBER_BYTES:
-            raise SetError(f"{path} holds {shown} of more than {MOST_MEMBER_BYTES:,} bytes")
+        if member.file_size > MAX_MEMBER_BYTES:
+            raise SetError(f"{path} holds {shown} of more than {MAX_MEMBER_BYTES:,} bytes")
         seen.add(name.casefold())
     total, packed = (
         sum(getattr(m, size) for m in members) for size in ("file_size", "compress_size")
     )
-    if total > MOST_BYTES:
-        raise SetError(f"{path} unpacks to {total:,} bytes; at most {MOST_BYTES:,} are read")
-    if total > RATIO_FROM_BYTES and total > MOST_RATIO * max(1, packed):
-        raise SetError(f"{path} unpacks to more than {MOST_RATIO} times its size; no bundle does")
+    if total > MAX_BYTES:
+        raise SetError(f"{path} unpacks to {total:,} bytes; at most {MAX_BYTES:,} are read")
+    if total > RATIO_FROM_BYTES and total > MAX_RATIO * max(1, packed):
+        raise SetError(f"{path} unpacks to more than {MAX_RATIO} times its size; no bundle does")
     if MANIFEST not in seen:
         raise SetError(f"{path} has no {MANIFEST}; `stratbench bundle` writes one")
 
@@ -263,9 +263,9 @@ def _extract_member(
 def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
     """The bytes of a member; never more than allowed, whatever its header says."""
     with archive.open(member) as file:
-        content = file.read(MOST_MEMBER_BYTES + 1)
-    if len(content) > MOST_MEMBER_BYTES:
-        raise SetError(f"{path} holds {member.filename} of more than {MOST_MEMBER_BYTES:,} bytes")
+        content = file.read(MAX_MEMBER_BYTES + 1)
+    if len(content) > MAX_MEMBER_BYTES:
+        raise SetError(f"{path} holds {member.filename} of more than {MAX_MEMBER_BYTES:,} bytes")
     return content
 
 

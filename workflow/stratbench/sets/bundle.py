@@ -14,7 +14,7 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
 from stratbench.cell.record import Record
-from stratbench.sets.archive import MOST_MEMBER_BYTES, SUFFIX, SetError, write_archive
+from stratbench.sets.archive import MAX_MEMBER_BYTES, SUFFIX, SetError, write_archive
 from stratbench.sets.private import Replacements, replacements_for, without_secrets
 
 #: Columns of a timeline that name hosts and GPUs.
@@ -92,7 +92,7 @@ def timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
 
 def read_timeline(path: Path) -> str:
     try:
-        return read_regular(path, MOST_MEMBER_BYTES).decode()
+        return read_regular(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
         raise SetError(f"{path} is no timeline that can be read: {e}") from e
 

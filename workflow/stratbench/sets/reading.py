@@ -22,7 +22,7 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
 from stratbench.cell.record import Record, RecordError
-from stratbench.sets.archive import MOST_MEMBER_BYTES, NAME, SetError, extract, shown_name
+from stratbench.sets.archive import MAX_MEMBER_BYTES, NAME, SetError, extract, shown_name
 from stratbench.study.config.result_sets import PAPER, VERSIONS
 
 
@@ -233,7 +233,7 @@ def _object_in(path: Path, told: Any) -> dict[str, Any] | None:
 def _check_timeline(path: Path, told: Any) -> None:
     """Refuse a timeline that is not a table of texts."""
     try:
-        text = read_regular(path, MOST_MEMBER_BYTES).decode()
+        text = read_regular(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
         raise told(f"{path} is no text: {e}") from e
     if "kind" not in text.partition("\n")[0].split(",") or "\0" in text:

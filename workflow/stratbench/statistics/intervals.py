@@ -22,7 +22,7 @@ from stratbench.statistics.moderated import (
 QUARTILES_FROM = 5
 
 
-class Estimate(NamedTuple):
+class IntervalEstimate(NamedTuple):
     """A value with the ends of its interval; None if there is no interval."""
 
     value: float
@@ -33,9 +33,9 @@ class Estimate(NamedTuple):
         """Whether there is an interval and `value` lies outside of it."""
         return self.low is not None and not self.low <= value <= self.high
 
-    def mapped(self, change: Callable[[float], float]) -> Estimate:
+    def mapped(self, change: Callable[[float], float]) -> IntervalEstimate:
         """The value and its ends, changed by a function that grows with them, such as exp."""
-        return Estimate(*(None if x is None else change(x) for x in self))
+        return IntervalEstimate(*(None if x is None else change(x) for x in self))
 
     def text(self, shown: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
         """`1.23 [1.10, 1.31]`, or `1.23` without an interval, with numbers as `shown` writes them.
@@ -68,7 +68,7 @@ def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> fl
 
 def paired_ratios(
     pairs: Sequence[np.ndarray], served: Sequence[bool], together: int = 1
-) -> list[Estimate]:
+) -> list[IntervalEstimate]:
     """The geometric mean ratio of each pair, with its 95 % interval by moderated t on logarithms.
 
     A pair has shape [2, repeats]: values and those that they are divided by. Column k of both comes from
@@ -86,6 +86,8 @@ def paired_ratios(
     half = half_widths(variance, dof, found.repeats, ALPHA / 2 / together)
     ends = np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))
     return [
-        Estimate(mean_ratio(*pair), *map(float, interval) if np.isfinite(interval[1]) else ())
+        IntervalEstimate(
+            mean_ratio(*pair), *map(float, interval) if np.isfinite(interval[1]) else ()
+        )
         for pair, interval in zip(pairs, ends, strict=True)
     ]

@@ -22,9 +22,9 @@ SCREEN = 1.5
 #: Something may be faster by this share before the confidence is low.
 ROUGH = 0.10
 #: Number of variances for a prior at all, and for full trust in it; most degrees of freedom in between.
-FEWEST_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
+MIN_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
 #: The same for a prior from the variances of groups, which are there whatever is compared with what.
-FEWEST_GROUPS, FEW_DOF_OF_GROUPS = 2, 4.0
+MIN_GROUPS, FEW_DOF_OF_GROUPS = 2, 4.0
 
 
 class Differences(NamedTuple):
@@ -67,7 +67,7 @@ def variance_prior(
     variances: np.ndarray,
     dof: np.ndarray,
     known: np.ndarray,
-    fewest: int = FEWEST_VARIANCES,
+    fewest: int = MIN_VARIANCES,
     few_dof: float = FEW_DOF,
 ) -> Prior:
     """The prior of `variances` with `dof` degrees of freedom, both shape [..., G]; shape [...].
@@ -214,7 +214,7 @@ def moderated_by_groups(
     """
     known = (groups.dof > 0) & (np.nan_to_num(groups.variance) > 0)
     prior = prior_of_kind(
-        groups.variance, groups.dof, known, served, fewest=FEWEST_GROUPS, few_dof=FEW_DOF_OF_GROUPS
+        groups.variance, groups.dof, known, served, fewest=MIN_GROUPS, few_dof=FEW_DOF_OF_GROUPS
     )
     d0, s0 = (np.stack([part, np.take_along_axis(part, first, -1)]) for part in prior)
     own_dof = np.maximum(found.dof, 0)

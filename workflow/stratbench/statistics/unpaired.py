@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.moderated import ALPHA
 
 
@@ -19,7 +19,7 @@ def geometric_mean(times: Sequence[float]) -> float:
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
-def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> Estimate:
+def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
     """The ratio of geometric means with its 95 % interval (Welch, 1947); values above 0.
 
     There is no interval if either side has fewer than two repeats, or if neither scatters.
@@ -28,12 +28,12 @@ def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> Estimate:
     return _difference(*logs).mapped(math.exp)
 
 
-def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> Estimate:
+def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
     """The difference of means, with its interval as in `ratio_of_times`."""
     return _difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
-def mean_of_logs(logs: Sequence[float]) -> Estimate:
+def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
     """The geometric mean of what has these logarithms, with its 95 % t interval.
 
     There is none of a single one, or where none differ. Of ratios by model it shows how far models differ.
@@ -44,7 +44,7 @@ def mean_of_logs(logs: Sequence[float]) -> Estimate:
 
 def slowdown_over_cells(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
-) -> Estimate:
+) -> IntervalEstimate:
     """The mean slow-down over cells, each given as the (new, old) times of its repeats, all above 0.
 
     It is the share by which they got slower. The true value lies beyond each end of its interval with
@@ -57,25 +57,25 @@ def slowdown_over_cells(
     return _estimate(mean, sides, alpha, len(logs)).mapped(math.expm1)
 
 
-def _difference(new: np.ndarray, old: np.ndarray) -> Estimate:
+def _difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
     return _estimate(float(new.mean() - old.mean()), [new, old])
 
 
 def _estimate(
     value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
-) -> Estimate:
+) -> IntervalEstimate:
     """`value` with its interval, which leaves out `alpha` on each side, from the repeats of its sides.
 
     It is a sum or a difference of their means, divided by `cells`. There is no interval if a side has
     fewer than two repeats, or if none scatters.
     """
     if min(map(len, sides)) < 2:
-        return Estimate(value)
+        return IntervalEstimate(value)
     parts = [(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in sides]
     if not any(variance for variance, _ in parts):
-        return Estimate(value)
+        return IntervalEstimate(value)
     half = _half_width(parts, alpha) / cells
-    return Estimate(value, value - half, value + half)
+    return IntervalEstimate(value, value - half, value + half)
 
 
 def _half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:

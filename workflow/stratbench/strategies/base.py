@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState, Stateful
     from stratbench.telemetry.compiling import CompileWatch
-    from stratbench.telemetry.pulse import Pulse
+    from stratbench.telemetry.heartbeat import Heartbeat
     from stratbench.workload.network.chunked_loss import ChunkedLoss
     from stratbench.workload.network.trial import Trial
 
@@ -104,7 +104,7 @@ class Worker:
     #: What counts compilations, where the settings ask for torch.compile.
     watch: CompileWatch | None = None
     #: What it tells that it gets on; None where nobody looks.
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
     #: A step of the network, if it is a user's.
     trial: Trial | None = None
     #: How the workers divide the work; None: each has a copy of the network.
@@ -113,8 +113,8 @@ class Worker:
     start: str = ""
     #: Of one sample, as the network takes it.
     input_shape: tuple[int, ...] = ()
-    #: Makes its channel to parameter servers of a function that connects to a life of them within so many
-    #: seconds; None: that function does.
+    #: Makes its channel to parameter servers of a function that connects to an incarnation of them within so
+    #: many seconds; None: that function does.
     channel_by: Callable[[Callable[[int | None, float], Any]], Any] | None = None
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ BOUND, ROUNDED_BOUND = 1e-2, 0.2
 #: The largest factor between norms if forward draws random numbers: compiled code draws other ones.
 RANDOM_FACTOR = 10.0
 #: The largest share of the device's memory in a compiled step at which an eager step is tried: it takes more.
-MOST_MEMORY = 0.5
+MAX_MEMORY = 0.5
 
 
 def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
@@ -92,7 +92,7 @@ def _fits_eager(worker: Worker) -> bool:
     if worker.device.type == "cuda":
         most = torch.cuda.max_memory_allocated(worker.device)
         share += most / torch.cuda.get_device_properties(worker.device).total_memory
-    return _largest(share, worker) <= MOST_MEMORY
+    return _largest(share, worker) <= MAX_MEMORY
 
 
 def _largest(value: Tensor, worker: Worker) -> float:

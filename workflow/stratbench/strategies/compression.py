@@ -51,7 +51,7 @@ class PowerSGD:
     """
 
     #: torch's default: a matrix is compressed to less than this part of it, or not at all.
-    LEAST_RATE = 2
+    MIN_RATE = 2
     holds_backward = True
 
     def __init__(self, rank: int, start: int) -> None:
@@ -65,7 +65,7 @@ class PowerSGD:
             None,
             matrix_approximation_rank=self._rank,
             start_powerSGD_iter=self._start,
-            min_compression_rate=self.LEAST_RATE,
+            min_compression_rate=self.MIN_RATE,
         )
 
     def hook(self, state, bucket):
@@ -103,7 +103,7 @@ class PowerSGD:
             r = min(n, m, self._rank)
             factors = r * (n + m)
             whole += p.nbytes
-            fewer = factors * self.LEAST_RATE < n * m
+            fewer = factors * self.MIN_RATE < n * m
             sent += (factors if fewer else p.numel()) * p.element_size()
         compressed = max(0, steps - self._start)
         return (compressed * sent + (steps - compressed) * whole) / steps if steps else sent

@@ -14,7 +14,7 @@ def refuse_uneven(option: str, workers: int, gpus: int) -> None:
         )
 
 
-class Place(NamedTuple):
+class MeshCoordinate(NamedTuple):
     """Where in a mesh a worker stands, each number from 0."""
 
     replica: int
@@ -46,13 +46,13 @@ class Mesh:
         """How many workers share one copy of the network."""
         return self.tensor * self.stages
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoordinate:
         """Where the worker of a rank stands."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.replicas)
-        return Place(replica, stage, tensor)
+        return MeshCoordinate(replica, stage, tensor)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: MeshCoordinate) -> int:
         """The rank of the worker that stands there."""
         return (place.stage * self.replicas + place.replica) * self.tensor + place.tensor
 

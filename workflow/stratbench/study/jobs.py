@@ -21,7 +21,7 @@ from stratbench.workload.network import models
 LINKS_S = 1800
 #: Links are measured with tensors up to this, or up to the largest model's weights: beyond it the time
 #: grows with the bytes.
-MOST_MEASURED_MIB = 256
+MAX_MEASURED_MIB = 256
 
 
 class Jobs:
@@ -99,8 +99,8 @@ class Jobs:
             kinds |= set(strategy.collectives or ())
             known = models.MODELS.get(cell.model)
             parameters = known.parameters if known else None
-            mib = MOST_MEASURED_MIB if parameters is None else -(-4 * parameters // (1 << 20))
-            largest_mib = max(largest_mib, min(MOST_MEASURED_MIB, mib))
+            mib = MAX_MEASURED_MIB if parameters is None else -(-4 * parameters // (1 << 20))
+            largest_mib = max(largest_mib, min(MAX_MEASURED_MIB, mib))
         arguments = ["--a-node", str(most), "--workers", *map(str, sorted(counts or {2}))]
         arguments += ["--largest-mib", str(largest_mib)]
         if (kinds or transports) and not every_kind:

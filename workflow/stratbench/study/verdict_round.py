@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.block_rules import MOST_STEPS, discarded_steps
+from stratbench.cell.block_rules import MAX_STEPS, discarded_steps
 from stratbench.cell.blocks import (
     BLOCK_FILE,
     BLOCK_PATTERN,
     BlockPlan,
-    Place,
+    ComparisonKey,
     trained_digest,
     trained_with,
 )
@@ -80,7 +80,9 @@ class Round:
     @cached_property
     def blocks(self) -> dict[str, BlockPlan]:
         """The blocks of the round, by path."""
-        plans = [BlockPlan.from_round(self._study.name, entry) for entry in self.content["bouts"]]
+        plans = [
+            BlockPlan.from_round(self._study.name, entry) for entry in self.content["comparisons"]
+        ]
         return {plan.path: plan for plan in plans}
 
     @cached_property
@@ -123,7 +125,7 @@ class Round:
 
     def _segment_steps(self, cell: Cell, steps: int | None) -> int:
         """The steps of a cell's segment that times `steps` steps, including the discarded ones."""
-        timed, settings = steps or MOST_STEPS, self._jobs.settings_of(cell)
+        timed, settings = steps or MAX_STEPS, self._jobs.settings_of(cell)
         strategy = make_strategy(settings.strategy, settings.options)
         return sum(strategy.own_length(discarded_steps(timed), timed))
 
@@ -141,7 +143,7 @@ class Round:
         following = self._ask()
         if following["done"]:
             return False
-        if all(following[key] == self.content[key] for key in ("bouts", "full_runs")):
+        if all(following[key] == self.content[key] for key in ("comparisons", "full_runs")):
             raise ConfigError(
                 "the round has made all its files, and would be the next one again: "
                 "`snakemake verdict` prints which of them it does not use, and why"
@@ -160,16 +162,24 @@ class Round:
     def has_current_verdict(self) -> bool:
         """Whether verdict.json exists, for strategies that the config still trains the same way."""
         try:
-            bouts = read_json(self.file.with_name("verdict.json"))["bouts"]
-            trained = {(Place.of(b), arm): of for b in bouts for arm, of in b["trained"].items()}
+            comparisons = read_json(self.file.with_name("verdict.json"))["comparisons"]
+            trained = {
+                (ComparisonKey.of(b), strategy): of
+                for b in comparisons
+                for strategy, of in b["trained"].items()
+            }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         now = {
-            (Place.of(cell), cell.strategy): self._jobs.settings_of(cell)
+            (ComparisonKey.of(cell), cell.strategy): self._jobs.settings_of(cell)
             for cell in self._study.cells
             if cell.repeat == 0
         }
-        alike = all(trained_digest(now[arm]) == of for arm, of in trained.items() if arm in now)
+        alike = all(
+            trained_digest(now[strategy]) == of
+            for strategy, of in trained.items()
+            if strategy in now
+        )
         if not alike:
             print(
                 "the verdict is not used: its strategies were trained with other settings than the "

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.machine.core_waits import CoreWaits
-from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 
 #: Events kept unread on CUDA, at least; beyond that, each tick reads one step that is through.
@@ -51,18 +51,21 @@ class StepClock:
     `begin` leaves a CUDA device with nothing to do, so that the host does not wait for room in its queue: how
     long it takes to issue the steps after it is the host's own time (`issue_ms`).
 
-    `pulse` is told of every step. `own`: the phases in which this worker waits for no other.
+    `heartbeat` is told of every step. `own`: the phases in which this worker waits for no other.
     """
 
     def __init__(
-        self, device: torch.device | str, pulse: Pulse | None = None, own: Collection[str] = ()
+        self,
+        device: torch.device | str,
+        heartbeat: Heartbeat | None = None,
+        own: Collection[str] = (),
     ) -> None:
         """Raise ValueError for a device other than a CPU or a CUDA device."""
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"StepClock: device {str(device)!r}, expected 'cpu' or 'cuda'")
         self._on_cuda = self.device.type == "cuda"
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._running = self._goes_on = False
         self._begun_ns = 0
         self._stamps: Any = [] if self._on_cuda else array("q")
@@ -102,8 +105,8 @@ class StepClock:
             self._note_issue()
         self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
-        if self._pulse is not None:
-            self._pulse.step()
+        if self._heartbeat is not None:
+            self._heartbeat.step()
         if self._on_cuda and len(self._labels) > _UNREAD_EVENTS:
             self._collect_oldest()
 
@@ -116,8 +119,8 @@ class StepClock:
         """End the epoch: wait for the device, stop the clock, read the stamps."""
         if not self._running:
             raise RuntimeError("StepClock.end: no epoch has been begun")
-        if self._on_cuda and self._pulse is not None:
-            self._wait_by_steps(self._pulse)
+        if self._on_cuda and self._heartbeat is not None:
+            self._wait_by_steps(self._heartbeat)
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - self._begun_ns
         self.core_waits.end()
@@ -216,12 +219,12 @@ class StepClock:
     def _span_ms(self, start: Any, stop: Any) -> float:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
-    def _wait_by_steps(self, pulse: Pulse) -> None:
+    def _wait_by_steps(self, heartbeat: Heartbeat) -> None:
         """Wait for the device step by step: what it has queued may take it much longer than one step."""
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()
-            pulse.alive()
+            heartbeat.alive()
 
     def _collect_oldest(self) -> None:
         """Read the oldest steps, two at most, if the device is through with them: never waits."""

@@ -16,7 +16,7 @@ Level = Literal["within", "between"]
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """What one level of a layout costs: `alpha_s` a step, and a byte 1 / `bytes_per_s`.
 
     Between nodes the rate is that of a whole node's connection, one way. `log_sd`: of the measured times
@@ -29,7 +29,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LinkLayout:
     """`workers` spread evenly over `nodes`."""
 
     workers: int
@@ -54,13 +54,13 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CollectiveCost:
     """Steps and bytes on each level that a rank waits for, one after the other."""
 
     steps: Mapping[Level, float]
     n_bytes: Mapping[Level, float]
 
-    def seconds(self, links: Mapping[Level, Link]) -> float:
+    def seconds(self, links: Mapping[Level, LinkModel]) -> float:
         total_s = 0.0
         for level, steps in self.steps.items():
             if steps:
@@ -69,7 +69,7 @@ class Cost:
         return total_s
 
 
-def ring(kind: str, n_bytes: float, layout: Layout) -> Cost:
+def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """One ring through all ranks; its slowest link sets the pace.
 
     All-reduce 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan 2009). With n
@@ -80,14 +80,14 @@ def ring(kind: str, n_bytes: float, layout: Layout) -> Cost:
     between = rounds * (nodes - 1)
     volume = rounds * (n - 1) / n * n_bytes
     if nodes == 1:
-        return Cost({"within": rounds * (n - 1)}, {"within": volume})
-    return Cost(
+        return CollectiveCost({"within": rounds * (n - 1)}, {"within": volume})
+    return CollectiveCost(
         {"within": rounds * (n - 1) - between, "between": between},
         {"within": 0.0, "between": volume},  # the bytes pass both at once; a network is the slower
     )
 
 
-def tree(kind: str, n_bytes: float, layout: Layout) -> Cost:
+def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """A binary tree in pipelined pieces: log2 steps up, and down again for an all-reduce; S bytes each.
 
     NCCL's tree is one over the nodes with a chain in each; here a chain's steps count as the tree's.
@@ -96,14 +96,14 @@ def tree(kind: str, n_bytes: float, layout: Layout) -> Cost:
     between = math.ceil(math.log2(layout.nodes)) if layout.nodes > 1 else 0
     within = math.ceil(math.log2(layout.a_node)) if layout.a_node > 1 else 0
     if not between:
-        return Cost({"within": rounds * within}, {"within": rounds * n_bytes})
-    return Cost(
+        return CollectiveCost({"within": rounds * within}, {"within": rounds * n_bytes})
+    return CollectiveCost(
         {"within": rounds * within, "between": rounds * between},
         {"within": 0.0, "between": rounds * n_bytes},
     )
 
 
-def hierarchical(kind: str, n_bytes: float, layout: Layout) -> Cost:
+def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """A ring in each node, and between the nodes one for each of a node's ranks, side by side.
 
     An all-reduce is a scatter within, an all-reduce of S/g between, and a gather within (g ranks a node).
@@ -111,7 +111,7 @@ def hierarchical(kind: str, n_bytes: float, layout: Layout) -> Cost:
     """
     rounds = 2 if kind == "all_reduce" else 1
     g, nodes = layout.a_node, layout.nodes
-    return Cost(
+    return CollectiveCost(
         {"within": rounds * (g - 1), "between": rounds * (nodes - 1)},
         {
             "within": rounds * (g - 1) / g * n_bytes,
@@ -120,13 +120,13 @@ def hierarchical(kind: str, n_bytes: float, layout: Layout) -> Cost:
     )
 
 
-def direct(kind: str, n_bytes: float, layout: Layout) -> Cost:
+def direct(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """From one rank to another."""
     level: Level = "between" if layout.nodes > 1 else "within"
-    return Cost({level: 1}, {level: n_bytes})
+    return CollectiveCost({level: 1}, {level: n_bytes})
 
 
-Algorithm = Callable[[str, float, Layout], Cost]
+Algorithm = Callable[[str, float, LinkLayout], CollectiveCost]
 
 #: What a library may choose, by kind of collective; first what takes longest on many workers. NCCL takes the
 #: one that it predicts to be fastest. Gloo, as PyTorch calls it, has one for each: rings, but trees to
@@ -149,10 +149,10 @@ ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
 }
 
 
-def served(kind: str, n_bytes: float, layout: Layout) -> Cost:
+def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """A server that takes the pushes of all workers and answers them, one byte after the other."""
     level: Level = "between" if layout.nodes > 1 else "within"
-    return Cost({level: 1}, {level: layout.workers * n_bytes})
+    return CollectiveCost({level: 1}, {level: layout.workers * n_bytes})
 
 
 #: In place of an algorithm's name: the fastest of the library's, tensor by tensor.
@@ -194,7 +194,7 @@ class FittedLink:
 #: Fits whose misfits lie closer are taken for alike.
 ALIKE = 0.01
 #: Turns between the links and the algorithm of each tensor.
-MOST_TURNS = 20
+MAX_TURNS = 20
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class _Fit:
 
     misfit: float
     log_sd: float
-    links: Mapping[Level, Link]
+    links: Mapping[Level, LinkModel]
     algorithm: str
 
 
@@ -248,7 +248,7 @@ def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorith
     for t in times:
         repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)
     kind = times[0].kind
-    tensors = [(kind, size, Layout(n, nodes)) for n, nodes, size in repeats]
+    tensors = [(kind, size, LinkLayout(n, nodes)) for n, nodes, size in repeats]
     medians = [statistics.median(values) for values in repeats.values()]
 
     def off(seconds: float, fitted_s: float) -> float:
@@ -256,7 +256,7 @@ def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorith
 
     chosen = [first] * len(tensors)
     fits = []
-    for _ in range(MOST_TURNS):
+    for _ in range(MAX_TURNS):
         links = _solved([a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians)
         costs = [[(a(*tensor).seconds(links), a) for a in algorithms] for tensor in tensors]
         fastest = [min(of_one, key=lambda cost: cost[0]) for of_one in costs]
@@ -271,7 +271,7 @@ def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorith
     return min(fits, key=lambda fit: fit.misfit)
 
 
-def _solved(costs: Sequence[Cost], seconds: Sequence[float]) -> dict[Level, Link]:
+def _solved(costs: Sequence[CollectiveCost], seconds: Sequence[float]) -> dict[Level, LinkModel]:
     """The links by which these costs take about so long, as shares of it."""
     import numpy as np  # as scipy: not for those who only read
     from scipy.optimize import nnls
@@ -284,6 +284,6 @@ def _solved(costs: Sequence[Cost], seconds: Sequence[float]) -> dict[Level, Link
     values = nnls(design / scale, np.ones(len(costs)))[0] / scale
     n = len(levels)
     return {
-        level: Link(float(values[i]), 1 / float(values[n + i]) if values[n + i] else math.inf)
+        level: LinkModel(float(values[i]), 1 / float(values[n + i]) if values[n + i] else math.inf)
         for i, level in enumerate(levels)
     }

@@ -26,18 +26,18 @@ from typing import Any, TextIO
 import psutil
 
 from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.foreign_processes import ForeignProcessWatch
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
-from stratbench.telemetry.machine.tenants import StrangerWatch
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 #: How long the sampler may take to end, in seconds.
-LONGEST_STOP_S = 5.0
+MAX_STOP_S = 5.0
 # Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
 # Who computes on the cell's GPUs is asked once in so many samples.
 _SAMPLES_PER_LOOK = 2
 # The sampler looks so often at least, in seconds, whether its parent still lives.
-_LONGEST_WAIT_S = 1.0
+_MAX_WAIT_S = 1.0
 # Has the sampler take a sample before its time; one that is still starting is not disturbed by it.
 _WAKE = signal.SIGCONT
 # The kernel counts CPU time in ticks of 10 ms: a share over less than this says nothing.
@@ -57,13 +57,13 @@ class Sampler:
         pids: str | os.PathLike[str],
         origin_s: float,
         period_s: float = 0.5,
-        strangers: str | os.PathLike[str] | None = None,
+        foreign_processes: str | os.PathLike[str] | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
         """Start sampling into `out`; `origin_s` is the `time.monotonic()` that t_s counts from.
 
         `pids`: a file to list the watched processes in, until `stop`. `gpus`: the GPUs to sample, as
-        CUDA_VISIBLE_DEVICES names them. `strangers`: a file for those who computed on these.
+        CUDA_VISIBLE_DEVICES names them. `foreign_processes`: a file for those who computed on these.
         """
         self._pids_file = Path(pids)
         self._pids_file.write_text("", encoding="utf-8")
@@ -74,8 +74,8 @@ class Sampler:
         command += ["--out", os.fspath(out), "--pids-file", os.fspath(self._pids_file)]
         command += ["--period-s", str(period_s), "--origin-s", repr(origin_s)]
         command += ["--parent-pid", str(os.getpid()), "--gpus", *gpus]
-        if strangers is not None:
-            command += ["--strangers", os.fspath(strangers)]
+        if foreign_processes is not None:
+            command += ["--foreign-processes", os.fspath(foreign_processes)]
         # A session of its own: a signal to the cell's process group must not reach it, or the
         # end of the timeline would be lost.
         try:
@@ -102,13 +102,13 @@ class Sampler:
             self._process.send_signal(_WAKE)
 
     def stop(self) -> bool:
-        """Have it take a last sample and end; returns whether it did so within LONGEST_STOP_S."""
+        """Have it take a last sample and end; returns whether it did so within MAX_STOP_S."""
         self._pids_file.unlink(missing_ok=True)
         if self._process is None:
             return False
         self._process.terminate()
         try:
-            return self._process.wait(LONGEST_STOP_S) == 0
+            return self._process.wait(MAX_STOP_S) == 0
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -243,7 +243,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gpus", nargs="*", default=[], help="to sample, as CUDA_VISIBLE_DEVICES names them"
     )
-    parser.add_argument("--strangers", type=Path, help="file for who else used --gpus")
+    parser.add_argument("--foreign-processes", type=Path, help="file for who else used --gpus")
     options = parser.parse_args(arguments)
     if not options.period_s > 0:
         parser.error(f"--period-s {options.period_s}, expected more than 0")
@@ -264,7 +264,9 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, on_signal)
     _lowest_priority()
     gpus = known_gpus(options.gpus, Nvml())
-    watch = options.strangers and StrangerWatch(options.strangers, gpus, options.parent_pid)
+    watch = options.foreign_processes and ForeignProcessWatch(
+        options.foreign_processes, gpus, options.parent_pid
+    )
     try:
         # One write a sample: a kill leaves whole rows.
         with options.out.open("w", newline="", encoding="utf-8") as file:
@@ -291,7 +293,7 @@ def sample_until(
     file: TextIO,
     gpus: Sequence[Gpu],
     watched: CellProcesses,
-    strangers: StrangerWatch | None = None,
+    foreign_processes: ForeignProcessWatch | None = None,
     *,
     parent_pid: int,
     period_s: float,
@@ -317,11 +319,11 @@ def sample_until(
         rows += gpu_rows(gpus, origin_s, pcie_snapshots)
         file.write(_as_csv({"node": node} | row for row in rows))
         file.flush()
-        if strangers is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
-            strangers.look(t_s)
+        if foreign_processes is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
+            foreign_processes.look(t_s)
         if ending:
-            if strangers is not None:
-                strangers.write()
+            if foreign_processes is not None:
+                foreign_processes.write()
             return
         count += in_time
         in_time = _wait(wake, begun_s + count * period_s, parent_pid)
@@ -365,9 +367,9 @@ def _wait(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
     """Wait until `due_s`, or less where `wake` is set or the parent dies; whether `wake` was not set."""
     while True:
         left_s = due_s - time.monotonic()
-        if wake.wait(min(max(0.0, left_s), _LONGEST_WAIT_S)):
+        if wake.wait(min(max(0.0, left_s), _MAX_WAIT_S)):
             return False
-        if left_s <= _LONGEST_WAIT_S or os.getppid() != parent_pid:
+        if left_s <= _MAX_WAIT_S or os.getppid() != parent_pid:
             return True
 
 

@@ -85,7 +85,7 @@ class PhaseLog:
         self._alive()
 
 
-class Interval(NamedTuple):
+class PhaseInterval(NamedTuple):
     """A phase of one rank, from `start_s` to `end_s`."""
 
     rank: int
@@ -94,12 +94,12 @@ class Interval(NamedTuple):
     end_s: float
 
 
-def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[Interval]:
+def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[PhaseInterval]:
     """The phases in those logs, by start. One that never ended has the end infinity.
 
     A missing log has no phases; a line cut short by a kill is left out.
     """
-    intervals: list[Interval] = []
+    intervals: list[PhaseInterval] = []
     for path in paths:
         open_phases: dict[tuple[int, str], list[float]] = {}
         for entry in _entries(Path(path)):
@@ -107,9 +107,9 @@ def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[Interval]:
             if entry["event"] == "start":
                 open_phases.setdefault(key, []).append(entry["t_s"])
             elif open_phases.get(key):
-                intervals.append(Interval(*key, open_phases[key].pop(), entry["t_s"]))
+                intervals.append(PhaseInterval(*key, open_phases[key].pop(), entry["t_s"]))
         for key, starts in open_phases.items():
-            intervals += [Interval(*key, start_s, float("inf")) for start_s in starts]
+            intervals += [PhaseInterval(*key, start_s, float("inf")) for start_s in starts]
     return sorted(intervals, key=lambda interval: interval.start_s)
 
 
@@ -125,7 +125,7 @@ def merge_timeline(
     short are ignored.
     """
     intervals = read_phases(phase_logs)
-    by_rank: dict[int, list[Interval]] = {}
+    by_rank: dict[int, list[PhaseInterval]] = {}
     for interval in intervals:
         by_rank.setdefault(interval.rank, []).append(interval)
     lowest = min(by_rank, default=0)
@@ -221,7 +221,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
             yield entry
 
 
-def _phase_at(intervals: list[Interval], t_s: float) -> str:
+def _phase_at(intervals: list[PhaseInterval], t_s: float) -> str:
     last = bisect.bisect_right(intervals, t_s, key=lambda interval: interval.start_s)
     for interval in reversed(intervals[:last]):
         if t_s < interval.end_s:

@@ -25,8 +25,8 @@ from stratbench.cell.extensions import resolve
 from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
 from stratbench.ps.server_config import ServerConfig
 from stratbench.telemetry.machine.busy import busy_check
+from stratbench.telemetry.machine.foreign_processes import gpu_place
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.machine.tenants import gpu_place
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.telemetry.timeline import read_phases
@@ -112,7 +112,7 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
             job.folder.samples(node),
             job.folder.pids(node),
             job.origin_s,
-            strangers=job.folder.strangers(node),
+            foreign_processes=job.folder.foreign_processes(node),
             gpus=list(gpus.values()),
         )
         watch = PauseWatch()

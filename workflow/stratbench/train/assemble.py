@@ -277,6 +277,6 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
             for name, place in job.folder.read_places().items()
             if "gpu" in place
         },
-        "foreign_gpu_processes": job.folder.read_strangers(),
+        "foreign_gpu_processes": job.folder.read_foreign_processes(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }

@@ -204,7 +204,7 @@ class BlockRun:
         record.write(args.out / path, made)
         self._preceding = strategy
         mean_s = steps and steps["mean_s"]
-        text = f"{1e3 * mean_s:.2f} ms a step" if mean_s else f"{ending.status}: {ending.reason}"
+        text = f"{1e3 * mean_s:.2f} ms per step" if mean_s else f"{ending.status}: {ending.reason}"
         print(f"segment {name} ({in_pass}): {text}; {wall_s:.1f} s", flush=True)
         return Segment(
             slot,
@@ -220,7 +220,7 @@ class BlockRun:
 
     def _settings_of_segment(self, strategy: str) -> tuple[Settings, int, int]:
         """What the strategy's segment trains with, the steps that it discards, and those that are timed."""
-        timed = self._steps or block_rules.LEAST_STEPS
+        timed = self._steps or block_rules.MIN_STEPS
         discarded = block_rules.discarded_steps(timed) if self._discard is None else self._discard
         s = self._settings[strategy]
         strategy = make_strategy(s.strategy, s.options)

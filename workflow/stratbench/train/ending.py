@@ -13,7 +13,7 @@ from stratbench.cell.files import last_lines
 from stratbench.cell.run_folder import rank_of, worker_name
 from stratbench.cell.text.words import GIB
 from stratbench.ps.wire.link import RunEnded, ServerLost
-from stratbench.telemetry.machine.tenants import describe_gpu
+from stratbench.telemetry.machine.foreign_processes import describe_gpu
 from stratbench.train.agent import Exits, ProcessExit, has_joined
 from stratbench.train.job import Job
 from stratbench.train.standing import standings_of, unlike_step, why_hung, why_no_timeout

@@ -39,7 +39,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from stratbench.telemetry.pulse import STACK_SIGNAL
+from stratbench.telemetry.heartbeat import STACK_SIGNAL
 from stratbench.train.gpu_locks import VARIABLE as VISIBLE_GPUS
 from stratbench.train.locks import scratch
 

@@ -15,7 +15,7 @@ from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 
 #: How long SLURM may take to start the agents of a job on its nodes, in seconds.
-LONGEST_CALL_S = 60.0
+MAX_CALL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Job:
         If the dates of both nodes agree, they correct it by the seconds that the call took.
         """
         by_date_s = time.time() - self.origin_unix_s
-        agree = spent_s <= by_date_s <= spent_s + LONGEST_CALL_S
+        agree = spent_s <= by_date_s <= spent_s + MAX_CALL_S
         folder = replace(self.folder, local=local)
         origin_s = time.monotonic() - (by_date_s if agree else spent_s)
         return replace(self, origin_s=origin_s, folder=folder)

@@ -38,7 +38,7 @@ from stratbench.strategies import strategy_class
 from stratbench.strategies.needs import check_installed
 from stratbench.study.job_values import insert_values
 from stratbench.telemetry.compiling import missing_compiler
-from stratbench.telemetry.machine.tenants import describe_gpu
+from stratbench.telemetry.machine.foreign_processes import describe_gpu
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.inputs import check_inputs, check_spec

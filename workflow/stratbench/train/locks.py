@@ -16,10 +16,10 @@ from pathlib import Path
 from stratbench.cell.locks import held_folder, lock, open_lock, try_lock
 
 POLL_S = 0.5
-#: How many names are tried for the folder of a user: strangers may have taken some.
+#: How many names are tried for the folder of a user: other users may have taken some.
 _NAMES = 100
 #: Bytes of the longest path that a local socket may have on every system.
-_LONGEST_SOCKET_PATH = 103
+_MAX_SOCKET_PATH = 103
 
 
 # ---------------------------------------------------------------- this node
@@ -32,7 +32,7 @@ def own_folder(parent: str | Path | None = None) -> Path:
     """
     stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
     paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
-    # One that is there already comes first: a stranger who gives up a name must not part our cells.
+    # One that is there already comes first: another user who gives up a name must not part our cells.
     for path in paths:
         if _is_own(path):
             return path
@@ -63,7 +63,7 @@ def scratch() -> Iterator[Path]:
     Also removes the folders that killed processes have left.
     """
     base = own_folder()
-    if len(os.fsencode(base)) + len("/job-12345678/12345678-999") > _LONGEST_SOCKET_PATH:
+    if len(os.fsencode(base)) + len("/job-12345678/12345678-999") > _MAX_SOCKET_PATH:
         base = own_folder("/tmp")
     with held_folder(base, "job-") as folder:
         yield folder

@@ -27,8 +27,8 @@ from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
+from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.memory import MemoryMeter
-from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.beside.beside import Beside, Start
 from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
@@ -87,7 +87,7 @@ def train(
     with phases("warmup"):
         warm_up(strategy, data, worker)
     memory.start()
-    clock = StepClock(worker.device, worker.pulse, strategy.own_phases)
+    clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
     worker.mark = clock.mark
     reason = used = None
     in_all = s.total_steps(data.train_samples)
@@ -113,7 +113,7 @@ def train(
         else:
             with phases("eval"):
                 found = evaluate(
-                    strategy, data, worker.task, worker.rank, worker.mesh, worker.pulse
+                    strategy, data, worker.task, worker.rank, worker.mesh, worker.heartbeat
                 )
             entry = epoch_entry(epoch, clock.train_time_s, loss, found)
             strategy.check_alike()
@@ -178,7 +178,7 @@ def train_with_server(
     passes = s.passes(data.train_samples)
     tables = drawn_tables(data, s, passes)
     memory.start()
-    clock = StepClock(worker.device, worker.pulse, strategy.own_phases)
+    clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
     worker.mark = clock.mark
     losses: dict[int, dict[int, list[torch.Tensor]]] = {}
     samples = taken = 0
@@ -276,7 +276,7 @@ def served_entry(
     strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
     """The entry of an epoch whose state of the servers the model has; the launcher has all losses."""
-    found = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.pulse)
+    found = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
     entry = epoch_entry(epoch, train_time_s, None, found)
     print(
         f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
@@ -435,7 +435,7 @@ def evaluate(
     task: Task,
     rank: int,
     mesh: Mesh,
-    pulse: Pulse | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Evaluated:
     """Mean loss and score on the whole test set.
 
@@ -454,8 +454,8 @@ def evaluate(
             outputs = model(x)
             if counts:
                 sums += sums_of_batch(task, outputs, y)
-            if pulse is not None:
-                pulse.alive()
+            if heartbeat is not None:
+                heartbeat.alive()
     if mesh.workers > 1:
         dist.all_reduce(sums)
     return evaluated(sums.tolist())

@@ -1,6 +1,6 @@
 """Where the workers were when a cell was ended: whether it was slow, or hung.
 
-The agent of each node reads its workers' pulses: at the time limit, when a worker has failed, and now and
+The agent of each node reads its workers' heartbeats: at the time limit, when a worker has failed, and now and
 then. Where none has got on for too long, it has each process write the stacks of its threads. The launcher
 judges what all agents found.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from stratbench.cell.run_folder import rank_of, worker_name
 from stratbench.cell.text.help_page import help_address
-from stratbench.telemetry.pulse import STACK_SIGNAL, read_calls, read_pulse
+from stratbench.telemetry.heartbeat import STACK_SIGNAL, read_calls, read_heartbeat
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
@@ -31,13 +31,15 @@ HUNG_S = 900.0
 STACKS_S = 2.0
 STACK_POLL_S = 0.05
 #: So many kinds of standing are told in a reason.
-MOST_TOLD = 4
+MAX_TOLD = 4
 _CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a worker was; times are those of `telemetry.pulse.Beat`, None before it had a pulse."""
+    """Where a worker was; times are those of `telemetry.heartbeat.HeartbeatReading`, None before it had a
+    heartbeat.
+    """
 
     #: Training steps that it had begun to take, the device perhaps behind them.
     steps: int
@@ -67,13 +69,14 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
         return False
     ranks = [rank_of(w.name) for w in workers if w.exitcode is None]
     now_s = time.monotonic()
-    beats = [
-        read_pulse(job.folder.pulse(rank), now_s, awake_since_s)
+    readings = [
+        read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
         for rank in ranks
-        if rank is not None  # a user's program has no pulse
+        if rank is not None  # a user's program has no heartbeat
     ]
-    return bool(beats) and all(
-        beat is not None and beat.steps and beat.hangs and beat.quiet_s > HUNG_S for beat in beats
+    return bool(readings) and all(
+        reading is not None and reading.steps and reading.hangs and reading.quiet_s > HUNG_S
+        for reading in readings
     )
 
 
@@ -90,15 +93,15 @@ def note_standing(
     for rank in job.ranks_of(node):
         if (name := worker_name(rank)) not in by_name:
             return  # a user's program trains, of which this is not known
-        beat = read_pulse(job.folder.pulse(rank), now_s, awake_since_s)
+        reading = read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
         standings[name] = {
-            "steps": beat.steps if beat else 0,
+            "steps": reading.steps if reading else 0,
             "phase": phase_of(job, rank),
             "exit_code": by_name[name].exitcode,
-            "quiet_s": beat and beat.quiet_s,
-            "longest_step_s": beat and beat.longest_step_s,
-            "hangs": beat is not None and beat.hangs,
-            "groups": read_calls(job.folder.pulse(rank)),
+            "quiet_s": reading and reading.quiet_s,
+            "longest_step_s": reading and reading.longest_step_s,
+            "hangs": reading is not None and reading.hangs,
+            "groups": read_calls(job.folder.heartbeat(rank)),
         }
     running = [p for p in processes if p.exitcode is None]
     stepless = at_limit and not any(entry["steps"] for entry in standings.values())
@@ -238,5 +241,5 @@ def _ranks_text(standings: Mapping[int, Standing]) -> str:
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in alike.items()
     ]
-    more = [f"and {len(groups) - MOST_TOLD} more"] if len(groups) > MOST_TOLD else []
-    return "; ".join([*groups[:MOST_TOLD], *more])
+    more = [f"and {len(groups) - MAX_TOLD} more"] if len(groups) > MAX_TOLD else []
+    return "; ".join([*groups[:MAX_TOLD], *more])

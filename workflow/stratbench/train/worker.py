@@ -36,11 +36,11 @@ from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.compiling import CompileWatch
 from stratbench.telemetry.flops import counted_flops
+from stratbench.telemetry.heartbeat import STACK_SIGNAL, Heartbeat
+from stratbench.telemetry.machine.foreign_processes import gpu_at, others_on
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.machine.tenants import gpu_at, others_on
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
-from stratbench.telemetry.pulse import STACK_SIGNAL, Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.beside.profile import Profile
@@ -139,7 +139,7 @@ class Start(NamedTuple):
     strategy: Strategy
     device: torch.device
     memory: MemoryMeter
-    pulse: Pulse
+    heartbeat: Heartbeat
     log: PhaseLog
     phases: Phases
     #: By the cell's clock.
@@ -152,10 +152,10 @@ def begin(job: Job, number: int, local_rank: int) -> Start:
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
     memory = MemoryMeter(device)  # before anything of the training is in memory
-    pulse = Pulse(job.folder.pulse(number))
-    log = PhaseLog(job.folder.phases(number), number, job.origin_s, pulse.alive)
+    heartbeat = Heartbeat(job.folder.heartbeat(number))
+    log = PhaseLog(job.folder.phases(number), number, job.origin_s, heartbeat.alive)
     strategy = make_strategy(s.strategy, s.options)
-    return Start(strategy, device, memory, pulse, log, Phases(device, log), job.elapsed_s)
+    return Start(strategy, device, memory, heartbeat, log, Phases(device, log), job.elapsed_s)
 
 
 class Built(NamedTuple):
@@ -180,7 +180,7 @@ class Built(NamedTuple):
 def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     """Train the cell as worker `rank`; returns the worker's part of the record."""
     s, start = job.settings, begin(job, rank, local_rank)
-    strategy, device, memory, pulse, log, phases, _ = start
+    strategy, device, memory, heartbeat, log, phases, _ = start
     watch = watch_compiling(job) if s.compile else None
     with phases("rendezvous"):
         if strategy.needs_group:
@@ -191,7 +191,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         ready = set_up(
             s, strategy, data, device, rank,
             rank=rank, world_size=job.world_size, local_world=job.workers_beside(rank),
-            folder=job.folder, watch=watch, pulse=pulse, mesh=strategy.mesh(job.world_size),
+            folder=job.folder, watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
         )  # fmt: skip
         built, worker = ready.built, ready.worker
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
@@ -451,7 +451,9 @@ def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
 
 
 def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
-    """Who else uses this worker's GPU (`telemetry.tenants.others_on`); None: nobody, or it is not known."""
+    """Who else uses this worker's GPU (`telemetry.machine.foreign_processes.others_on`); None: nobody, or it
+    is not known.
+    """
     place = job.folder.read_places().get(worker_name(rank), {}).get("gpu", {})
     gpu = gpu_at(Nvml(), place)
     if gpu is None:

@@ -135,7 +135,7 @@ def lines_of(sieved: Sequence[Sieved]) -> list[str]:
         memory = (
             bytes_text(each.memory_bytes) if each.memory_bytes is not None else "memory not planned"
         )
-        lines.append(f"  {each.combination.name}: {time}, {memory} a worker; {each.reason}")
+        lines.append(f"  {each.combination.name}: {time}, {memory} per worker; {each.reason}")
     if any(s.amounts is not None for s in sieved):
         lines += ["", "Dropped by time where it is planned slower than another by more than:"]
         lines += evidence_lines(public_margins())

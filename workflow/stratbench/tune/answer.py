@@ -14,7 +14,7 @@ import numpy as np
 
 from stratbench.cell.files import read_json
 from stratbench.cell.text.words import bytes_text, counted, short_time
-from stratbench.statistics.intervals import Estimate, paired_ratios
+from stratbench.statistics.intervals import IntervalEstimate, paired_ratios
 from stratbench.tune.sieves import Sieved
 from stratbench.tune.space import Combination
 
@@ -52,7 +52,7 @@ class Effect:
 
     choice: str
     over: str
-    ratio: Estimate
+    ratio: IntervalEstimate
     pairs: int
     blocks: int
 
@@ -62,7 +62,7 @@ class Answer:
     """What the blocks of a `tune` say so far."""
 
     verdict: Mapping[str, Any]
-    bout: Mapping[str, Any]
+    comparison: Mapping[str, Any]
     baseline: str
     measured: tuple[Measured, ...]
     device_bytes: float | None
@@ -74,7 +74,7 @@ class Answer:
     @property
     def winner(self) -> Measured | None:
         """The one that leads; None before the first look."""
-        return self.of(self.bout["leader"])
+        return self.of(self.comparison["leader"])
 
     @property
     def front(self) -> list[Measured]:
@@ -103,18 +103,26 @@ def read_answer(
     if not path.exists():
         return None
     verdict = read_json(path)
-    bout = next(iter(verdict["bouts"]), None)
-    if bout is None:
+    comparison = next(iter(verdict["comparisons"]), None)
+    if comparison is None:
         return None
-    peaks, words = read_peaks(results / study), {r["strategy"]: r["words"] for r in bout["ratios"]}
+    peaks, words = (
+        read_peaks(results / study),
+        {r["strategy"]: r["words"] for r in comparison["ratios"]},
+    )
     by_name = {s.combination.name: s.combination for s in sieved}
     measured = tuple(
-        Measured(by_name[arm], tuple(bout["step_s"][arm]), peaks.get(arm), words[arm])
-        for arm in bout["arms"]
-        if arm in by_name
+        Measured(
+            by_name[strategy],
+            tuple(comparison["step_s"][strategy]),
+            peaks.get(strategy),
+            words[strategy],
+        )
+        for strategy in comparison["strategies"]
+        if strategy in by_name
     )
     room = next((s.device_bytes for s in sieved if s.device_bytes is not None), None)
-    return Answer(verdict, bout, baseline, measured, room)
+    return Answer(verdict, comparison, baseline, measured, room)
 
 
 def read_peaks(study: Path) -> dict[str, int]:
@@ -154,7 +162,7 @@ def _in_common(pairs: Sequence[np.ndarray]) -> np.ndarray:
     """The geometric means of pairs [2, blocks], over the blocks that have all of them."""
     logs = np.log(np.stack(pairs))
     whole = np.isfinite(logs).all((0, 1))
-    if not whole.any():  # pairs that came back to the race: the one in most blocks
+    if not whole.any():  # pairs that came back to the comparison: the one in most blocks
         logs = max(logs, key=lambda pair: np.isfinite(pair).all(0).sum())[None]
         whole = np.isfinite(logs).all((0, 1))
     return np.exp(logs[..., whole].mean(0))
@@ -182,9 +190,9 @@ def answer_lines(answer: Answer) -> Iterator[str]:
     """Yield the answer on one screen."""
     winner = answer.winner
     if winner is None:
-        yield f"Nothing is known yet: {answer.bout['text']}"
+        yield f"Nothing is known yet: {answer.comparison['text']}"
         return
-    yield answer.bout["text"]
+    yield answer.comparison["text"]
     yield f"  {against_baseline(answer, winner)}"
     yield f"  {memory_left(answer, winner)}"
     yield f"  {further_cost(answer)}"
@@ -199,7 +207,7 @@ def against_baseline(answer: Answer, winner: Measured) -> str:
     name = answer.baseline
     if winner.name == name:
         return f"It is the baseline, {name}."
-    ratio = next((r for r in answer.bout["ratios"] if r["strategy"] == name), None)
+    ratio = next((r for r in answer.comparison["ratios"] if r["strategy"] == name), None)
     if ratio is None or ratio["ratio"] is None:
         reason = ratio["reason"] if ratio else "it was not measured"
         return f"The baseline, {name}, has no time to hold it against: {reason or 'no block'}."
@@ -215,7 +223,7 @@ def memory_left(answer: Answer, winner: Measured) -> str:
     if peak is None:
         return "Its memory was not measured."
     if room is None:
-        return f"It takes {bytes_text(peak)} a worker."
+        return f"It takes {bytes_text(peak)} per worker."
     left = room - peak
     words = (
         f"{bytes_text(left)} are left" if left >= 0 else f"{bytes_text(-left)} more than there is"
@@ -225,15 +233,15 @@ def memory_left(answer: Answer, winner: Measured) -> str:
 
 def further_cost(answer: Answer) -> str:
     """Return what may still be gained, and what finding it would cost."""
-    bout, verdict = answer.bout, answer.verdict
-    rivals = [r["strategy"] for r in bout["ratios"] if r["state"] in ("open", "equal")]
+    comparison, verdict = answer.comparison, answer.verdict
+    rivals = [r["strategy"] for r in comparison["ratios"] if r["state"] in ("open", "equal")]
     if not rivals:
         return "Every other one is slower: nothing is left to gain."
-    gain = bout["at_most"]
+    gain = comparison["at_most"]
     told = f"{counted(len(rivals), 'combination')} not told apart from it"
-    blocks = bout["blocks"]
-    each = bout["block_gpu_hours"] / max(blocks, 1)
-    share = (len(rivals) + 1.5) / (len(bout["arms"]) + 0.5)
+    blocks = comparison["blocks"]
+    each = comparison["block_gpu_hours"] / max(blocks, 1)
+    share = (len(rivals) + 1.5) / (len(comparison["strategies"]) + 0.5)
     cost = f"a further block of these takes about {share * each:.2g} {verdict['hours']}"
     may = "" if gain is None else f" may be up to {100 * gain:.1f} % faster"
     return f"{told}{may}; {cost}. {counted(blocks, 'block')} were measured."

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from stratbench.analysis.figures.log_chart import Series, log_chart
+from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
 from stratbench.analysis.figures.marks import css_variables, mark_of, marks_by_strategy
 from stratbench.cell.text.pages import render
 from stratbench.cell.text.words import bytes_text, counted, short_time
@@ -38,10 +38,10 @@ FIXED = (
 
 def page(answer: Answer, sieved: Sequence[Sieved], model: str) -> str:
     """Return the page of an answer."""
-    bout = answer.bout
+    comparison = answer.comparison
     return render("tune.html.j2", TEMPLATES, values={
-        "title": f"The fastest configuration of {model} on {bout['workers']}",
-        "lead": bout["text"],
+        "title": f"The fastest configuration of {model} on {comparison['workers']}",
+        "lead": comparison["text"],
         "facts": list(_facts(answer)),
         "svg": _chart(answer) if answer.front else "",
         "effects": [_effect_row(e) for e in effects_of(answer.measured, answer.baseline)],
@@ -77,9 +77,9 @@ def _chart(answer: Answer) -> Markup:
         dots = [(m.memory_bytes, m.step_s) for m in own if m.memory_bytes and m.step_s]
         if dots:
             mark = marks.get(strategy) or mark_of("other", 0)
-            series.append(Series(strategy, mark.variable, dots, mark=mark))
+            series.append(ChartSeries(strategy, mark.variable, dots, mark=mark))
     front = [(m.memory_bytes, m.step_s) for m in answer.front if m.memory_bytes and m.step_s]
-    series.append(Series("", "muted", full=front))
+    series.append(ChartSeries("", "muted", full=front))
     sizes = [m.memory_bytes for m in answer.measured if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})
     return log_chart(
@@ -97,7 +97,7 @@ def _effect_row(effect: Effect) -> dict[str, Any]:
 
 
 def _row(answer: Answer, m: Measured) -> dict[str, str]:
-    ratio = next(r for r in answer.bout["ratios"] if r["strategy"] == m.name)
+    ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == m.name)
     return {
         "name": m.name,
         "step": time_text(m),

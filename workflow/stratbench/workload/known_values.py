@@ -27,9 +27,9 @@ from stratbench.workload.torch_internals import (
 )
 
 #: The most numbers that all tensors may have from which a value is made: a mask of 4096 positions.
-MOST_NUMBERS = 1 << 26
+MAX_NUMBERS = 1 << 26
 #: The most operations one after the other by which a known tensor is made.
-MOST_STEPS = 100
+MAX_STEPS = 100
 #: What fake tensors raise where they are asked for values, or for a shape that follows from values; of those
 #: on the meta device it is a plain error that says so.
 ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -83,7 +83,7 @@ class KnownFakes(FakeTensorMode):
     def _answer(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result on real numbers; None where the operands are not known, or are too many numbers."""
         asked = self._recipe(op, args, kwargs, 1)
-        if asked is None or sum(r.numbers for r in _parts(asked, set())) > MOST_NUMBERS:
+        if asked is None or sum(r.numbers for r in _parts(asked, set())) > MAX_NUMBERS:
             return None
         return _made(asked, {})
 
@@ -116,7 +116,7 @@ class KnownFakes(FakeTensorMode):
         if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.__name__:
             return None
         steps = 1 + max((r.steps for r in _recipes([given, list(named.values())])), default=0)
-        return Recipe(op, given, named, numbers, steps) if steps <= MOST_STEPS else None
+        return Recipe(op, given, named, numbers, steps) if steps <= MAX_STEPS else None
 
     def _operand(self, value: Any) -> Any:
         """The recipe in a known tensor's place; _Unknown where a tensor is not known."""

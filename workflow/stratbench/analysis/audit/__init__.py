@@ -29,7 +29,7 @@ from stratbench.analysis.audit.across_cells import (
     machines,
     mixed,
 )
-from stratbench.analysis.audit.rule import Evidence, Found, Key, Rule, key_of
+from stratbench.analysis.audit.rule import AuditData, Found, Key, Rule, key_of
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import AUDIT_COLUMNS, SEVERITIES, format_tally
 from stratbench.analysis.records.samples import Timeline, read_timeline
@@ -82,9 +82,9 @@ def audit(
     Keys are AUDIT_COLUMNS.
 
     A missing coordinate means all its values: a finding without `strategy` is on a comparison.
-    `floors`, `timelines`, `study_dir`: see `Evidence`.
+    `floors`, `timelines`, `study_dir`: see `AuditData`.
     """
-    evidence = Evidence(cells, records, floors, timelines, study_dir)
+    evidence = AuditData(cells, records, floors, timelines, study_dir)
     findings = [
         {
             "rule": rule.id,
@@ -100,7 +100,7 @@ def audit(
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding["severity"]))
 
 
-def found_by(rule: Rule, evidence: Evidence) -> Iterator[Found]:
+def found_by(rule: Rule, evidence: AuditData) -> Iterator[Found]:
     """The findings of a rule; if odd figures make it fail, that is a finding, and other rules go on."""
     try:
         yield from rule.check(evidence)

@@ -12,7 +12,7 @@ from stratbench.analysis.records.facts import Facts, unless_at_most, unless_equa
 #: Results that a cell has which ended well.
 RESULTS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
 #: The share of its power limit that a training GPU draws at least and, for moments, at most.
-LEAST_POWER, MOST_POWER = 0.05, 1.1
+MIN_POWER, MAX_POWER = 0.05, 1.1
 #: The longest delay of the driver's energy counter, in s.
 COUNTER_S = 0.5
 #: The largest difference between clocks of several processes on a busy machine: a share, and seconds.
@@ -128,8 +128,8 @@ def faults_of_devices(facts: Facts) -> Iterator[str]:
         allowed, of = sum(limits) * time_s, "of the GPUs' power limits"
         late = COUNTER_S * sum(limits)
         for what, one, other, most in (
-            ("energy.train_joules", joules, f"{MOST_POWER:.0%} {of}", MOST_POWER * allowed),
-            (f"{LEAST_POWER:.0%} {of}", LEAST_POWER * allowed, "energy.train_joules", joules),
+            ("energy.train_joules", joules, f"{MAX_POWER:.0%} {of}", MAX_POWER * allowed),
+            (f"{MIN_POWER:.0%} {of}", MIN_POWER * allowed, "energy.train_joules", joules),
         ):
             yield from unless_at_most(what, one, other, most, absolute=late)
     states, size = facts("memory.model_states"), facts.parameter_bytes

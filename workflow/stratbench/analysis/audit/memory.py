@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from stratbench.analysis.audit.rule import Case, Evidence, rows_of, rule
+from stratbench.analysis.audit.rule import AuditData, Case, rows_of, rule
 from stratbench.analysis.records.groups import GROUP, Group
 from stratbench.cell.text.words import MIB, bytes_text
 
@@ -17,7 +17,7 @@ UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
 
 
 @rule("memory-reduced-too-much", "warning", "memory")
-def memory_reduced_too_much(evidence: Evidence) -> Iterator[Case]:
+def memory_reduced_too_much(evidence: AuditData) -> Iterator[Case]:
     """Sharding over N workers divides memory by N at most. Something else differs."""
     columns = {"model_states_bytes": "model states", "peak_memory_bytes": "peak memory"}
     for group, rows in evidence.groups.items():
@@ -41,7 +41,7 @@ def memory_reduced_too_much(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("oom-with-more-workers", "warning", "memory")
-def oom_with_more_workers(evidence: Evidence) -> Iterator[Case]:
+def oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
     """With more workers each computes on less of a global batch, so what fits one fits one of several.
     Something else was in the GPU's memory.
     """
@@ -62,7 +62,7 @@ def oom_with_more_workers(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("repeats-uneven-memory", "warning", "memory")
-def repeats_uneven_memory(evidence: Evidence) -> Iterator[Case]:
+def repeats_uneven_memory(evidence: AuditData) -> Iterator[Case]:
     """The allocator's peak is all but the same in each repeat of a cell on GPUs. Look for other batches,
     other algorithms of cuDNN, or a figure of another cell.
     """

@@ -43,7 +43,7 @@ class Found:
     figures: str
 
 
-class Evidence:
+class AuditData:
     """The evidence for all rules: the rows of cells.csv, and the records behind them if there are any.
 
     `floors`: accuracies by data set that any working training reaches, for tables that state too
@@ -126,19 +126,19 @@ class Rule:
     severity: Severity
     affects: Affects
     explanation: str
-    check: Callable[[Evidence], Iterator[Found]]
+    check: Callable[[AuditData], Iterator[Found]]
 
 
 def rule(
     id: str, severity: Severity, affects: Affects
-) -> Callable[[Callable[[Evidence], Iterator[Case]]], Rule]:
+) -> Callable[[Callable[[AuditData], Iterator[Case]]], Rule]:
     """A decorator that makes a rule of a check over the whole study, whose docstring explains it to users."""
 
-    def made(check: Callable[[Evidence], Iterator[Case]]) -> Rule:
+    def made(check: Callable[[AuditData], Iterator[Case]]) -> Rule:
         if not check.__doc__:
             raise TypeError(f"{id}: a rule needs a docstring, which explains it to users")
 
-        def over_study(evidence: Evidence) -> Iterator[Found]:
+        def over_study(evidence: AuditData) -> Iterator[Found]:
             for cells, figures in check(evidence):
                 yield Found(coordinates_of(cells), figures)
 
@@ -158,7 +158,7 @@ def record_rule(
 
     def made(check: Callable[[Facts], Iterator[str]]) -> Rule:
         @wraps(check)
-        def over_records(evidence: Evidence) -> Iterator[Case]:
+        def over_records(evidence: AuditData) -> Iterator[Case]:
             ours = evidence.records if of != "commands" else ()
             for record in (*ours, *(evidence.commands if of != "ours" else ())):
                 cell = record["cell"]

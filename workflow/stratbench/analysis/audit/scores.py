@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit.rule import (
+    AuditData,
     Case,
-    Evidence,
     coordinates_of_strategy,
     record_rule,
     rule,
@@ -34,7 +34,7 @@ SERIES = ("train_loss", "test_loss", "score")
 
 
 @rule("score-below-floor", "warning", "score")
-def score_below_floor(evidence: Evidence) -> Iterator[Case]:
+def score_below_floor(evidence: AuditData) -> Iterator[Case]:
     """It learnt less than half of what `single`, or a synchronous strategy on the fewest workers, learnt in
     as many epochs, or no more than guessing. Look at the learning rate, BatchNorm statistics that never reach
     the evaluated model, summed gradients.
@@ -82,7 +82,7 @@ def error_of_guessing(score: Score, guess: float, row: Any) -> float:
     return math.sqrt(guess * (1 - guess) / answers) if answers > 0 else 0.0
 
 
-def expected_score(evidence: Evidence, row: Any, score: Score) -> tuple[str, float | None]:
+def expected_score(evidence: AuditData, row: Any, score: Score) -> tuple[str, float | None]:
     """The expected score and its origin: synchronous training of equal length, on the fewest workers."""
     rows = evidence.ok
     as_long = rows["epochs"].isna() if pd.isna(row.epochs) else rows["epochs"] == row.epochs
@@ -98,7 +98,7 @@ def expected_score(evidence: Evidence, row: Any, score: Score) -> tuple[str, flo
 
 
 @rule("async-alone-unlike-sync", "unusable", "score")
-def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Case]:
+def async_alone_unlike_sync(evidence: AuditData) -> Iterator[Case]:
     """With one worker nothing is ever stale, and this strategy says that it then trains as plain synchronous
     SGD does: the implementations differ in something else.
     """
@@ -144,7 +144,7 @@ def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("equal-arithmetic-unequal-loss", "warning", "score")
-def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Case]:
+def equal_arithmetic_unequal_loss(evidence: AuditData) -> Iterator[Case]:
     """These strategies say that their updates are DDP's, but for rounding, and from the same weights their
     losses or scores differ by more than rounding grows to. Of two, nobody can say which is wrong.
     """
@@ -221,6 +221,6 @@ def loss_below_least(facts: Facts) -> Iterator[str]:
         loss, error = entry["test_loss"], entry.get("score_error") or 0.0
         if loss is not None and loss < least - DEVIATIONS * error:
             yield (
-                f"the test loss of epoch {entry['epoch']} is {loss:.4f} nats a token, the least possible "
+                f"the test loss of epoch {entry['epoch']} is {loss:.4f} nats per token, the least possible "
                 f"{least:.4f} (standard error {error:.4f})"
             )

@@ -11,8 +11,8 @@ import numpy as np
 
 from stratbench.analysis.audit.across_cells.machines import are_busy
 from stratbench.analysis.audit.rule import (
+    AuditData,
     Case,
-    Evidence,
     coordinates_of_strategy,
     record_rule,
     rule,
@@ -37,7 +37,7 @@ EVEN, BY_CHANCE = 0.03, 1000
 
 
 @rule("sharding-slow-alone", "warning", "time")
-def sharding_slow_alone(evidence: Evidence) -> Iterator[Case]:
+def sharding_slow_alone(evidence: AuditData) -> Iterator[Case]:
     """With one worker there is nothing to communicate, so sharding cannot explain being slower than the same
     training unsharded. Look at precision, wrap groups and the optimizer.
     """
@@ -60,13 +60,13 @@ def sharding_slow_alone(evidence: Evidence) -> Iterator[Case]:
         yield coordinates_of_strategy(group), f"on one worker: {times}: {its_s / other_s:.2f} times"
 
 
-def were_mostly_busy(evidence: Evidence, group: Group) -> bool:
+def were_mostly_busy(evidence: AuditData, group: Group) -> bool:
     """Return whether others used the machine as most repeats of a group started."""
     return bool(are_busy(evidence.groups[group]).median() > 0.5)
 
 
 @rule("superlinear", "warning", "time")
-def superlinear(evidence: Evidence) -> Iterator[Case]:
+def superlinear(evidence: AuditData) -> Iterator[Case]:
     """N workers cannot do more than N times the work of one. Look at the baseline: a batch too large for one
     worker's cache or memory, other settings, or a busy machine.
     """
@@ -98,7 +98,7 @@ def superlinear(evidence: Evidence) -> Iterator[Case]:
 
 
 def superlinear_at_least(
-    evidence: Evidence, group: Group, stopped: Iterable[tuple[int, float]]
+    evidence: AuditData, group: Group, stopped: Iterable[tuple[int, float]]
 ) -> Iterator[Case]:
     """Finds superlinear speedups over the next fewer workers, if those ran into a time limit.
 
@@ -119,7 +119,7 @@ def superlinear_at_least(
 
 
 @rule("same-value-twice", "unusable", "time")
-def same_value_twice(evidence: Evidence) -> Iterator[Case]:
+def same_value_twice(evidence: AuditData) -> Iterator[Case]:
     """Two measured training times never agree to the last digit: one is a copy, such as of a folder."""
     for value, rows in evidence.ok.groupby("train_time_s", sort=False):
         if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= DIGITS:
@@ -129,7 +129,7 @@ def same_value_twice(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("steps-uneven", "note", "time")
-def steps_uneven(evidence: Evidence) -> Iterator[Case]:
+def steps_uneven(evidence: AuditData) -> Iterator[Case]:
     """Some steps take much longer than most: a straggler, a busy machine, or waits at a server."""
     columns = [*GROUP, "repeat", "step_p50_ms", "step_p99_ms"]  # of all it would take long
     for row in evidence.of_any_loop[columns].itertuples():
@@ -139,7 +139,7 @@ def steps_uneven(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("repeats-uneven", "warning", "time")
-def repeats_uneven(evidence: Evidence) -> Iterator[Case]:
+def repeats_uneven(evidence: AuditData) -> Iterator[Case]:
     """The repeats scatter more than repeats do: small differences between strategies mean little. Look at
     what else ran on the machine.
     """
@@ -187,7 +187,7 @@ def recompiled(facts: Facts) -> Iterator[str]:
 
 
 @rule("input-bound", "warning", "time")
-def input_bound(evidence: Evidence) -> Iterator[Case]:
+def input_bound(evidence: AuditData) -> Iterator[Case]:
     """The workers wait for data: the times say little about the strategy."""
     for row in evidence.rows:
         if row.data_ms > INPUT * row.step_mean_ms:
@@ -195,7 +195,7 @@ def input_bound(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("synthetic-unlike-real", "warning", "time")
-def synthetic_unlike_real(evidence: Evidence) -> Iterator[Case]:
+def synthetic_unlike_real(evidence: AuditData) -> Iterator[Case]:
     """Real data should train as fast as generated data; where not, reading it is measured."""
     same = ["model", "strategy", "gpus", "global_batch", "precision"]
     column = "throughput_samples_per_s"

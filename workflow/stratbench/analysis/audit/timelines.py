@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from stratbench.analysis.audit.rule import Case, Evidence, Key, key_of, record_rule, rule
+from stratbench.analysis.audit.rule import AuditData, Case, Key, key_of, record_rule, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts, host_of, longest_pauses_s
 from stratbench.analysis.records.samples import BUSY, Series
@@ -89,7 +89,7 @@ def idle_worker(facts: Facts) -> Iterator[str]:
 
 
 @rule("clock-low", "warning", "time")
-def clock_low(evidence: Evidence) -> Iterator[Case]:
+def clock_low(evidence: AuditData) -> Iterator[Case]:
     """A GPU worked at a lower clock than others of its kind in this study, or than its application clock, and
     was not at its power limit: the times are of a slowed GPU, or compare clocks, not strategies.
     """

@@ -7,14 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.rule import Case, Evidence, record_rule, rule
+from stratbench.analysis.audit.rule import AuditData, Case, record_rule, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts
 from stratbench.telemetry.machine.hardware import datasheet_of
 
 #: More bytes per second than hardware can move. Collectives: what one GPU sends over NVLink 5. Servers:
 #: all traffic of one server node; the node's memory moves a multiple of it.
-MOST_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
+MAX_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
 #: NVLinks that carry less than this share of their datasheet's rate were not used. NVLink 3 has 300 GB/s in
 #: one direction, PCIe 4.0 with 16 lanes 32, and 100 Gbit/s Ethernet 12.5.
 USED_LINK = 0.1
@@ -25,13 +25,13 @@ EXPOSED = 0.1
 
 
 @rule("bandwidth-impossible", "unusable", "all")
-def bandwidth_impossible(evidence: Evidence) -> Iterator[Case]:
+def bandwidth_impossible(evidence: AuditData) -> Iterator[Case]:
     """The parameters that this strategy has to move in this time exceed what hardware moves, so it did not
     move them at every step.
     """
     for row in evidence.rows:
         implied = implied_bytes_per_s(row)
-        most = MOST_BYTES_PER_S.get(row.strategy_kind, float("inf"))
+        most = MAX_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > most:
             yield row, f"{implied / 1e9:.0f} GB/s implied, {most / 1e9:.0f} thought possible"
 

@@ -86,7 +86,7 @@ class Candidate:
     kind: str = ""
     reason: str = ""
     doubts: list[str] = field(default_factory=list)
-    #: The claim of a verdict on its bout, with the confidence, if it leads the bout.
+    #: The claim of a verdict on its comparison, with the confidence, if it leads the comparison.
     claim: tuple[str, str] | None = None
 
     @property
@@ -101,10 +101,10 @@ class Candidate:
 
     @property
     def rate_text(self) -> str:
-        """The rate on text and MFU: `41,300 tokens/s (5,160 a worker, MFU 38 %)`; else empty."""
+        """The rate on text and MFU: `41,300 tokens/s (5,160 per worker, MFU 38 %)`; else empty."""
         if self.tokens_per_s is None:
             return ""
-        each = [f"{_three_digits(self.tokens_per_s / self.gpus)} a worker"] * (self.gpus > 1)
+        each = [f"{_three_digits(self.tokens_per_s / self.gpus)} per worker"] * (self.gpus > 1)
         each += [] if self.mfu is None else [f"MFU {100 * self.mfu:.0f} %"]
         return f"{_three_digits(self.tokens_per_s)} tokens/s" + (
             f" ({', '.join(each)})" if each else ""

@@ -55,7 +55,7 @@ def confidence_in(
         limits.append((0, f"nothing is known of {given.gpus} workers"))
     if first.claim is not None:
         sentences.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
-        # The verdict counts the blocks of all arms, and knows nodes, full runs and dependence.
+        # The verdict counts the blocks of all strategies, and knows nodes, full runs and dependence.
         by_verdict = LEVELS.index(first.claim[1])
         level = by_verdict if rests_on_verdict(ranking) else min(level, by_verdict)
     elif first.unit == "block":
@@ -179,7 +179,7 @@ def unequal_presence(ranking: Ranking, margin: float) -> str:
 
 
 def rests_on_verdict(ranking: Ranking) -> bool:
-    """Whether the choice leads its bout, and is clearly faster than all on other numbers of workers."""
+    """Whether the choice leads its comparison, and is clearly faster than all on other numbers of workers."""
     others = (c for c in ranking.compared if c.rival.gpus != ranking.first.gpus)
     return ranking.first.claim is not None and all(c.stand == "slower" for c in others)
 

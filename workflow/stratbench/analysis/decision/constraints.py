@@ -53,7 +53,7 @@ class Constraints:
         """By what candidates are ranked, in words."""
         if self.price_per_gpu_hour is None:
             return "ranked by training time"
-        return f"ranked by cost at {self.price_per_gpu_hour:g} a GPU-hour"
+        return f"ranked by cost at {self.price_per_gpu_hour:g} per GPU-hour"
 
     def sentences(self, ranking: str = "") -> Iterator[str]:
         """Sentences on the constraints, including the defaults that matter; `ranking`: told for our own."""

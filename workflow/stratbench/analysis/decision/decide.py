@@ -23,7 +23,7 @@ from stratbench.analysis.decision.claim import is_count_known, unanswered
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
-from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
+from stratbench.analysis.decision.ranking import Ranking, rankings_of_comparisons
 from stratbench.analysis.decision.sentences import (
     excluded_strategies,
     reason_for,
@@ -42,7 +42,7 @@ from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.reading import list_readings
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.text.words import MIB, folded, worker_noun
-from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.study.config.consistency import check_model
 from stratbench.study.config.messages import ConfigError
 
@@ -111,7 +111,7 @@ def decide_together(
     evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
     """A decision for the rows and candidates of each model; all variances together say more."""
-    rankings = rankings_of_bouts([found for _, found in studied], given.equivalence_margin)
+    rankings = rankings_of_comparisons([found for _, found in studied], given.equivalence_margin)
     return [
         decide(rows, found, ranking, given, evidence)
         for (rows, found), ranking in zip(studied, rankings, strict=True)
@@ -176,7 +176,13 @@ def matrix_rows(
             place, status = 1, "recommended"
         elif against is not None:
             status = "tied" if against.stand == "tied" else "possible"
-        ratio = against.ratio if against else Estimate(1.0) if place == 1 else (None, None, None)
+        ratio = (
+            against.ratio
+            if against
+            else IntervalEstimate(1.0)
+            if place == 1
+            else (None, None, None)
+        )
         rows.append(dict(zip(MATRIX_COLUMNS, where, strict=False)) | {
             "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place, "reason": c.reason,
             "basis": c.basis, "repeats": len(c.times), "time_s": c.time_s, "time_low_s": c.time_low_s,

@@ -17,10 +17,10 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.tolerance import UNUSABLE
 from stratbench.statistics import moderated
-from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.intervals import IntervalEstimate
 
 #: A study is asked for so many repeats at most.
-MOST_REPEATS = 40
+MAX_REPEATS = 40
 #: The share of studies in which a difference may be missed.
 MISSED = 0.2
 
@@ -95,15 +95,15 @@ class AgainstRival:
     """The ratio of the `rival`'s objective to that of the chosen, over so many repeats."""
 
     rival: Candidate
-    ratio: Estimate
+    ratio: IntervalEstimate
     repeats: int
     #: `slower`, `tied` (a near tie, or no clear difference), or `unknown` if nothing tells.
     stand: str
 
 
 @dataclass(frozen=True)
-class Noise:
-    """How repeats of one bout scatter, and what that asks of a study like it."""
+class RankingNoise:
+    """How repeats of one comparison scatter, and what that asks of a study like it."""
 
     #: Standard deviation of the logarithm of a time (cost), repeats paired.
     sd: float
@@ -114,11 +114,11 @@ class Noise:
     def repeats_for(self, difference: float) -> int | None:
         """Repeats until a rival slower by this share is told apart in four studies of five.
 
-        In a study whose number of repeats is fixed before. None if that takes more than MOST_REPEATS.
+        In a study whose number of repeats is fixed before. None if that takes more than MAX_REPEATS.
         """
         from scipy.special import nctdtr, stdtrit  # takes 0.2 s
 
-        n = np.arange(3, MOST_REPEATS + 1)
+        n = np.arange(3, MAX_REPEATS + 1)
         # The weight of a prior is estimated, too, and is often less than it may be: half is counted.
         dof = n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.others * (n - 1)) / 2
         needed = -stdtrit(dof, float(moderated.tail_among(self.candidates)))
@@ -135,8 +135,8 @@ class Ranking:
     compared: tuple[AgainstRival, ...]
     #: The share by which something may be faster (cheaper) than the chosen; None: not known.
     at_most: float | None
-    #: What the repeats of the bout and of its study tell of their noise; None: nothing.
-    noise: Noise | None
+    #: What the repeats of the comparison and of its study tell of their noise; None: nothing.
+    noise: RankingNoise | None
     #: Whether the intervals pay for further looks: the number of repeats is not known to be planned.
     looked_again: bool
 
@@ -177,31 +177,37 @@ class Ranking:
         return None
 
 
-def rankings_of_bouts(
+def rankings_of_comparisons(
     studied: Sequence[Sequence[Candidate]], margin: float
 ) -> list[Ranking | None]:
-    """The ranking of each bout: of those of its candidates that nothing excludes; None if all are.
+    """The ranking of each comparison: of those of its candidates that nothing excludes; None if all are.
 
-    The variances of all groups of the study are pooled, so all bouts of a study are ranked together.
+    The variances of all groups of the study are pooled, so all comparisons of a study are ranked together.
     """
-    bouts = [Bout.of(found, margin) for found in studied]
-    if not any(bout.left for bout in bouts):
-        return [None] * len(bouts)
-    groups = moderated.Scatter(*map(np.concatenate, zip(*(b.groups for b in bouts), strict=True)))
-    found = moderated.Differences(*map(np.concatenate, zip(*(b.found for b in bouts), strict=True)))
-    served = np.array([c.served for bout in bouts for c in bout.all], dtype=bool)
-    sizes = [len(bout.all) for bout in bouts]
+    comparisons = [RankedGroup.of(found, margin) for found in studied]
+    if not any(comparison.left for comparison in comparisons):
+        return [None] * len(comparisons)
+    groups = moderated.Scatter(
+        *map(np.concatenate, zip(*(b.groups for b in comparisons), strict=True))
+    )
+    found = moderated.Differences(
+        *map(np.concatenate, zip(*(b.found for b in comparisons), strict=True))
+    )
+    served = np.array([c.served for comparison in comparisons for c in comparison.all], dtype=bool)
+    sizes = [len(comparison.all) for comparison in comparisons]
     starts = np.cumsum([0, *sizes[:-1]])
-    first = np.repeat(starts + [bout.chosen for bout in bouts], sizes)
+    first = np.repeat(starts + [comparison.chosen for comparison in comparisons], sizes)
     variance, dof = moderated.moderated_by_groups(found, groups, served, first)
     return [
-        bout.ranking(variance[start:][:size], dof[start:][:size], margin) if bout.left else None
-        for bout, start, size in zip(bouts, starts, sizes, strict=True)
+        comparison.ranking(variance[start:][:size], dof[start:][:size], margin)
+        if comparison.left
+        else None
+        for comparison, start, size in zip(comparisons, starts, sizes, strict=True)
     ]
 
 
 @dataclass(frozen=True)
-class Bout:
+class RankedGroup:
     """The candidates of one model with their differences from the chosen one; arrays by candidate."""
 
     all: Sequence[Candidate]
@@ -214,15 +220,17 @@ class Bout:
     groups: moderated.Scatter
 
     @classmethod
-    def of(cls, found: Sequence[Candidate], margin: float) -> Bout:
-        """The bout of `found`; what an unusable record measured tells nothing of the noise."""
+    def of(cls, found: Sequence[Candidate], margin: float) -> RankedGroup:
+        """The comparison of `found`; what an unusable record measured tells nothing of the noise."""
         left = [i for i, c in enumerate(found) if not c.kind]
         told = [c.times if c.kind != UNUSABLE else c.times[:0] for c in found]
         logs = logs_by_repeat(found, told)
         chosen = 0
         if left:
-            bout = [found[i] for i in left]
-            among = index_of_choice(log_objectives(bout), preference_places(bout), margin)
+            comparison = [found[i] for i in left]
+            among = index_of_choice(
+                log_objectives(comparison), preference_places(comparison), margin
+            )
             chosen = left[int(among)]
         differences = differences_from_chosen(logs, np.array(chosen))
         out = np.array([bool(c.kind) for c in found], dtype=bool)
@@ -231,80 +239,84 @@ class Bout:
 
     def ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
         """The ranking, from moderated variances of the differences."""
-        bout = [self.all[i] for i in self.left]
-        fixed = all(c.repeats_fixed for c in bout)
+        comparison = [self.all[i] for i in self.left]
+        fixed = all(c.repeats_fixed for c in comparison)
         stood = standings_against_chosen(
             moderated.Differences(*(part[self.left] for part in self.found)),
             np.array(self.left.index(self.chosen)),
-            log_objectives(bout),
+            log_objectives(comparison),
             variance[self.left],
             dof[self.left],
-            moderated.tail_among(len(bout), 1.0 if fixed else moderated.REPEATED_LOOKS),
+            moderated.tail_among(len(comparison), 1.0 if fixed else moderated.REPEATED_LOOKS),
             margin,
         )
         return Ranking(
             first=self.all[self.chosen],
-            compared=tuple(comparisons(bout, stood, margin)),
+            compared=tuple(comparisons(comparison, stood, margin)),
             at_most=float(np.expm1(stood.at_most)) if np.isfinite(stood.at_most) else None,
             noise=self.noise,
             looked_again=bool(not fixed and stood.repeats.max() > 1),
         )
 
     @property
-    def noise(self) -> Noise | None:
-        """The noise of the bout's own repeats; None without two of a candidate."""
+    def noise(self) -> RankingNoise | None:
+        """The noise of the comparison's own repeats; None without two of a candidate."""
         groups = moderated.Scatter(*(part[self.left] for part in self.groups))
         if not groups.pooled > 0:  # nan without repeats
             return None
         others = float(groups.dof.sum()) / (max(len(c.times) for c in self.all) - 1) - 1
-        return Noise(math.sqrt(groups.pooled), len(self.left), max(0.0, others))
+        return RankingNoise(math.sqrt(groups.pooled), len(self.left), max(0.0, others))
 
 
-def log_objectives(bout: Sequence[Candidate]) -> np.ndarray:
+def log_objectives(comparison: Sequence[Candidate]) -> np.ndarray:
     """The logarithm of each candidate's objective."""
-    return np.log([c.objective for c in bout])
+    return np.log([c.objective for c in comparison])
 
 
-def logs_by_repeat(bout: Sequence[Candidate], times: Sequence[pd.Series]) -> np.ndarray:
+def logs_by_repeat(comparison: Sequence[Candidate], times: Sequence[pd.Series]) -> np.ndarray:
     """Logarithms of the objective by repeat, shape [candidates, repeats], from times in s.
 
     Repeats are paired by name: a block of a verdict is not paired with a cell's repeat.
     """
     repeats = list(dict.fromkeys(repeat for series in times for repeat in series.index))
-    per_second = [c.objective / c.time_s if c.time_s else np.nan for c in bout]
+    per_second = [c.objective / c.time_s if c.time_s else np.nan for c in comparison]
     values = np.array([series.reindex(repeats).to_numpy(dtype=float) for series in times])
-    return np.log(values.reshape(len(bout), -1) * np.array(per_second)[:, None])
+    return np.log(values.reshape(len(comparison), -1) * np.array(per_second)[:, None])
 
 
-def preference_places(bout: Sequence[Candidate]) -> np.ndarray:
+def preference_places(comparison: Sequence[Candidate]) -> np.ndarray:
     """The order of preference among equals: fewer GPUs first, then less memory."""
     # Peaks that differ by a percent or two count as equal: they are compared in steps of 3 %.
     # A peak that the audit doubts is no reason for a preference.
-    held = [c.sound_memory_bytes for c in bout]
+    held = [c.sound_memory_bytes for c in comparison]
     steps = [round(np.log(n_bytes) / 0.03) if n_bytes else np.inf for n_bytes in held]
-    keys = [(c.gpus, step) for c, step in zip(bout, steps, strict=True)]
+    keys = [(c.gpus, step) for c, step in zip(comparison, steps, strict=True)]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}
     return np.array([places[key] for key in keys], dtype=float)
 
 
 def comparisons(
-    bout: Sequence[Candidate], found: Standings, margin: float
+    comparison: Sequence[Candidate], found: Standings, margin: float
 ) -> Iterator[AgainstRival]:
-    """Every rival of one bout against the chosen one, the best first, from the bout's standings."""
-    for i in sorted(range(len(bout)), key=lambda i: (bout[i].objective, bout[i].gpus)):
+    """Every rival of one comparison against the chosen one, the best first, from the comparison's
+    standings.
+    """
+    for i in sorted(
+        range(len(comparison)), key=lambda i: (comparison[i].objective, comparison[i].gpus)
+    ):
         if i == int(found.chosen):
             continue
-        if bout[i].projected or bout[int(found.chosen)].projected:
+        if comparison[i].projected or comparison[int(found.chosen)].projected:
             yield projected_comparison(
-                bout[i], bout[int(found.chosen)], float(found.mean[i]), margin
+                comparison[i], comparison[int(found.chosen)], float(found.mean[i]), margin
             )
             continue
         known = bool(np.isfinite(found.low[i]))
         near = found.mean[i] <= np.log1p(margin) + 1e-12
         stand = "slower" if found.slower[i] else "tied" if near or known else "unknown"
-        log = Estimate(found.mean[i], *((found.low[i], found.high[i]) if known else ()))
+        log = IntervalEstimate(found.mean[i], *((found.low[i], found.high[i]) if known else ()))
         ratio = log.mapped(lambda x: float(np.exp(x)))
-        yield AgainstRival(bout[i], ratio, int(found.repeats[i]), stand)
+        yield AgainstRival(comparison[i], ratio, int(found.repeats[i]), stand)
 
 
 def projected_comparison(
@@ -322,4 +334,4 @@ def projected_comparison(
     (low_s, high_s), (first_low_s, first_high_s) = rival.reach, first.reach
     low, high = per_s * low_s / first_high_s, per_s * high_s / first_low_s
     apart = low > 1 and ratio > 1 + margin
-    return AgainstRival(rival, Estimate(ratio, low, high), 0, "slower" if apart else "tied")
+    return AgainstRival(rival, IntervalEstimate(ratio, low, high), 0, "slower" if apart else "tied")

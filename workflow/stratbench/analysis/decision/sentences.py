@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import kept_out, share
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
+from stratbench.analysis.decision.ranking import MAX_REPEATS, AgainstRival, Ranking
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import (
     bytes_text,
@@ -23,7 +23,7 @@ from stratbench.cell.text.words import (
 from stratbench.statistics.moderated import ROUGH
 
 #: Characters of a reason that is quoted.
-MOST_OF_A_REASON = 120
+MAX_OF_A_REASON = 120
 
 
 def name_of(c: Candidate, noun: str) -> str:
@@ -58,7 +58,7 @@ def reason_of_nearest(held: Sequence[Candidate]) -> str:
     """Why the one is excluded that comes nearest of all of a kind, with its name if others say otherwise."""
     nearest = min(held, key=lambda c: math.inf if (lack := lacking(c)) is None else lack)
     named = "" if len({c.reason for c in held}) == 1 else f"the nearest, {nearest.name}: "
-    return textwrap.shorten(f"{named}{nearest.reason}", MOST_OF_A_REASON, placeholder=" ...")
+    return textwrap.shorten(f"{named}{nearest.reason}", MAX_OF_A_REASON, placeholder=" ...")
 
 
 def lacking(c: Candidate) -> float | None:
@@ -202,7 +202,7 @@ def what_repeats_say(ranking: Ranking) -> str:
     if ranking.noise is None:
         return f"{text} One tells nothing of the noise; five are a good start."
     noise, enough = ranking.noise, ranking.noise.repeats_for(ROUGH)
-    takes = f"more than {MOST_REPEATS}" if enough is None else str(enough)
+    takes = f"more than {MAX_REPEATS}" if enough is None else str(enough)
     return f"{text} At your noise of {share(noise.sd)} a difference of {share(ROUGH)} takes {takes} repeats."
 
 

@@ -31,15 +31,15 @@ from stratbench.analysis.figures.sheet import (
 #: Room for the ticks at the left, above the highest point, and below for ticks and the axis' name.
 LEFT, TOP, BELOW = 36, 12, 38
 #: The heights of a plot: of few names, and the most that further ones make of it.
-LEAST_HEIGHT, MOST_HEIGHT = 160, 290
+MIN_HEIGHT, MAX_HEIGHT = 160, 290
 #: The widest column of names, and the distance of two of them.
-MOST_NAMES, APART = 160, 14
+MAX_NAMES, APART = 160, 14
 #: The most lines of words below a figure.
-MOST_NOTES = 6
+MAX_NOTES = 6
 #: The width of a mark on a line, of the chosen one's and of the others'.
 CHOSEN_MARK, MARK = 9, 6
 #: The most marks on a line.
-MOST_MARKS = 10
+MAX_MARKS = 10
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Curves:
 def draw_curves(shown: Curves) -> tuple[Figure, int]:
     """The figure, and how many of its strategies have no room for their name."""
     names = [text_width(c.strategy + c.suffix, c.chosen) for c in shown.curves]
-    column = min(MOST_NAMES, 22 + max(names, default=0))
+    column = min(MAX_NAMES, 22 + max(names, default=0))
     right = WIDTH - column
-    height = min(MOST_HEIGHT, max(LEAST_HEIGHT, APART * (len(names) + 1)))
+    height = min(MAX_HEIGHT, max(MIN_HEIGHT, APART * (len(names) + 1)))
     notes = noted(shown.notes)
     below = TOP + height + BELOW
     axes = new_sheet(below + LINE_HEIGHT * len(notes) + (4 if notes else 0))
@@ -111,7 +111,7 @@ def draw_curves(shown: Curves) -> tuple[Figure, int]:
 
 def bars_show(shown: Curves) -> bool:
     """Whether any interval is longer than the mark on it."""
-    y = y_scale(shown, TOP + LEAST_HEIGHT)
+    y = y_scale(shown, TOP + MIN_HEIGHT)
     return any(
         y.at(low) - y.at(high) > (CHOSEN_MARK if curve.chosen else MARK)
         for curve in shown.curves
@@ -122,9 +122,9 @@ def bars_show(shown: Curves) -> bool:
 
 def noted(notes: Sequence[str]) -> list[str]:
     """The lines of words that have room."""
-    if len(notes) <= MOST_NOTES:
+    if len(notes) <= MAX_NOTES:
         return list(notes)
-    return [*notes[: MOST_NOTES - 1], f"and {len(notes) - MOST_NOTES + 1} more: see the table"]
+    return [*notes[: MAX_NOTES - 1], f"and {len(notes) - MAX_NOTES + 1} more: see the table"]
 
 
 def x_scale(shown: Curves, start: float, end: float) -> Scale:
@@ -198,7 +198,7 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark, x: Scale, y: Scale) -> None
             ends = [y.at(min(max(v, y.low), y.high)) for v in (low, high)]
             stroke(axes, [across, across], ends, colour, width=1.5, zorder=3 + over)
     size = CHOSEN_MARK if curve.chosen else MARK
-    for across, down in at[:: max(1, -(-len(at) // MOST_MARKS))]:
+    for across, down in at[:: max(1, -(-len(at) // MAX_MARKS))]:
         if down == down:
             put_mark(axes, across, down, mark, curve.chosen, size, 3.5 + over)
 

@@ -19,7 +19,7 @@ CHARACTER = 7
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """What is drawn of one name; all values above zero. `fan`: (x, low, high), in the order of x.
 
     `colour`: a variable of the page's style, without dashes before it. `mark` None: small dots.
@@ -35,7 +35,7 @@ class Series:
 
 
 def log_chart(
-    series: Sequence[Series],
+    series: Sequence[ChartSeries],
     x_title: str,
     y_title: str,
     x_ticks: Sequence[float],
@@ -111,7 +111,7 @@ def _axes(
 
 
 def _fan(
-    s: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]
+    s: ChartSeries, x_of: Callable[[float], float], y_of: Callable[[float], float]
 ) -> Iterator[str]:
     if s.fan:
         there = [f"{x_of(x):.1f},{y_of(high):.1f}" for x, _, high in s.fan]
@@ -122,7 +122,7 @@ def _fan(
 
 
 def _lines(
-    s: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]
+    s: ChartSeries, x_of: Callable[[float], float], y_of: Callable[[float], float]
 ) -> Iterator[str]:
     for points, dash in ((s.full, ""), (s.dashed, ' stroke-dasharray="5 4"')):
         if points:
@@ -137,7 +137,7 @@ def _lines(
         yield f'<path d="{d}" fill="{fill}" stroke="var(--{s.colour})" stroke-width="1.4"/>'
 
 
-def _names(series: Sequence[Series], y_of: Callable[[float], float]) -> Iterator[str]:
+def _names(series: Sequence[ChartSeries], y_of: Callable[[float], float]) -> Iterator[str]:
     """Each name beside the end of its lines, moved apart where they would overlap."""
     wanted = []
     for s in series:

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from stratbench.analysis.figures.curves import Curve, Curves, bars_show, draw_curves
 from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.rows import (
+    FigureRow,
     Point,
-    Row,
     Rows,
     draw_rows,
     has_points,
@@ -29,7 +29,7 @@ HOURS_FROM_S = 7200
 #: A card of more than so many times the highest peak is told in words, and not drawn.
 FARTHEST_CARD = 4
 #: The most epochs at which the spread of repeats is drawn.
-MOST_SPREAD = 20
+MAX_SPREAD = 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def rows_figure(data: FigureData, measure: Measure) -> Drawn:
     if measure.name == "memory" and not data.on_cpu:
         points = {name: with_states(data, name, p, factor) for name, p in points.items()}
     lines = [
-        Row(
+        FigureRow(
             name,
             points[name],
             words_of(found, several),
@@ -185,7 +185,7 @@ def told_of(
     return f"{row['value'] / reference:.2f}×{mark}"
 
 
-def rank_of(row: Row, measure: Measure) -> tuple[bool, float]:
+def rank_of(row: FigureRow, measure: Measure) -> tuple[bool, float]:
     """Where a row stands: the best first, those without a value last."""
     sign = -1 if measure.better == "higher" else 1
     return not row.points, min((sign * p.value for p in row.points), default=0.0)
@@ -330,7 +330,7 @@ def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
     for name, found in epochs.groupby("strategy", sort=False):
         by_epoch = (found["score"] * score.factor).groupby(found["epoch"])
         median, chosen = by_epoch.median(), data.is_chosen(str(name))
-        spread = chosen and by_epoch.size().max() > 1 and len(median) <= MOST_SPREAD
+        spread = chosen and by_epoch.size().max() > 1 and len(median) <= MAX_SPREAD
         repeats = int(by_epoch.size().max()) if spread else repeats
         curves.append(
             Curve(

@@ -32,7 +32,7 @@ from stratbench.analysis.figures.sheet import (
 )
 
 #: The widest column of names, the column of the values in words, and the height of the axis above.
-MOST_NAME, VALUES, HEAD = 158, 58, 20
+MAX_NAME, VALUES, HEAD = 158, 58, 20
 #: The height of a row, and of a further lane in it for marks that would overlap.
 ROW, LANE = 24, 18
 #: The width of a mark with a number in it: of one or two digits, and of more.
@@ -54,7 +54,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """A strategy: its points, the outcomes of the rest in words, and its best in words."""
 
     strategy: str
@@ -69,7 +69,7 @@ class Row:
 class Rows:
     """What a figure of rows shows, and how."""
 
-    rows: Sequence[Row]
+    rows: Sequence[FigureRow]
     marks: Mapping[str, Mark]
     log: bool = False
     unit: str = ""
@@ -82,7 +82,7 @@ class Rows:
 
     @classmethod
     def of_ratios(
-        cls, rows: Sequence[Row], marks: Mapping[str, Mark], margin: float, head: str = ""
+        cls, rows: Sequence[FigureRow], marks: Mapping[str, Mark], margin: float, head: str = ""
     ) -> Rows:
         """Rows of ratios; those within `margin` of 1 count as equal."""
         band = (1 / (1 + margin), 1 + margin)
@@ -123,7 +123,7 @@ def shows_intervals(shown: Rows) -> bool:
 
 def name_column(names: Iterator[tuple[str, bool]]) -> float:
     """The width of the column of marks and names; with each name, whether it is the chosen one's."""
-    return min(MOST_NAME, 26 + max((text_width(*name) for name in names), default=0))
+    return min(MAX_NAME, 26 + max((text_width(*name) for name in names), default=0))
 
 
 def put_name(
@@ -145,7 +145,7 @@ def scale_of(shown: Rows) -> Scale:
     return padded(values, left, right, DISC / 2 + 3, shown.log)
 
 
-def lanes_of(row: Row, scale: Scale) -> Iterator[int]:
+def lanes_of(row: FigureRow, scale: Scale) -> Iterator[int]:
     """The lane of each point: the first in which it overlaps no earlier one."""
     ends: list[list[tuple[float, float]]] = []
     for point in row.points:
@@ -166,7 +166,7 @@ def width_of(point: Point) -> float:
     return WIDE_DISC if len(point.number) > 2 else DISC
 
 
-def height_of(row: Row, lanes: Sequence[int]) -> float:
+def height_of(row: FigureRow, lanes: Sequence[int]) -> float:
     """The height of a row with these lanes."""
     further = max(lanes, default=0) * LANE
     words = LINE_HEIGHT if row.words and row.points else 0
@@ -191,7 +191,7 @@ def draw_scale(axes: Axes, shown: Rows, scale: Scale, bottom: float) -> None:
 
 
 def draw_row(
-    axes: Axes, shown: Rows, row: Row, lanes: Sequence[int], top: float, scale: Scale
+    axes: Axes, shown: Rows, row: FigureRow, lanes: Sequence[int], top: float, scale: Scale
 ) -> None:
     """Draw one strategy."""
     mark, middle = shown.marks[row.strategy], top + ROW / 2

@@ -13,7 +13,7 @@ from stratbench.analysis.figures.sheet import text_width
 #: The least room between the texts of two ticks, in pixels.
 GAP = 6
 #: About so many ticks are on a scale.
-MOST_TICKS = 4
+MAX_TICKS = 4
 #: The first digits of ticks on a logarithmic scale: the first row that gives three is taken.
 _FIRSTS = (
     (1.0,),
@@ -41,10 +41,10 @@ class Scale:
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
     def ticks(self) -> list[float]:
-        """Round values on the scale, about MOST_TICKS of them."""
+        """Round values on the scale, about MAX_TICKS of them."""
         ticks = self._log_ticks() if self.log else []
         if len(ticks) < 2:
-            steps = MaxNLocator(MOST_TICKS, steps=[1, 2, 2.5, 5, 10], integer=self.whole)
+            steps = MaxNLocator(MAX_TICKS, steps=[1, 2, 2.5, 5, 10], integer=self.whole)
             ticks = [float(t) for t in steps.tick_values(self.low, self.high)]
         inside = [t for t in ticks if self._inside(t)]
         return inside if len(inside) > 1 else [self.low, self.high]
@@ -60,7 +60,7 @@ class Scale:
             ticks = [tick for tick in ticks if self._inside(tick)]
             if len(ticks) >= 3:
                 break
-        return ticks[:: max(1, -(-len(ticks) // (MOST_TICKS + 2)))]
+        return ticks[:: max(1, -(-len(ticks) // (MAX_TICKS + 2)))]
 
     def labelled(self, ticks: Iterable[float], unit: str = "") -> list[tuple[float, str]]:
         """Pixels and texts of the ticks that have room beside each other; the last one has the unit."""

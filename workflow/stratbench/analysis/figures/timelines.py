@@ -29,7 +29,7 @@ from stratbench.analysis.figures.sheet import (
 from stratbench.cell.text.words import MIB, bytes_text
 
 #: The most points in a line; longer ones are thinned out, since a panel shows no more.
-MOST_POINTS = 80
+MAX_POINTS = 80
 #: The height of a strategy's panel, of the space between two, and of the axis below all.
 PANEL, BETWEEN, AXIS = 34, 10, 34
 #: The column of a timeline and its factor, for a GPU and for a process.
@@ -150,8 +150,8 @@ def worker_lines(
 
 
 def thinned(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The samples averaged over equal runs, so that at most MOST_POINTS are left."""
-    run = -(-len(times) // MOST_POINTS)
+    """The samples averaged over equal runs, so that at most MAX_POINTS are left."""
+    run = -(-len(times) // MAX_POINTS)
     if run == 1:
         return times, values
     starts = np.arange(0, len(times), run)

@@ -51,7 +51,7 @@ PARTS = (
 #: What no other part has.
 REST = ("rest", "muted", False)
 #: The most points of a scatter chart that are named.
-MOST_NAMED = 7
+MAX_NAMED = 7
 #: The height of the scatter chart's plot.
 SCATTER = 210
 #: How far above its point a name stands.
@@ -180,7 +180,7 @@ def tradeoff_figure(data: FigureData) -> Drawn:
         chosen = data.choice == (strategy, gpus)
         at = x.at(times[i]), y.at(scores[i])
         put_mark(axes, *at, data.marks[strategy], chosen, 11 if chosen else 7, 5 if chosen else 4)
-        if chosen or (front[i] and len(named) < MOST_NAMED):
+        if chosen or (front[i] and len(named) < MAX_NAMED):
             doubt = DOUBT if flags.get((strategy, gpus)) else ""
             named.append((*at, f"{strategy} × {gpus}{doubt}", strategy, chosen))
     marks = [(x.at(t) - 5, y.at(v) - 5, 10.0, 10.0) for t, v in zip(times, scores, strict=True)]

@@ -13,7 +13,7 @@ from stratbench.analysis.audit import audit
 from stratbench.analysis.paper import published
 from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
 from stratbench.analysis.records.groups import GROUP, Repeats
-from stratbench.statistics.intervals import Estimate, paired_ratios
+from stratbench.statistics.intervals import IntervalEstimate, paired_ratios
 
 CLAIM_COLUMNS = (
     *("id", "version", "where", "claim", "metric", "model", "low", "high", "holds", "figures"),
@@ -74,7 +74,7 @@ def describe_figure(figure: ClaimFigure) -> str:
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
         case "range" if figure.low is not None:
             return f"{figure.value:.2f} ({figure.low:.2f} to {figure.high:.2f})"
-    return Estimate(figure.value, figure.low, figure.high).text("{:.2f}".format)
+    return IntervalEstimate(figure.value, figure.low, figure.high).text("{:.2f}".format)
 
 
 def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:

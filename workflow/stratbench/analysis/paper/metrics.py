@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from stratbench.analysis.records.groups import Group, Repeats
-from stratbench.statistics.intervals import Estimate, mean_ratio
+from stratbench.statistics.intervals import IntervalEstimate, mean_ratio
 
 #: Metrics of claims.csv: of memory, and of the model's size with the factor from its number of parameters.
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
@@ -36,7 +36,7 @@ class ClaimFigure:
     scale: Callable[[float], float] = float
     served: bool = False
 
-    def with_ends(self, ratio: Estimate) -> ClaimFigure:
+    def with_ends(self, ratio: IntervalEstimate) -> ClaimFigure:
         """The figure with the interval of its ratio, if that has one."""
         if ratio.low is None:
             return self

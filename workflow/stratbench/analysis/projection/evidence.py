@@ -108,14 +108,14 @@ def describe_projection(first: Candidate, made: Projected) -> str:
     (low_s, step_s, high_s), (least, share, most) = made.step_s, made.efficiency
     parts = [
         f"It would train in {describe_amount(first)}{unit_of_cost(first)}",
-        f"at {short_time(step_s)} a global batch (80 %: {short_time(low_s)} to {short_time(high_s)})",
+        f"at {short_time(step_s)} per global batch (80 %: {short_time(low_s)} to {short_time(high_s)})",
         f"an efficiency of {share:.2f} ({least:.2f} to {most:.2f})",
     ]
     peak = first.memory_bytes
     parts.append(
         "a peak of memory that is not known"
         if peak is None
-        else f"a peak of up to {bytes_text(peak)} a worker"
+        else f"a peak of up to {bytes_text(peak)} per worker"
     )
     text = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
     if made.target_s is not None:

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 #: The kind of a column's values: text, a JSON text (never cut), a finite number, or true and false.
 Kind = Literal["text", "json", "number", "flag"]
 #: The longest text of a column, in characters.
-LONGEST = 1000
+MAXIMUM = 1000
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("score_error", "number", "", derived.score_error,
            "Standard error of the score, over the samples of the test set."),
     Column("perplexity", "number", "", derived.perplexity,
-           "Of a score in nats a token, e to its power: among how many equally likely tokens the "
+           "Of a score in nats per token, e to its power: among how many equally likely tokens the "
            "model would be as unsure."),
     Column("least_loss", "number", "nats/token", "task.least_loss"),
     Column("throughput_unit", "text", "", "task.counts"),
@@ -346,9 +346,9 @@ def row_of_record(record: Record, timeline: Path) -> Row:
 
 
 def on_one_line(text: str) -> str:
-    """`text` without control characters and line ends, cut to LONGEST characters."""
+    """`text` without control characters and line ends, cut to MAXIMUM characters."""
     line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
-    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
+    return line if len(line) <= MAXIMUM else line[: MAXIMUM - 1] + "…"
 
 
 def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:

@@ -24,7 +24,7 @@ YES = "yes"
 #: Of a command and of others: the column with the figure, and its name in a sentence.
 _COUNTS = (
     ("samples_seen", "samples_seen", "samples"),
-    ("command_batch", "global_batch", "samples a step"),
+    ("command_batch", "global_batch", "samples per step"),
     ("model_parameters", "model_parameters", "parameters"),
 )
 

@@ -22,7 +22,7 @@ class Score:
     #: The unit that throughput counts, and how many of them a sample has.
     counts: str = "samples"
     counts_per_sample: float = 1.0
-    #: The least possible mean loss, in nats a token; None: not known.
+    #: The least possible mean loss, in nats per token; None: not known.
     least_loss: float | None = None
 
     @property

@@ -33,7 +33,7 @@ DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnAnswer:
     """A mark on the scale: its path, the CSS colour of its line and of its inside, and its name."""
 
     path: str
@@ -48,18 +48,18 @@ def at(ratio: float) -> float:
     return ONE + (END - ONE) * math.log(ratio) / math.log(FARTHEST)
 
 
-def drawn(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> Drawn:
+def drawn(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> DrawnAnswer:
     """A strategy's mark around (x, y); `full`: in its family's full colour."""
     quiet = "" if full else "-q"
     colour = f"var(--{mark.variable}{quiet})"
     half = f"url(#half-{mark.variable}{quiet})"
     inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
-    return Drawn(
+    return DrawnAnswer(
         outline(mark.shape, x, y, radius), colour, inside, title, 2.2 if radius > 5 else 1.5
     )
 
 
-def icon(mark: Mark) -> Drawn:
+def icon(mark: Mark) -> DrawnAnswer:
     """A strategy's mark in the middle of 18 x 18 pixels."""
     return drawn(mark, 9, 9, 6, "", full=True)
 

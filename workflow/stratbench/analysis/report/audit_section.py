@@ -14,7 +14,7 @@ from stratbench.analysis.records.reading import Reading, ReportInput, Section, r
 from stratbench.cell.text.words import counted, names_text
 
 #: The most places and strategies that a line of the list names.
-MOST_NAMED = 3
+MAX_NAMED = 3
 _PLACE = ("experiment", "strategy", "model")
 
 
@@ -91,7 +91,7 @@ def where_text(found: Sequence[Mapping[str, Any]]) -> str:
         dict.fromkeys(row["experiment"] for row in found if pd.notna(row["experiment"]))
     )
     return (
-        f"{names_text(names, MOST_NAMED)}, {len(found)} places" if names else f"{len(found)} places"
+        f"{names_text(names, MAX_NAMED)}, {len(found)} places" if names else f"{len(found)} places"
     )
 
 
@@ -143,7 +143,7 @@ def audit_lead(rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str
         return "Each record is checked against itself and against the others."
     if not doubts:
         return "None of the doubts is about a choice or the rival nearest to one."
-    names = names_text([rule["name"] for rule in doubts], MOST_NAMED)
+    names = names_text([rule["name"] for rule in doubts], MAX_NAMED)
     return f"What touches a choice or the rival nearest to it: {names}."
 
 

@@ -41,7 +41,7 @@ SCORES = ("score_final", "score_best")
 #: Digits kept of a measured value.
 DIGITS = 6
 #: Data with more characters are compressed, so that a page with 10,000 cells stays below 1 MiB.
-MOST_PLAIN = 1 << 18
+MAX_PLAIN = 1 << 18
 
 
 def label_of(name: str, unit: str) -> str:
@@ -211,7 +211,7 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
 
 def packed(text: str) -> str:
     """The text, compressed if it is long (gzip, base64); the script tells by the first character."""
-    if len(text) <= MOST_PLAIN:
+    if len(text) <= MAX_PLAIN:
         return text
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.figures.log_chart import Series, log_chart
+from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import bytes_text, short_time
-from stratbench.telemetry.collective_cost import Layout, Link, algorithms_of
+from stratbench.telemetry.collective_cost import LinkLayout, LinkModel, algorithms_of
 
 #: Colours of the page's style, for counts of workers in turn.
 COLOURS = ("accent", "bad", "good", "caution", "ink", "muted")
@@ -78,7 +78,7 @@ def _chart(
     """Median times by bytes, a colour for each layout, with what the fit says."""
     fitted = [r for r in links if (r["library"], r["kind"]) == (library, kind)]
     levels = {
-        r["level"]: Link(float(r["alpha_s"]), float(r["bytes_per_s"]), float(r["log_sd"]))
+        r["level"]: LinkModel(float(r["alpha_s"]), float(r["bytes_per_s"]), float(r["log_sd"]))
         for r in fitted
     }
     measured: dict[tuple[int, int], dict[int, list[float]]] = {}
@@ -89,14 +89,14 @@ def _chart(
     algorithms = algorithms_of(fitted[0]["algorithm"], library, kind)
     series = []
     for i, ((workers, nodes), found) in enumerate(sorted(measured.items())):
-        layout = Layout(workers, nodes)
+        layout = LinkLayout(workers, nodes)
         sizes = sorted(found)
         line = [
             (size, min(a(kind, size, layout).seconds(levels) for a in algorithms)) for size in sizes
         ]
         on = f", {nodes} nodes" if nodes > 1 else ""
         series.append(
-            Series(
+            ChartSeries(
                 f"{workers} worker{'s' * (workers > 1)}{on}",
                 COLOURS[i % len(COLOURS)],
                 dots=[(size, statistics.median(found[size])) for size in sizes],
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for r in section["rows"]:
         print(
-            f"{r['name']}, {r['level']}: {r['alpha']} a step, {r['rate']}, times scatter by {r['off']}"
+            f"{r['name']}, {r['level']}: {r['alpha']} per step, {r['rate']}, times scatter by {r['off']}"
         )
     return 0
 

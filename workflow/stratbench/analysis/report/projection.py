@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.figures.log_chart import Series, log_chart
+from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
 from stratbench.analysis.figures.marks import Mark, marks_by_strategy
 from stratbench.analysis.projection.crossings import Lines, sentences_on_crossings
 from stratbench.analysis.projection.evidence import read_evidence
@@ -22,7 +22,7 @@ from stratbench.analysis.records.reading import Reading, ReportInput, Section, r
 from stratbench.cell.text.words import bytes_text, folded, hours_text, short_time
 
 #: Trainings that see so many times as many samples as others take longer for that.
-MOST_MORE_SAMPLES = 1.5
+MAX_MORE_SAMPLES = 1.5
 #: How the table calls a rule.
 SHORT_RULES = {"replay on measured links": "links"}
 
@@ -105,7 +105,7 @@ def _chart(
         ]
         dots = [(c.workers, c.step_s) for c in measured]
         series.append(
-            Series(
+            ChartSeries(
                 strategy,
                 marks[strategy].variable,
                 dots,
@@ -119,7 +119,7 @@ def _chart(
     first = min((line[0] for line in lines.values()), key=lambda c: (c.workers, c.step_s))
     strong = (rows["scaling"] == "strong").any()
     ideal = [(n, first.step_s * (first.workers / n if strong else 1)) for n in counts]
-    series.append(Series("nothing lost", "muted", dashed=ideal))
+    series.append(ChartSeries("nothing lost", "muted", dashed=ideal))
     return log_chart(
         series, f"{noun}s" if noun == "GPU" else "CPU processes", "time of a global batch", counts,
         lambda n: f"{n:g}", short_time,
@@ -166,7 +166,7 @@ def _cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
     """Which strategy and count takes the least time, and which the fewest GPU-hours."""
     # Of weak scaling in a fixed number of steps more workers see more samples.
     seen = rows["train_s"] / rows["step_s"] * rows["workers"].where(rows["scaling"] == "weak", 1)
-    if seen.max() > MOST_MORE_SAMPLES * seen.min():
+    if seen.max() > MAX_MORE_SAMPLES * seen.min():
         yield (
             "Which count takes the least time is not told: trainings of a fixed number of steps see more "
             "samples on more workers."

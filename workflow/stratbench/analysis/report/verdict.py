@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratbench.analysis.decision.raced import read_blocks, read_verdict
+from stratbench.analysis.decision.paired_results import read_blocks, read_verdict
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 
 

@@ -10,17 +10,28 @@ import pandas as pd
 
 from stratbench.analysis.figures.figure_data import marks_of
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.rows import Point, Row, Rows, draw_rows
+from stratbench.analysis.figures.rows import FigureRow, Point, Rows, draw_rows
 from stratbench.analysis.figures.sheet import RC, svg_of
 from stratbench.analysis.report.shown import data_uri
 
 
 def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
     """The section as values for the template."""
-    marks = marks_of(cells, {arm for bout in verdict["bouts"] for arm in bout["arms"]})
+    marks = marks_of(
+        cells,
+        {
+            strategy
+            for comparison in verdict["comparisons"]
+            for strategy in comparison["strategies"]
+        },
+    )
     matrix, noise = verdict["matrix_gpu_hours"], verdict["noise"]["text"]
     return {
-        "bouts": [bout_line(bout) for bout in verdict["bouts"] if len(bout["arms"]) > 1],
+        "comparisons": [
+            comparison_line(comparison)
+            for comparison in verdict["comparisons"]
+            if len(comparison["strategies"]) > 1
+        ],
         "hours": verdict["hours"],
         "repeats": verdict["matrix_repeats"],
         "spent": f"{verdict['spent_gpu_hours']:.3g}",
@@ -35,28 +46,36 @@ def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str
     }
 
 
-def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
+def comparison_line(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table of claims, and its rivals."""
-    matrix, at_most = bout["matrix_gpu_hours"], bout["at_most"]
-    spent = bout["block_gpu_hours"] + bout["full_run_gpu_hours"]
+    matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
+    spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]
     return {
-        "experiment": bout["experiment"],
-        "model": bout["model"],
-        "workers": bout["workers"],
-        "text": bout["text"],
-        "confidence": bout["confidence"],
-        "reason": bout["confidence_reason"],
-        "blocks": bout["blocks"],
+        "experiment": comparison["experiment"],
+        "model": comparison["model"],
+        "workers": comparison["workers"],
+        "text": comparison["text"],
+        "confidence": comparison["confidence"],
+        "reason": comparison["confidence_reason"],
+        "blocks": comparison["blocks"],
         "spent": f"{spent:.3g}" if matrix is None else f"{spent:.3g} of {matrix:.3g}",
-        "interval": nearest_interval(bout),
-        "at_most": f"{100 * at_most:.1f} %" if at_most is not None and bout["claimed"] else "",
-        "rivals": [rival_line(ratio) for ratio in bout["ratios"] if ratio["state"] != "leader"],
+        "interval": nearest_interval(comparison),
+        "at_most": f"{100 * at_most:.1f} %"
+        if at_most is not None and comparison["claimed"]
+        else "",
+        "rivals": [
+            rival_line(ratio) for ratio in comparison["ratios"] if ratio["state"] != "leader"
+        ],
     }
 
 
-def nearest_interval(bout: Mapping[str, Any]) -> str:
+def nearest_interval(comparison: Mapping[str, Any]) -> str:
     """The ratio and bound of the rival that may be the fastest, with its name."""
-    known = [r for r in bout["ratios"] if r["low"] is not None and r["against"] == bout["leader"]]
+    known = [
+        r
+        for r in comparison["ratios"]
+        if r["low"] is not None and r["against"] == comparison["leader"]
+    ]
     if not known:
         return ""
     # Dropped rivals come last.
@@ -83,7 +102,7 @@ COMPONENTS = (
         "what a job's nodes do to all strategies alike; pairing removes it",
     ),
     (
-        "arm_in_allocation",
+        "strategy_in_allocation",
         "strategy × allocation",
         "nodes that suit one strategy more than another",
     ),
@@ -106,28 +125,29 @@ def noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 def interval_figures(
     verdict: Mapping[str, Any], marks: Mapping[str, Mark]
 ) -> Iterator[dict[str, Any]]:
-    """A figure for each bout with intervals: every rival's time against the leader's, and its bound."""
-    for bout in verdict["bouts"]:
-        known = [r for r in bout["ratios"] if r["ratio"] is not None]
-        if len(known) < 2 or bout["leader"] is None:
+    """A figure for each comparison with intervals: every rival's time against the leader's, and its bound."""
+    for comparison in verdict["comparisons"]:
+        known = [r for r in comparison["ratios"] if r["ratio"] is not None]
+        if len(known) < 2 or comparison["leader"] is None:
             continue
         with plt.rc_context(RC):
             rows = [ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
             svg = svg_of(draw_rows(Rows.of_ratios(rows, marks, verdict["margin"])))
-        title = f"{bout['model']}, {bout['workers']}"
+        title = f"{comparison['model']}, {comparison['workers']}"
         yield {
             "title": title,
-            "caption": f"Each one's time as a multiple of {bout['leader']}'s; lines end at the least that it "
+            "caption": f"Each one's time as a multiple of {comparison['leader']}'s; lines end at the least "
+            "that it "
             f"may be, which decides. Shaded: {100 * verdict['margin']:g} %. Logarithmic.",
             "alt": f"Every strategy's time against the leader's and its bound: {title}.",
             "uri": data_uri(svg.encode()),
         }
 
 
-def ratio_row(ratio: Mapping[str, Any]) -> Row:
-    """The row of a strategy in a bout."""
+def ratio_row(ratio: Mapping[str, Any]) -> FigureRow:
+    """The row of a strategy in a comparison."""
     leads = ratio["state"] == "leader"
     low = ratio["at_least"]
     point = Point(ratio["ratio"], low, ratio["ratio"] if low is not None else None, chosen=leads)
     told = "leads" if leads else f"{ratio['ratio']:.2f}×"
-    return Row(ratio["strategy"], [point], told=told, chosen=leads)
+    return FigureRow(ratio["strategy"], [point], told=told, chosen=leads)

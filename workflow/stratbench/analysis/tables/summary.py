@@ -21,7 +21,12 @@ from stratbench.analysis.records.measures import (
     measures_by_experiment,
     status_label,
 )
-from stratbench.statistics.intervals import Estimate, mean_ratio, median_and_spread, paired_ratios
+from stratbench.statistics.intervals import (
+    IntervalEstimate,
+    mean_ratio,
+    median_and_spread,
+    paired_ratios,
+)
 
 SUMMARY_COLUMNS = (
     *GROUP, "measure", "unit", "cells", "ok", "outcome", "value", "low", "high", "spread", "text",
@@ -142,7 +147,7 @@ def cell_text(row: Row, measure: Measure) -> str:
     """The text of a table's cell: the value, its spread, and the outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
-    found = Estimate(row["value"], row.get("low"), row.get("high"))
+    found = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
     text = found.text(lambda value: format_number(value, measure.decimals))
     if row["ok"] < row["cells"]:
         text += f" ({row['ok']} of {row['cells']}; {row['outcome']})"

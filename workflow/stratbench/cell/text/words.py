@@ -9,7 +9,7 @@ from typing import Any
 MIB = 1 << 20
 GIB = 1 << 30
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10))
-_LONGEST_SHOWN = 80  # characters of a wrong value in a message
+_MAX_SHOWN = 80  # characters of a wrong value in a message
 #: What a worker is called, by the kind of its device.
 WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
@@ -113,4 +113,4 @@ def repr_of(value: Any) -> str:
     """A wrong value as a message shows it: null, true and false as in YAML, and cut if it is long."""
     names = {None: "null", True: "true", False: "false"}
     text = next((name for known, name in names.items() if value is known), repr(value))
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

@@ -8,5 +8,5 @@ EXTENSION = Extension(
     says="cells that resume after a kill",
     keys={"experiment": "stratbench.train.restarts.keys:Checkpoints"},
     runner="stratbench.train.restarts.runner:RestartRunner",
-    beside="stratbench.train.restarts.keeping:Keeper",
+    beside="stratbench.train.restarts.keeping:CheckpointWriter",
 )

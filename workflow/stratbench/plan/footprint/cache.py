@@ -30,7 +30,7 @@ SOURCES = (
 KILLED = "its process was killed (out of memory?)"
 
 
-class Result(Protocol):
+class CachedResult(Protocol):
     """What a process finds, a dataclass. It is kept if it has no `fault`, which may be mended elsewhere."""
 
     @property
@@ -43,7 +43,7 @@ class Result(Protocol):
     def failed(cls, reason: str) -> Self: ...
 
 
-class Job(NamedTuple):
+class CachedJob(NamedTuple):
     """Work for a process: the arguments, and all that the result depends on beside code, JSON-able.
 
     `weight`: how long it takes beside the others, about.
@@ -56,14 +56,14 @@ class Job(NamedTuple):
 
 
 Key = TypeVar("Key", bound=Hashable)
-Kept = TypeVar("Kept", bound=Result)
+Kept = TypeVar("Kept", bound=CachedResult)
 
 
 def results_of(
     doing: str,
     kind: type[Kept],
     work: Callable[..., Kept],
-    jobs: Mapping[Key, Job],
+    jobs: Mapping[Key, CachedJob],
     folder: Path,
     imported: Sequence[str] = (),
 ) -> dict[Key, Kept]:

@@ -114,7 +114,7 @@ def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint
     )
 
 
-def _segments_of_step(followed: Followed, first: int, stop: int) -> list[Segment]:
+def _segments_of_step(followed: Followed, first: int, stop: int) -> list[EventSegment]:
     return segments_of(followed.trace, followed.blocks.count, first, stop)
 
 
@@ -187,7 +187,7 @@ class UnlikeError(Exception):
 
 
 @dataclass(frozen=True)
-class Segment:
+class EventSegment:
     """What happens between two marks of a step.
 
     Attributes:
@@ -214,7 +214,7 @@ class Segment:
         return self.block == FROM_START - MORE
 
 
-def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> list[Segment]:
+def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> list[EventSegment]:
     """Return the segments of a step.
 
     Args:
@@ -241,7 +241,7 @@ def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> lis
             if trace.events[i][1] > 0
         ]
         segments.append(
-            Segment(
+            EventSegment(
                 (mark.label, block, occurrence),
                 [mark.events - begin.events, *allocations],
                 (mark.calls - begin.calls, following.calls - begin.calls),
@@ -251,7 +251,9 @@ def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> lis
     return segments
 
 
-def matched(few: Sequence[Segment], more: Sequence[Segment]) -> list[tuple[Segment, Segment]]:
+def matched(
+    few: Sequence[EventSegment], more: Sequence[EventSegment]
+) -> list[tuple[EventSegment, EventSegment]]:
     """Return the segments of both networks in pairs, without the middle. UnlikeError if they do not match."""
     rest = [s for s in more if not s.is_middle]
     if [s.key for s in few] != [s.key for s in rest]:
@@ -264,7 +266,9 @@ def matched(few: Sequence[Segment], more: Sequence[Segment]) -> list[tuple[Segme
 
 
 def check_steady(
-    segments: Sequence[Segment], lives: Sequence[Sequence[int]], calls: Sequence[CollectiveCall]
+    segments: Sequence[EventSegment],
+    lives: Sequence[Sequence[int]],
+    calls: Sequence[CollectiveCall],
 ) -> None:
     """UnlikeError if a block is unlike its neighbours, so that one more might be unlike them, too.
 
@@ -296,8 +300,8 @@ def check_steady(
 
 
 def draw_calls(
-    few: Sequence[Segment],
-    more: Sequence[Segment],
+    few: Sequence[EventSegment],
+    more: Sequence[EventSegment],
     calls: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
     further: int,
 ) -> list[CollectiveCall]:

@@ -33,10 +33,10 @@ from stratbench.ps.flat import FlatSpace
 from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import acceptance, base, mesh_of, strategy_class
 from stratbench.strategies.compression import PowerSGD
-from stratbench.strategies.mesh import Place
+from stratbench.strategies.mesh import MeshCoordinate
 from stratbench.strategies.ps import ParameterServer
 from stratbench.strategies.splitting.pipeline import Pipeline
-from stratbench.strategies.splitting.stages import Measured
+from stratbench.strategies.splitting.stages import MeasuredUnit
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
@@ -104,7 +104,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
     """The process group and torch's ways of which a worker of the request is made, until the block ends."""
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
     with ExitStack() as stack:
-        stack.enter_context(fake_group(request.world_size, mesh.rank(Place(0, stage, 0))))
+        stack.enter_context(fake_group(request.world_size, mesh.rank(MeshCoordinate(0, stage, 0))))
         if on_fakes:
             stack.enter_context(FakeTensors())
         # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that is not
@@ -278,7 +278,7 @@ def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
 class FakePipeline(Pipeline):
     """A worker of a pipeline whose other stages are not there."""
 
-    def measure(self, *args: Any) -> list[Measured]:
+    def measure(self, *args: Any) -> list[MeasuredUnit]:
         with unset_fake_temporarily():
             return super().measure(*args)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 #: Of PyTorch's kernel: threads of a block, lanes of a warp, numbers that a thread adds up at least and at
 #: most before a sum is cut.
-BLOCK_THREADS, WARP, LEAST_NUMBERS, MOST_NUMBERS = 512, 32, 16, 256
+BLOCK_THREADS, WARP, MIN_NUMBERS, MAX_NUMBERS = 512, 32, 16, 256
 #: Of a counter of finished blocks.
 COUNTER_BYTES = 4
 
@@ -66,16 +66,16 @@ class Reduction:
         width = min(_power_of_two(self.outputs // self.together, most), WARP)
         height = min(_power_of_two(self.inputs, most), most // width)
         width = min(_power_of_two(self.outputs // self.together, most), most // height)
-        if self.inputs < min(height * LEAST_NUMBERS, MOST_NUMBERS):
+        if self.inputs < min(height * MIN_NUMBERS, MAX_NUMBERS):
             return 0  # a warp makes each sum
         each = _cut(self.inputs, height)
         blocks = _cut(self.outputs // self.together, width)
         at_once = resident_threads // (width * height)
-        if each < MOST_NUMBERS or blocks > at_once:
+        if each < MAX_NUMBERS or blocks > at_once:
             return 0  # a block makes each sum
         parts = max(
-            min(_cut(at_once, blocks), _cut(each, LEAST_NUMBERS)),
-            _cut(each, MOST_NUMBERS),
+            min(_cut(at_once, blocks), _cut(each, MIN_NUMBERS)),
+            _cut(each, MAX_NUMBERS),
         )
         if parts == 1:
             return 0

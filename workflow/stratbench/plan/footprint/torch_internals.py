@@ -189,10 +189,10 @@ def _scattered_by_gloo(
 ) -> Any:
     """What a reduce-scatter beside computation returns: with it lives the copy that gloo reduces."""
     work = scatter(output, input, *args, **kwargs)
-    return Reduction(work, input.clone()) if kwargs.get("async_op") else work
+    return TorchReduction(work, input.clone()) if kwargs.get("async_op") else work
 
 
-class Reduction(NamedTuple):
+class TorchReduction(NamedTuple):
     """A collective under way, and what it works on until nobody asks for it any longer."""
 
     work: dist.Work

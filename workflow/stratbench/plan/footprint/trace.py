@@ -51,7 +51,7 @@ class Phase:
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
 
-class Mark(NamedTuple):
+class TraceMark(NamedTuple):
     """A place in a trace: how many events, collectives and reductions came before it.
 
     `label`: `phase` where one begins; or what of the equal block number `block` begins or ends there.
@@ -82,7 +82,7 @@ class OperatorTrace(TorchDispatchMode):
         self.tags: dict[int, str] = {}
         #: Storages that FSDP makes in streams of its own, to gather and to scatter.
         self.streamed: set[int] = set()
-        self.marks: list[Mark] = []
+        self.marks: list[TraceMark] = []
         self.phases = [Phase("setup", 0)]
         self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
         self._known: dict[
@@ -101,11 +101,11 @@ class OperatorTrace(TorchDispatchMode):
         """Remember this place."""
         self.marks.append(self.mark_here(label, block))
 
-    def mark_here(self, label: str = "", block: int | None = None) -> Mark:
+    def mark_here(self, label: str = "", block: int | None = None) -> TraceMark:
         """This place."""
         calls = sum(len(phase.collectives) for phase in self.phases)
         sums = sum(len(phase.reductions) for phase in self.phases)
-        return Mark(label, block, len(self.events), calls, sums)
+        return TraceMark(label, block, len(self.events), calls, sums)
 
     def tag(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Say what the tensors' storages are for. New ones are counted from now on."""

@@ -95,7 +95,7 @@ def _batches(plan: Plan) -> Iterator[str]:
 def larger_networks(
     footprint: Footprint, batch: int, room_bytes: float, threads: int = 0
 ) -> tuple[float, float]:
-    """How many times the parameters may become that fit into `room_bytes`, with `batch` samples a worker.
+    """How many times the parameters may become that fit into `room_bytes`, with `batch` samples per worker.
 
     At least: all that a worker needs grows as they do, as in a deeper network. At most: the states alone
     do. `threads`: that the GPU holds at once.

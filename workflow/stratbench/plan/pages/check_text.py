@@ -16,7 +16,7 @@ from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.tasks import OwnTask
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
-MOST_GROUPS = 16
+MAX_GROUPS = 16
 #: What becomes of a parameter in a step that has no gradient for it: by `updates_by_zeros`.
 WITHOUT_GRADIENT = {
     False: "left as it is",
@@ -117,7 +117,7 @@ def _groups(found: CheckResult) -> str:
     if not found.groups:
         return "none, so that fsdp gathers all at once"
     groups = found.groups
-    if len(groups) <= MOST_GROUPS:
+    if len(groups) <= MAX_GROUPS:
         said = ", ".join(f"{label} {size:,}" for label, size in groups)
     else:
         sizes = sorted(size for _, size in groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from stratbench.cell.text.words import GIB, counted, folded, hours_text
-from stratbench.plan.model_answer import Answer, Choice
+from stratbench.plan.model_answer import Answer, StrategyAnswer
 from stratbench.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.study.resources import node_count_of
 
@@ -73,7 +73,7 @@ def _best(answer: Answer) -> str:
     )
 
 
-def _sentence(answer: Answer, choice: Choice) -> str:
+def _sentence(answer: Answer, choice: StrategyAnswer) -> str:
     if not choice.verdict:
         return f"{_name(choice)}: {choice.reason}"
     noun = answer.counts.removesuffix("s") if not answer.data.is_text else "text"
@@ -91,7 +91,7 @@ def _sentence(answer: Answer, choice: Choice) -> str:
     )
 
 
-def _name(choice: Choice) -> str:
+def _name(choice: StrategyAnswer) -> str:
     return f"{choice.strategy}{' with checkpointing' if choice.checkpointing else ''}"
 
 
@@ -115,7 +115,7 @@ def _table(answer: Answer) -> list[str]:
     return [f"{' ' * lines[0].index('alloc.')}GiB per GPU", *lines]
 
 
-def _row(answer: Answer, c: Choice) -> list[str]:
+def _row(answer: Answer, c: StrategyAnswer) -> list[str]:
     memory = (c.memory.allocated_bytes, c.memory.reserved_bytes, c.memory.shown_bytes)
     row = [c.strategy, "yes" if c.checkpointing else "no", c.verdict, str(c.micro_batch)]
     row += [f"{n / GIB:.1f}" for n in memory]
@@ -127,7 +127,7 @@ def _row(answer: Answer, c: Choice) -> list[str]:
     return [*row, f"{usual} ({low}-{high}){mark}", hours_text(gpu_hours), _cost(answer, gpu_hours)]
 
 
-def _gpu_hours(answer: Answer, choice: Choice) -> float:
+def _gpu_hours(answer: Answer, choice: StrategyAnswer) -> float:
     return answer.amount / answer.rates_of(choice)[2] / 3600 * answer.question.gpus
 
 

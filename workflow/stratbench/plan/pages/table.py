@@ -40,7 +40,7 @@ SECONDS = Unit(lambda value: f"{value:.6g}", seconds_text)
 RANGE = Unit(lambda end: f"{end:.6g}", span_text, ("_low", "_high"))
 
 
-class Column(NamedTuple):
+class PlanColumn(NamedTuple):
     """A quantity of a cell: where it is in a `Planned`, or in its `DeviceFit` on `device`, and its unit."""
 
     path: str
@@ -64,45 +64,45 @@ class Column(NamedTuple):
 
 #: The columns of plan.csv after a cell's coordinates. The text and the page show the same quantities.
 COLUMNS = {
-    "state": Column("state"),
-    "reason": Column("reason"),
-    "precision": Column("subject.settings.precision"),
-    "global_batch": Column("subject.settings.global_batch"),
-    "per_worker_batch": Column("subject.settings.per_worker_batch"),
-    "device": Column("fit.device"),
-    "fits": Column("fit.verdict"),
-    "needed_mib": Column("fit.needed_bytes", IN_MIB),
-    "peak_mib": Column("fit.peak.n_bytes", IN_MIB),
-    "peak_phase": Column("fit.peak.phase"),
-    "stage_peaks_mib": Column("fit.stage_peaks_bytes", EACH_IN_MIB),
-    **{f"{part}_mib": Column(f"fit.peak.parts_bytes.{part}", IN_MIB) for part in PARTS},
+    "state": PlanColumn("state"),
+    "reason": PlanColumn("reason"),
+    "precision": PlanColumn("subject.settings.precision"),
+    "global_batch": PlanColumn("subject.settings.global_batch"),
+    "per_worker_batch": PlanColumn("subject.settings.per_worker_batch"),
+    "device": PlanColumn("fit.device"),
+    "fits": PlanColumn("fit.verdict"),
+    "needed_mib": PlanColumn("fit.needed_bytes", IN_MIB),
+    "peak_mib": PlanColumn("fit.peak.n_bytes", IN_MIB),
+    "peak_phase": PlanColumn("fit.peak.phase"),
+    "stage_peaks_mib": PlanColumn("fit.stage_peaks_bytes", EACH_IN_MIB),
+    **{f"{part}_mib": PlanColumn(f"fit.peak.parts_bytes.{part}", IN_MIB) for part in PARTS},
     **{
-        f"state_{state}_bytes": Column(f"footprint.model_states_bytes.{state}_bytes", BYTES)
+        f"state_{state}_bytes": PlanColumn(f"footprint.model_states_bytes.{state}_bytes", BYTES)
         for state in ("parameters", "gradients", "optimizer", "buffers")
     },
-    "largest_per_worker_batch": Column("fit.largest_batch"),
-    "wire_bytes_per_step": Column("needs.wire_bytes", BYTES),
-    "collectives_per_step": Column("needs.collectives"),
-    "busiest_link_bytes_per_batch": Column("needs.link_bytes", BYTES),
-    "server_mib": Column("needs.server_bytes", IN_MIB),
-    "snapshots_mib": Column("needs.snapshot_bytes", IN_MIB),
-    "wire_s_per_step": Column("fit.sending_s", RANGE),
-    "compared_time_s": Column("fit.usual_s", SECONDS),
-    "train_time_s": Column("fit.train", RANGE),
-    "time_source": Column("fit.train.source"),
-    "cell_time_s": Column("fit.total", RANGE),
-    "gpu_hours": Column("fit.gpu_hours", RANGE),
-    "cost": Column("fit.cost", RANGE),
-    "cut_off": Column("fit.cut_off"),
+    "largest_per_worker_batch": PlanColumn("fit.largest_batch"),
+    "wire_bytes_per_step": PlanColumn("needs.wire_bytes", BYTES),
+    "collectives_per_step": PlanColumn("needs.collectives"),
+    "busiest_link_bytes_per_batch": PlanColumn("needs.link_bytes", BYTES),
+    "server_mib": PlanColumn("needs.server_bytes", IN_MIB),
+    "snapshots_mib": PlanColumn("needs.snapshot_bytes", IN_MIB),
+    "wire_s_per_step": PlanColumn("fit.sending_s", RANGE),
+    "compared_time_s": PlanColumn("fit.usual_s", SECONDS),
+    "train_time_s": PlanColumn("fit.train", RANGE),
+    "time_source": PlanColumn("fit.train.source"),
+    "cell_time_s": PlanColumn("fit.total", RANGE),
+    "gpu_hours": PlanColumn("fit.gpu_hours", RANGE),
+    "cost": PlanColumn("fit.cost", RANGE),
+    "cut_off": PlanColumn("fit.cut_off"),
 }
 #: Those after the columns of other devices.
 REQUEST_COLUMNS = {
-    "host_mem_mib_needed": Column("needs.host_bytes", IN_MIB),
+    "host_mem_mib_needed": PlanColumn("needs.host_bytes", IN_MIB),
     **{
-        f"slurm_{key}": Column(f"asked.{key}")
+        f"slurm_{key}": PlanColumn(f"asked.{key}")
         for key in ("nodes", "gres", "cpus", "mem_mib", "runtime_min", "workers")
     },
-    "sbatch": Column("asked.sbatch"),
+    "sbatch": PlanColumn("asked.sbatch"),
 }
 
 
@@ -110,8 +110,8 @@ def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
     """A cell's row, also of what it is on `others`; a field is empty where nothing is known."""
     columns = dict(COLUMNS)
     for device in others:
-        columns[f"fits {device}"] = Column("verdict", PLAIN, device)
-        columns[f"train_time_s {device}"] = Column("train", RANGE, device)
+        columns[f"fits {device}"] = PlanColumn("verdict", PLAIN, device)
+        columns[f"train_time_s {device}"] = PlanColumn("train", RANGE, device)
     row = c.cell.as_dict()
     for name, column in (columns | REQUEST_COLUMNS).items():
         value, unit = column.value(c), column.unit

@@ -51,7 +51,7 @@ def _time_mark(c: Planned) -> str:
 #: Of each experiment: a column of the plan, what is said over its table, and how a field is marked.
 TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
     "needed_mib": (
-        "{unit} a worker that {who} needs, at {workers} workers (! does not fit, ? tight)",
+        "{unit} per worker that {who} needs, at {workers} workers (! does not fit, ? tight)",
         _fit_mark,
     ),
     "train_time_s": (

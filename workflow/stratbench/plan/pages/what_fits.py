@@ -70,8 +70,8 @@ def data_of(plan: Plan) -> dict[str, Any]:
         "sums": {
             "block": reductions.BLOCK_THREADS,
             "warp": reductions.WARP,
-            "least": reductions.LEAST_NUMBERS,
-            "most": reductions.MOST_NUMBERS,
+            "least": reductions.MIN_NUMBERS,
+            "most": reductions.MAX_NUMBERS,
             "counter": reductions.COUNTER_BYTES,
         },
     }
@@ -323,7 +323,7 @@ def _line(line: Affine) -> tuple[float, float]:
 
 
 def _grouped_lines(parts: Mapping[str, Affine]) -> list[float]:
-    """Fixed bytes and bytes a sample of each group, one after the other."""
+    """Fixed bytes and bytes per sample of each group, one after the other."""
     none = Affine(0, 0)
     return [
         sum(getattr(parts.get(part, none), of) for part in members)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench.plan.projection.evidence import Evidence, evidence_of
+from stratbench.plan.projection.evidence import ProjectionInputs, evidence_of
 from stratbench.plan.projection.memory import peaks_at
 from stratbench.plan.projection.project import Projection, sentence
 from stratbench.plan.projection.study import (
@@ -30,7 +30,7 @@ from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 
 #: The largest count that is asked for.
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True, help="the whole config, as JSON")
     parser.add_argument(
-        "--most", type=int, help=f"workers, to which others double ({MOST_WORKERS}); prints nothing"
+        "--most", type=int, help=f"workers, to which others double ({MAX_WORKERS}); prints nothing"
     )
     parser.add_argument("--out", type=Path, help="results/<study>/projection.csv")
     args = parser.parse_args(argv)
@@ -68,14 +68,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def projected(
-    config: Mapping[str, Any], study: Study, evidence: Evidence, asked: int | None = None
+    config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, asked: int | None = None
 ) -> tuple[list[Row], list[Projection]]:
     """The rows of a strategy and what they are made from: doublings up to `asked`, and that itself."""
     base = study.base_strategy(evidence.strategy)[0]
     if evidence.unfit:
         return unfit_rows(evidence, base, [asked] if asked else []), []
     measured = [p.workers for p in evidence.points]
-    counts = counts_after(measured[-1], asked or MOST_WORKERS)
+    counts = counts_after(measured[-1], asked or MAX_WORKERS)
     if asked and asked not in {*counts, *measured}:
         counts.append(asked)
     made = projections_of(config, study, evidence, counts)
@@ -100,7 +100,7 @@ def price_of(config: Mapping[str, Any]) -> float | None:
     return config["cluster"]["price_per_gpu_hour"] if given is None else given
 
 
-def text_of(evidence: Evidence, projections: Sequence[Projection]) -> str:
+def text_of(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
     """The sentences of one strategy; of refused counts beyond all projected ones the first one's."""
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
     if evidence.unfit:

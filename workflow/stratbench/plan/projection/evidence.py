@@ -18,15 +18,15 @@ from stratbench.plan.projection.links import Unmeasured, read_links
 from stratbench.plan.projection.naive import Measured, Scaling
 from stratbench.plan.projection.project import Replayed
 from stratbench.plan.projection.replay import Schedule, is_unhindered, replay
-from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
+from stratbench.plan.projection.servers import ServerQueue, asynchronous, synchronous
 from stratbench.plan.projection.stragglers import Stragglers, stragglers_of
 from stratbench.strategies import traits_of
-from stratbench.telemetry.collective_cost import Layout
+from stratbench.telemetry.collective_cost import LinkLayout
 from stratbench.telemetry.collectives import CollectiveCall
 
 
 @dataclass(frozen=True)
-class Evidence:
+class ProjectionInputs:
     """One strategy on one model of an experiment, on all counts that have a usable record.
 
     `step_s` of the points: of a global batch, by the throughput of the whole training. `unfit`: why nothing
@@ -92,7 +92,7 @@ class Evidence:
         return float(stdtrit(freedom, 0.9)) * math.sqrt(squares / freedom)
 
 
-def evidence_of(records: Mapping[Cell, Mapping[str, Any]]) -> list[Evidence]:
+def evidence_of(records: Mapping[Cell, Mapping[str, Any]]) -> list[ProjectionInputs]:
     """The evidence in a study's records, by experiment, model and strategy; repeats by their median."""
     groups: dict[tuple[str, str, str], dict[int, list[tuple[Cell, Mapping[str, Any]]]]] = {}
     for cell, record in records.items():
@@ -107,7 +107,7 @@ def _evidence(
     model: str,
     strategy: str,
     counts: Mapping[int, list[tuple[Cell, Mapping[str, Any]]]],
-) -> Evidence:
+) -> ProjectionInputs:
     points, cells, timed = [], [], []
     for workers, found in sorted(counts.items()):
         if times := step_times(r for _, r in found):
@@ -124,7 +124,7 @@ def _evidence(
         unfit = "it has records of one count alone; train it on another"
     if "program" in first:
         unfit = "a command of yours has steps of which nothing is known"
-    return Evidence(
+    return ProjectionInputs(
         experiment,
         strategy,
         model,
@@ -189,13 +189,13 @@ class OnLinks:
     replayed: Replayed
     slowed: Replayed
     levels: frozenset[str]
-    queue: Callable[[int, float], Queue] | None = None
+    queue: Callable[[int, float], ServerQueue] | None = None
     host_s: float = 0.0
 
 
 def on_measured_links(
     at: Callable[[int], Subject],
-    evidence: Evidence,
+    evidence: ProjectionInputs,
     device: Device,
     path: Path,
     nodes_of: Callable[[int], int],
@@ -226,7 +226,7 @@ def on_measured_links(
     def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
         there = at(workers)
         samples = there.samples_per_step
-        layout = Layout(workers, nodes_of(workers))
+        layout = LinkLayout(workers, nodes_of(workers))
 
         def seconds(call: CollectiveCall) -> float:
             off = max((link.log_sd for link in links.of(call.kind).values()), default=0.0)
@@ -259,7 +259,7 @@ def _slowest(stragglers: Stragglers | None) -> Callable[[int, float], float]:
 def _on_servers(
     at: Callable[[int], Subject],
     subject: Subject,
-    evidence: Evidence,
+    evidence: ProjectionInputs,
     path: Path,
     nodes_of: Callable[[int], int],
 ) -> OnLinks | None:
@@ -283,10 +283,10 @@ def _on_servers(
         links.check_size("push_pull", part_bytes)
         return there.steps_per_batch * part_bytes / link.bytes_per_s
 
-    def queue(workers: int, compute_s: float, slower: float = 1.0) -> Queue:
+    def queue(workers: int, compute_s: float, slower: float = 1.0) -> ServerQueue:
         # The latency passes for all workers side by side, as in `served`, to which it was fitted.
         latency_s = at(workers).steps_per_batch * link.alpha_s
-        return Queue(compute_s + slower * latency_s, (slower * demand_s(workers),))
+        return ServerQueue(compute_s + slower * latency_s, (slower * demand_s(workers),))
 
     @cache
     def waits(workers: int) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from stratbench.plan.projection.naive import Measured, Scaling
-from stratbench.plan.projection.servers import Queue
+from stratbench.plan.projection.servers import ServerQueue
 
 #: Times the largest measured count. Further than this the rules were not held to published measurements.
-MOST_TIMES = 8
+MAX_TIMES = 8
 #: The same for a + b/N through two counts of strong scaling. In published series its intervals of 80 % hold
 #: 87 % of the steps on twice the larger count, and 54 % of those on four times as many.
-MOST_TIMES_OF_TWO = 2
+MAX_TIMES_OF_TWO = 2
 #: Workers up to which servers are projected whose push and pull nobody has measured: in published series
 #: their throughput stops to grow at 32 to 64, which smaller counts do not show.
-MOST_UNSEEN_SERVED = 16
+MAX_UNSEEN_SERVED = 16
 
 
 def refusal(
@@ -22,7 +22,7 @@ def refusal(
     workers: int,
     nodes: int | None,
     measured_levels: Collection[str] = (),
-    queue: Callable[[int], Queue] | None = None,
+    queue: Callable[[int], ServerQueue] | None = None,
     by_links: bool = True,
     served: bool = False,
 ) -> str | None:
@@ -33,10 +33,10 @@ def refusal(
     `served`: whether the strategy has servers, if nobody has measured how long they take.
     """
     largest = max(p.workers for p in points)
-    if workers > MOST_TIMES * largest:
+    if workers > MAX_TIMES * largest:
         return (
-            f"{workers} is more than {MOST_TIMES} times the largest measured count, {largest}: "
-            f"measure {-(-workers // MOST_TIMES)} or more"
+            f"{workers} is more than {MAX_TIMES} times the largest measured count, {largest}: "
+            f"measure {-(-workers // MAX_TIMES)} or more"
         )
     on_one = all(p.nodes == 1 for p in points)
     if on_one and nodes is not None and nodes > 1:
@@ -58,7 +58,7 @@ def refusal(
             f"the servers are full from about {full} workers on, and steps were measured up to {largest}: "
             "measure beyond, or take more servers"
         )
-    if served and queue is None and workers > max(largest, MOST_UNSEEN_SERVED):
+    if served and queue is None and workers > max(largest, MAX_UNSEEN_SERVED):
         return (
             f"the servers may be full at fewer than {workers} workers, and how long a push and pull takes "
             "was not measured: measure links, or steps beyond"
@@ -69,9 +69,9 @@ def refusal(
 def refusal_of_two(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
     """Why a + b/N through so few counts says nothing about `workers`; None if it does."""
     largest = max(p.workers for p in points)
-    if scaling == "strong" and len(points) < 3 and workers > MOST_TIMES_OF_TWO * largest:
+    if scaling == "strong" and len(points) < 3 and workers > MAX_TIMES_OF_TWO * largest:
         return (
             f"a + b/N through two counts of strong scaling says nothing beyond "
-            f"{MOST_TIMES_OF_TWO * largest} workers: measure a third count, or links"
+            f"{MAX_TIMES_OF_TWO * largest} workers: measure a third count, or links"
         )
     return None

@@ -9,11 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stratbench.cell.text.words import bytes_text
-from stratbench.telemetry.collective_cost import FASTEST, Layout, Level, Link, algorithms_of
+from stratbench.telemetry.collective_cost import (
+    FASTEST,
+    Level,
+    LinkLayout,
+    LinkModel,
+    algorithms_of,
+)
 from stratbench.telemetry.collectives import CollectiveCall
 
 #: How many times the largest measured tensor one may be, unless that was so large that its bytes ruled.
-MOST_LARGER, RATE_RULES_BYTES = 8, 64 << 20
+MAX_LARGER, RATE_RULES_BYTES = 8, 64 << 20
 
 
 class Unmeasured(LookupError):
@@ -30,7 +36,7 @@ class Links:
     """
 
     library: str
-    measured: Mapping[str, Mapping[Level, Link]]
+    measured: Mapping[str, Mapping[Level, LinkModel]]
     kappa: float = 1.0
     largest: Mapping[str, int] = field(default_factory=dict)
     algorithms: Mapping[str, str] = field(default_factory=dict)
@@ -38,16 +44,18 @@ class Links:
     def check_size(self, kind: str, n_bytes: float) -> None:
         """Raise Unmeasured where nothing as large was measured that its bytes would have ruled."""
         largest = self.largest.get(kind, RATE_RULES_BYTES)
-        if n_bytes > MOST_LARGER * largest and largest < RATE_RULES_BYTES:
+        if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
             raise Unmeasured(
                 f"{kind} was measured up to {bytes_text(largest)} with {self.library}, and a step sends "
                 f"{bytes_text(n_bytes)} at once: run `links` again"
             )
 
-    def of(self, kind: str) -> Mapping[Level, Link]:
+    def of(self, kind: str) -> Mapping[Level, LinkModel]:
         return self.measured.get(kind, {})
 
-    def chosen(self, call: CollectiveCall, layout: Layout, samples: int = 0) -> tuple[float, str]:
+    def chosen(
+        self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
+    ) -> tuple[float, str]:
         """Seconds of a collective, and its algorithm: that of the fit, or the one that takes the least.
 
         Raises Unmeasured where the kind was not measured on a level that the layout needs, and KeyError
@@ -67,7 +75,9 @@ class Links:
                 "run `links` on such a layout"
             )
         # A ring with a rank a node has no steps within one.
-        links = {"within": Link(0.0, math.inf), "between": Link(0.0, math.inf)} | dict(links)
+        links = {"within": LinkModel(0.0, math.inf), "between": LinkModel(0.0, math.inf)} | dict(
+            links
+        )
         shared = links["between"].bytes_per_s / together
         links["between"] = replace(links["between"], bytes_per_s=shared)
         name = self.algorithms.get(call.kind, FASTEST)
@@ -77,7 +87,7 @@ class Links:
         )
 
 
-def _of_group(layout: Layout, call: CollectiveCall) -> tuple[Layout, int]:
+def _of_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
     """The layout of the group that a call is of, and how many such groups share a node's connection.
 
     Groups of neighbours that do not divide a node lie on two of them, which sets the pace for all.
@@ -86,10 +96,12 @@ def _of_group(layout: Layout, call: CollectiveCall) -> tuple[Layout, int]:
     if ranks is None or ranks == layout.workers:
         return layout, 1
     if layout.nodes == 1:
-        return Layout(ranks), 1
+        return LinkLayout(ranks), 1
     nodes = -(-ranks // max(1, a_node // call.stride))
     straddles = call.stride == 1 and nodes == 1 and a_node % ranks > 0
-    return Layout(ranks, 2 if straddles else nodes), min(call.stride, a_node) if nodes > 1 else 1
+    return LinkLayout(ranks, 2 if straddles else nodes), min(
+        call.stride, a_node
+    ) if nodes > 1 else 1
 
 
 def read_links(path: Path, library: str) -> Links:
@@ -97,7 +109,7 @@ def read_links(path: Path, library: str) -> Links:
 
     Raises ValueError for a file that is no such table, Unmeasured where it has no row of the library.
     """
-    measured: dict[str, dict[Level, Link]] = {}
+    measured: dict[str, dict[Level, LinkModel]] = {}
     largest: dict[str, int] = {}
     algorithms: dict[str, str] = {}
     kappa = 1.0
@@ -106,7 +118,9 @@ def read_links(path: Path, library: str) -> Links:
             for row in csv.DictReader(file):
                 if row["library"] != library:
                     continue
-                link = Link(float(row["alpha_s"]), float(row["bytes_per_s"]), float(row["log_sd"]))
+                link = LinkModel(
+                    float(row["alpha_s"]), float(row["bytes_per_s"]), float(row["log_sd"])
+                )
                 measured.setdefault(row["kind"], {})[row["level"]] = link
                 largest[row["kind"]] = int(row["largest_bytes"])
                 algorithms[row["kind"]] = row["algorithm"]

@@ -11,14 +11,14 @@ from stratbench.plan.projection import naive
 from stratbench.plan.projection.limits import refusal, refusal_of_two
 from stratbench.plan.projection.naive import Measured, Rule, Scaling, Skill
 from stratbench.plan.projection.replay import NEAR_HOST
-from stratbench.plan.projection.servers import Queue
+from stratbench.plan.projection.servers import ServerQueue
 
 #: An interval of one doubling that is wider than this, high over low, says nothing.
-MOST_SPREAD = 4.0
+MAX_SPREAD = 4.0
 #: With fewer measured counts one alone is held out, and the best of three naive rules is near it by luck.
-LEAST_TO_GIVE_WAY = 4
+MIN_TO_GIVE_WAY = 4
 #: Of ln times: no interval is narrower than a repeat of the same measurement.
-LEAST_SD = 0.01
+MIN_SD = 0.01
 BY_COUNTS, BY_LINKS = "a + b/N", "replay on measured links"
 
 #: A step's seconds on so many workers with so many seconds of computing.
@@ -59,7 +59,7 @@ def project(
     replayed: Replayed | None = None,
     slowed: Replayed | None = None,
     measured_levels: Collection[str] = (),
-    queue: Callable[[int], Queue] | None = None,
+    queue: Callable[[int], ServerQueue] | None = None,
     unsuited: Callable[[int], str | None] = lambda workers: None,
     repeats_reach: float = 0.0,
     host_s: float = 0.0,
@@ -95,7 +95,7 @@ def project(
     if replayed is not None:
         by_replay = on_links(replayed, host_s=host_s)
         its_skill = naive.skill_of(by_replay, points, scaling)
-        held = its_skill.has_any or len(points) < LEAST_TO_GIVE_WAY
+        held = its_skill.has_any or len(points) < MIN_TO_GIVE_WAY
         if held and _is_telling(by_replay, points, scaling):
             name, rule, skill = BY_LINKS, by_replay, its_skill
     by_links = name == BY_LINKS
@@ -122,7 +122,7 @@ def project(
 
 def _is_telling(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> bool:
     """Whether the interval of the next doubling says anything."""
-    return 2 * _reach(rule, points, scaling, 1.0) <= math.log(MOST_SPREAD)
+    return 2 * _reach(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
 def _why_not_by_counts(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
@@ -132,7 +132,7 @@ def _why_not_by_counts(points: Sequence[Measured], scaling: Scaling, workers: in
     if not _is_telling(naive.a_plus_b_over_n, points, scaling):
         return (
             "a + b/N is so far off the measured counts that the interval of the next doubling spans more "
-            f"than a factor of {MOST_SPREAD:g}: measure links, or steps on more counts"
+            f"than a factor of {MAX_SPREAD:g}: measure links, or steps on more counts"
         )
     if naive.a_plus_b_over_n(points, scaling, workers) <= 0:
         return "a + b/N falls below zero there: measure links, or steps on more counts"
@@ -254,7 +254,7 @@ def _reach(
     if not errors:
         return math.inf
     mean_square = sum(e * e / max(d, 1.0) for e, d in errors) / len(errors)
-    sd = math.sqrt((mean_square + LEAST_SD**2) * doublings + more_sd**2)
+    sd = math.sqrt((mean_square + MIN_SD**2) * doublings + more_sd**2)
     return float(stdtrit(len(errors), 0.9)) * sd
 
 
@@ -287,7 +287,7 @@ def sentence(found: Projection, unit: str = "GPUs") -> str:
         short_time(t)
         for t in (found.interval.low_s, found.interval.middle_s, found.interval.high_s)
     )
-    said = f"{found.workers} {unit}: {middle} a step (80 %: {low} to {high}), by {_by(found)}"
+    said = f"{found.workers} {unit}: {middle} per step (80 %: {low} to {high}), by {_by(found)}"
     if found.skill.value is None:
         return f"{said}; fewer than three measured counts cannot show its skill."
     best = found.skill.best

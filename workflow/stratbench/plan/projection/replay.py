@@ -16,7 +16,7 @@ NEEDED = ("all_gather", "broadcast", "send")
 #: A measured step of up to so many times the host's own time may be limited by the host.
 NEAR_HOST = 1.1
 #: So many operations surely fit into the device's queue.
-MOST_QUEUED = 512
+MAX_QUEUED = 512
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ def is_unhindered(operations: int, issue_s: float, step_s: float) -> bool:
     """Whether the host issued a step in `issue_s` without waiting for room in the device's queue.
 
     If all operations take equally long, the device has `operations` (1 - issue_s / step_s) left to do when
-    the host has issued the last one. They must fit into CUDA's queue of about 1024 kernels; MOST_QUEUED is
+    the host has issued the last one. They must fit into CUDA's queue of about 1024 kernels; MAX_QUEUED is
     half of that, since an operation may be several kernels. `step_s` is the mean step. The host issues each
     step in at most that time: if `issue_s` is much longer, something else held the host up.
     """
-    return issue_s <= NEAR_HOST * step_s and operations * (1 - issue_s / step_s) <= MOST_QUEUED
+    return issue_s <= NEAR_HOST * step_s and operations * (1 - issue_s / step_s) <= MAX_QUEUED
 
 
 def _computed(now: float, work_s: float, busy_until: float, kappa: float) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Queue:
+class ServerQueue:
     """A closed queue: each of the workers is elsewhere for `think_s`, then each server serves it in turn.
 
     `think_s`: its computing, and the latency of what it sends, for which no other worker waits.
@@ -23,7 +23,7 @@ class Queue:
         return (self.think_s + sum(self.demands_s)) / max(self.demands_s)
 
 
-def asynchronous(queue: Queue, workers: int) -> float:
+def asynchronous(queue: ServerQueue, workers: int) -> float:
     """Return the seconds between two updates of a worker.
 
     Mean value analysis, exact for exponential service (Reiser and Lavenberg, 1980).
@@ -37,6 +37,6 @@ def asynchronous(queue: Queue, workers: int) -> float:
     return workers / rate
 
 
-def synchronous(queue: Queue, workers: int) -> float:
+def synchronous(queue: ServerQueue, workers: int) -> float:
     """Seconds of a step that waits for all: workers are alike, then each server takes all pushes."""
     return queue.think_s + workers * max(queue.demands_s)

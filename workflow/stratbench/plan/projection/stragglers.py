@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: With fewer steps or workers nothing is said of how workers lie apart.
-LEAST_STEPS, LEAST_WORKERS = 20, 2
+MIN_STEPS, MIN_WORKERS = 20, 2
 #: Levels and times of the distribution of workers whose levels are drawn.
 LEVELS, VARYING = 64, 256
 
@@ -106,7 +106,7 @@ def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
     for record in records:
         series = [w.get("own_ms") or [] for w in record["workers"]]
         steps = min(map(len, series), default=0)
-        if len(series) < LEAST_WORKERS or steps < LEAST_STEPS:
+        if len(series) < MIN_WORKERS or steps < MIN_STEPS:
             return None
         own = np.array([s[-steps:] for s in series])
         if not own.all():  # below what the clock can tell

@@ -13,16 +13,16 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.progress import progress_bar
 from stratbench.plan.device_rates import Device, cpu_device, gpu_device, named_gpus
-from stratbench.plan.duration import Projected, Span
+from stratbench.plan.duration import ProjectedDuration, Span
 from stratbench.plan.needs import Subject, subject_of
 from stratbench.plan.projection.evidence import (
-    Evidence,
     OnLinks,
+    ProjectionInputs,
     cores_of_node,
     evidence_of,
     on_measured_links,
 )
-from stratbench.plan.projection.limits import MOST_TIMES
+from stratbench.plan.projection.limits import MAX_TIMES
 from stratbench.plan.projection.links import Unmeasured
 from stratbench.plan.projection.project import (
     Projection,
@@ -31,13 +31,13 @@ from stratbench.plan.projection.project import (
     computing_of,
     project,
 )
-from stratbench.plan.projection.servers import Queue
+from stratbench.plan.projection.servers import ServerQueue
 from stratbench.study.config.config import Study
 from stratbench.study.resources import node_count
 
 
 def projections_of(
-    config: Mapping[str, Any], study: Study, evidence: Evidence, counts: Sequence[int]
+    config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, counts: Sequence[int]
 ) -> list[Projection]:
     """What is said of a strategy on each of the counts, in ascending order."""
 
@@ -81,7 +81,7 @@ def projections_of(
 
 def projected_trainings(
     config: Mapping[str, Any], study: Study, records: Mapping[Cell, Mapping[str, Any]]
-) -> dict[Cell, Projected]:
+) -> dict[Cell, ProjectedDuration]:
     """Trainings that these records are projected to, on counts of the study and beyond: first repeats."""
     found = {}
     for evidence in each_shown(evidence_of(records)):
@@ -94,18 +94,20 @@ def projected_trainings(
             if replace(c, gpus=0, repeat=0) == replace(evidence.last, gpus=0, repeat=0)
         }
         largest = max(measured)
-        counts = sorted({*of_study, *counts_after(largest, MOST_TIMES * largest)} - measured)
+        counts = sorted({*of_study, *counts_after(largest, MAX_TIMES * largest)} - measured)
         for p in projections_of(config, study, evidence, counts):
             if p.interval is not None:
                 cell = replace(evidence.last, gpus=p.workers, repeat=0)
                 there = subject_of(config, study, cell)
                 low_s, high_s = (s * there.steps for s in (p.interval.low_s, p.interval.high_s))
                 source = f"projected, 80 %: {basis_of(p, evidence.points)}"
-                found[cell] = Projected(Span(low_s, high_s, source), there.settings.global_batch)
+                found[cell] = ProjectedDuration(
+                    Span(low_s, high_s, source), there.settings.global_batch
+                )
     return found
 
 
-def each_shown(evidences: Sequence[Evidence]) -> Iterator[Evidence]:
+def each_shown(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
     """Each of them; a bar says how many are through, since a trace takes seconds."""
     with progress_bar(len(evidences), " strategies", "projected") as bar:
         for evidence in evidences:
@@ -114,7 +116,7 @@ def each_shown(evidences: Sequence[Evidence]) -> Iterator[Evidence]:
 
 
 def subject_at(
-    config: Mapping[str, Any], study: Study, evidence: Evidence, workers: int
+    config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> Subject:
     """The strategy's cell on so many workers."""
     return subject_of(config, study, replace(evidence.last, gpus=workers))
@@ -133,7 +135,7 @@ def device_of(config: Mapping[str, Any], subject: Subject) -> Device:
 
 
 def why_unsuited(
-    config: Mapping[str, Any], study: Study, evidence: Evidence, workers: int
+    config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> str | None:
     """Why a strategy's cell on so many workers could not be trained, or would be of no use; else None."""
     if reason := study.why_refused(config, replace(evidence.last, gpus=workers)):
@@ -151,12 +153,12 @@ def why_unsuited(
 def _on_links(
     config: Mapping[str, Any],
     study: Study,
-    evidence: Evidence,
+    evidence: ProjectionInputs,
     at: Callable[[int], Subject],
     device: Device,
     counts: Sequence[int],
     nodes_of: Callable[[int], int],
-) -> tuple[OnLinks | None, Callable[[int], Queue] | None, set[int]]:
+) -> tuple[OnLinks | None, Callable[[int], ServerQueue] | None, set[int]]:
     """The replay on measured links where all measured counts have theirs, and the counts that have, too."""
     points, path = evidence.points, Path(config["results"]) / study.name / "links" / "links.csv"
     able: set[int] = set()
@@ -177,7 +179,7 @@ def _on_links(
         return None, None, able
     for n in counts:
         suited = why_unsuited(config, study, evidence, n) is None
-        if suited and n <= MOST_TIMES * points[-1].workers:
+        if suited and n <= MAX_TIMES * points[-1].workers:
             with suppress(Unmeasured):
                 on.replayed(n, 1.0)
                 able.add(n)

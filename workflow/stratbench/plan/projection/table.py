@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.plan.projection.evidence import Evidence, step_times
+from stratbench.plan.projection.evidence import ProjectionInputs, step_times
 from stratbench.plan.projection.memory import Peak
 from stratbench.plan.projection.naive import ideal
 from stratbench.plan.projection.project import Projection, basis_of
@@ -94,7 +94,7 @@ class Whole:
 
 
 def rows_of(
-    evidence: Evidence,
+    evidence: ProjectionInputs,
     base: str,
     projections: Sequence[Projection],
     peaks: Mapping[int, Peak | None],
@@ -136,7 +136,7 @@ def rows_of(
 
 
 def _times(
-    evidence: Evidence, whole: Whole, workers: int, *step_s: float
+    evidence: ProjectionInputs, whole: Whole, workers: int, *step_s: float
 ) -> dict[str, float | None]:
     """Step, efficiency, time and cost of the training and to the target, from the step's low, middle and high
     time."""
@@ -172,7 +172,7 @@ def _three(name: str, unit: str, values: Sequence[float] | None) -> dict[str, fl
     return dict(zip(keys, values or (None, None, None), strict=True))
 
 
-def unfit_rows(evidence: Evidence, base: str, counts: Sequence[int]) -> list[Row]:
+def unfit_rows(evidence: ProjectionInputs, base: str, counts: Sequence[int]) -> list[Row]:
     """Of a strategy from which nothing can be projected: a refusal for each of the counts."""
     return [
         Row(

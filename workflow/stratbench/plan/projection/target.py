@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stratbench.plan.projection.evidence import Evidence
+from stratbench.plan.projection.evidence import ProjectionInputs
 
 
 def share_to_target(
-    target: float | None, evidence: Evidence
+    target: float | None, evidence: ProjectionInputs
 ) -> tuple[tuple[float, float] | None, str]:
     """The least and the largest share of the training time that the records took to `target`, or why none.
 

@@ -1,4 +1,4 @@
-"""The answer to `decide.queue`: time to result with the queue in it, by arm, in words and as numbers."""
+"""The answer to `decide.queue`: time to result with the queue in it, by mode, in words and as numbers."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 
 from stratbench.cell.text.words import counted, hours_text
 from stratbench.plan.queue.break_even import (
-    ARMS,
     ASYNCHRONOUS,
     GANG,
+    MODES,
     SYNCHRONOUS,
     WORTHS,
-    Queue,
+    QueuedTraining,
     Times,
-    Work,
+    TrainingQueue,
     at_worth,
     paired_times,
     poisson_queue,
     recorded_queue,
 )
-from stratbench.plan.queue.history import History, WidthRow, read_history
+from stratbench.plan.queue.history import AccountingHistory, WidthRow, read_history
 from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules
-from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.study.config.queue_request import NODES, QueueRequest
 
 #: Beyond this share of the GPUs a queue grows for as long as one looks, and a mean wait is no property of it.
 STEADY_LOAD = 0.9
 #: Nor where this share of the GPUs would have been busy with the work that came to wait in a history: jobs
 #: that do not fit together leave GPUs idle in a queue that grows.
-MOST_GROWTH = 0.1
+MAX_GROWTH = 0.1
 #: Streams of others' jobs, and moments in each at which the training comes.
 BLOCKS, MOMENTS = 8, 4
 #: How far simulated waits may be from the recorded ones, as a factor.
@@ -51,9 +51,9 @@ def answer(
     margin: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """What queue.json holds: `headline`, `lines` and `refused` in words, `arms` and `even` as numbers.
+    """What queue.json holds: `headline`, `lines` and `refused` in words, `modes` and `even` as numbers.
 
-    `margin`: the share by which arms may differ and still count as equal; of equals the one that is
+    `margin`: the share by which modes may differ and still count as equal; of equals the one that is
     simplest to run is named. `progress(done, of)` is called at each moment. ValueError, with a
     remedy, if the history does not do.
     """
@@ -76,8 +76,8 @@ def answer(
             "headline": f"With the queue: no answer. {reason}",
             "lines": [*known, NOT_MODELLED],
             "refused": reason,
-            "arm": None,
-            "arms": [],
+            "mode": None,
+            "modes": [],
             "even": {},
         }
     mtbf_days = request.node_mtbf_days
@@ -89,7 +89,7 @@ def answer(
         slow_share=request.slow_nodes,
         slow_factor=request.slow_factor,
     )
-    work = Work(
+    work = QueuedTraining(
         request.num_gpus,
         request.training_hours,
         request.scaling_loss_per_worker,
@@ -119,31 +119,31 @@ def answer(
     basis = (
         f"From {BLOCKS * MOMENTS} moments in {'made' if history is None else 'recorded'} queues of "
         f"{counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}, load {load:.2f} (GPUs in use until "
-        f"then: {times.busy:.0%}); at each moment all arms met the same queue. Intervals are of means, 95 %."
+        f"then: {times.busy:.0%}); at each moment all modes met the same queue. Intervals are of means, 95 %."
     )
     return {
         "headline": told.headline(),
         "lines": [*told.lines(), basis, *known, NOT_MODELLED],
         "refused": None,
-        "arm": told.choice,
-        "arms": told.rows(),
-        "even": {rival: _worth(told.even(rival)) for rival in ARMS[:-1]},
+        "mode": told.choice,
+        "modes": told.rows(),
+        "even": {rival: _worth(told.even(rival)) for rival in MODES[:-1]},
     }
 
 
-def _nodes_of(history: History, gpus_per_node: int) -> int:
+def _nodes_of(history: AccountingHistory, gpus_per_node: int) -> int:
     """As few nodes as held its jobs."""
     widest = max(e.gpus for e in history.entries)
     return -(-max(history.most_gpus, widest) // gpus_per_node)
 
 
-def _refusal(history: History | None, load: float, capacity: int) -> str | None:
+def _refusal(history: AccountingHistory | None, load: float, capacity: int) -> str | None:
     if history is not None and history.one_user:
         return (
             "The history has jobs of one user alone, so that the load is unknown: ask sacct with -a, or an "
             "administrator where PrivateData hides others' jobs."
         )
-    if history is not None and history.growth_gpus > MOST_GROWTH * capacity:
+    if history is not None and history.growth_gpus > MAX_GROWTH * capacity:
         waits_h = history.growth_gpus * history.days * 24
         return (
             f"The history's queue is not steady: in {history.days:.1f} days the work that waits grew by "
@@ -158,7 +158,9 @@ def _refusal(history: History | None, load: float, capacity: int) -> str | None:
     return None
 
 
-def _against_record(history: History, arrivals: list[Arrival], queue: Queue) -> str:
+def _against_record(
+    history: AccountingHistory, arrivals: list[Arrival], queue: TrainingQueue
+) -> str:
     """How the simulated waits of the history's own jobs compare with those that it states."""
     sim = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules)
     sim.run_until(arrivals[-1].submit_s)
@@ -178,7 +180,7 @@ def _against_record(history: History, arrivals: list[Arrival], queue: Queue) -> 
     return f"{said}."
 
 
-def history_lines(history: History, nodes: int, gpus_per_node: int) -> list[str]:
+def history_lines(history: AccountingHistory, nodes: int, gpus_per_node: int) -> list[str]:
     """What a history says by itself, in sentences."""
     capacity = nodes * gpus_per_node
     lines = [
@@ -211,19 +213,19 @@ def _width_line(row: WidthRow) -> str:
 
 
 class _Told:
-    """The arms' times in words."""
+    """The modes' times in words."""
 
     def __init__(self, request: QueueRequest, times: Times, margin: float) -> None:
         self.request, self.times, self.margin = request, times, margin
         self.choice = self._choice()
 
-    def even(self, rival: str) -> Estimate:
+    def even(self, rival: str) -> IntervalEstimate:
         return self.times.break_even(rival)
 
-    def key(self, arm: str) -> str:
-        """The arm among the simulated ones: asynchronous workers count at the low end of their worth."""
-        if arm != ASYNCHRONOUS:
-            return arm
+    def key(self, mode: str) -> str:
+        """The mode among the simulated ones: asynchronous workers count at the low end of their worth."""
+        if mode != ASYNCHRONOUS:
+            return mode
         return at_worth(min(self.request.sample_efficiency or (1.0,)))
 
     def _choice(self) -> str:
@@ -231,10 +233,10 @@ class _Told:
 
         Asynchronous workers are among them only where their samples are surely worth enough.
         """
-        allowed = ARMS if self._is_worth() else ARMS[:-1]
-        mean = {arm: self.times.mean(self.key(arm)).value for arm in allowed}
+        allowed = MODES if self._is_worth() else MODES[:-1]
+        mean = {mode: self.times.mean(self.key(mode)).value for mode in allowed}
         best = min(mean.values())
-        return next(arm for arm in allowed if mean[arm] <= best * (1 + self.margin))
+        return next(mode for mode in allowed if mean[mode] <= best * (1 + self.margin))
 
     def headline(self) -> str:
         mean = self.times.mean(self.key(self.choice))
@@ -252,9 +254,9 @@ class _Told:
 
     def lines(self) -> list[str]:
         others = []
-        for arm in ARMS[1:]:
-            mean, ratio = self.times.mean(self.key(arm)), self.times.ratio(self.key(arm), GANG)
-            others.append(f"{arm} {_h(mean.value)}, {_ratio(ratio)}")
+        for mode in MODES[1:]:
+            mean, ratio = self.times.mean(self.key(mode)), self.times.ratio(self.key(mode), GANG)
+            others.append(f"{mode} {_h(mean.value)}, {_ratio(ratio)}")
         worth = f"at a worth of {min(self.request.sample_efficiency or (1.0,)):g}"
         found = [
             f"Mean time, and over a gang's: gang {_h(self.times.mean(GANG).value)}; "
@@ -294,16 +296,16 @@ class _Told:
         return f"{text}; they are worth {given}, {found}."
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each arm, for queue.json."""
+        """A row for each mode, for queue.json."""
         found = []
-        for arm in ARMS:
-            mean = self.times.mean(self.key(arm))
-            ratio = self.times.ratio(self.key(arm), GANG)
+        for mode in MODES:
+            mean = self.times.mean(self.key(mode))
+            ratio = self.times.ratio(self.key(mode), GANG)
             names = ("hours", "hours_low", "hours_high", "ratio", "ratio_low", "ratio_high")
             found.append(
-                {"arm": arm, "chosen": arm == self.choice}
+                {"mode": mode, "chosen": mode == self.choice}
                 | dict(zip(names, (*mean, *ratio), strict=True))
-                | {"late_hours": self.times.late_h(self.key(arm))}
+                | {"late_hours": self.times.late_h(self.key(mode))}
             )
         return found
 
@@ -317,11 +319,11 @@ def _h(hours: float | None) -> str:
     return "?" if hours is None else f"{hours:.3g} h"
 
 
-def _ratio(ratio: Estimate) -> str:
+def _ratio(ratio: IntervalEstimate) -> str:
     return ratio.text(lambda r: f"{r:.2f}")
 
 
-def _worth(even: Estimate) -> str:
+def _worth(even: IntervalEstimate) -> str:
     if even.value == 0:
         return f"less than {WORTHS[-1]:g}"
     if math.isinf(even.value):

@@ -12,7 +12,7 @@ WIDTHS = {1: 0.40, 2: 0.15, 4: 0.20, 8: 0.20, 16: 0.05}
 #: The wall times that people ask for, over what their jobs take; each a third of the jobs.
 REQUEST_FACTORS = (1.5, 3.0, 10.0)
 #: Of the lognormal durations: the median, the standard deviation of the logarithm, and where they are cut.
-MEDIAN_S, SIGMA, LEAST_S, MOST_S = 1800.0, 1.4, 60.0, 86400.0
+MEDIAN_S, SIGMA, MIN_S, MAX_S = 1800.0, 1.4, 60.0, 86400.0
 
 
 def requested_s(duration_s: float, factor: float) -> float:
@@ -31,7 +31,7 @@ def poisson(jobs: int, load: float, capacity: int, seed: int) -> list[Arrival]:
     for _ in range(jobs):
         gpus = rng.choices(list(usable), list(usable.values()))[0]
         duration_s = rng.lognormvariate(math.log(MEDIAN_S), SIGMA)
-        duration_s = min(MOST_S, max(LEAST_S, duration_s))
+        duration_s = min(MAX_S, max(MIN_S, duration_s))
         bodies.append((gpus, duration_s, requested_s(duration_s, rng.choice(REQUEST_FACTORS))))
     gaps = [rng.expovariate(1.0) for _ in range(jobs)]
     scale = sum(gpus * s for gpus, s, _ in bodies) / (load * capacity) / sum(gaps)

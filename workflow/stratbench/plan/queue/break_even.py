@@ -1,6 +1,7 @@
-"""Gang or elastic: time to result of a training's arms, all of which meet the same queue at the same moments.
+"""Gang or elastic: time to result of a training's modes, all of which meet the same queue at the same
+moments.
 
-Also what samples of asynchronous workers must be worth to break even with another arm.
+Also what samples of asynchronous workers must be worth to break even with another mode.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from scipy.special import stdtrit
 
 from stratbench.plan.queue.background import poisson
 from stratbench.plan.queue.simulator import Arrival, Cluster, Rules
-from stratbench.plan.queue.trainings import BESIDE, STARTUP_S, Gang, Scaling, Split, Training
-from stratbench.statistics.intervals import Estimate
+from stratbench.plan.queue.trainings import (
+    BESIDE,
+    STARTUP_S,
+    ElasticTraining,
+    Gang,
+    Scaling,
+    Training,
+)
+from stratbench.statistics.intervals import IntervalEstimate
 
 GANG, HALF = "gang", "gang N/2"
 SYNCHRONOUS, ASYNCHRONOUS = "split synchronous", "split asynchronous"
 #: From what is simplest to run. The last one's times are by worth.
-ARMS = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
+MODES = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
 #: The worths at which asynchronous workers are simulated; between them, time is linear in 1 / worth.
 WORTHS = (1.0, 0.8, 0.6)
 #: How much more wall time a training's jobs ask for than they need.
@@ -29,12 +37,12 @@ REQUEST_FACTOR = 1.5
 #: Of a made stream, in which the moments lie: some three days, of which the first quarter fills the cluster.
 JOBS_PER_GPU = 700 / 64
 #: A training that is not done after so long is counted as done then.
-MOST_S = 60 * 86400.0
+MAX_S = 60 * 86400.0
 
 
 @dataclass(frozen=True)
-class Work:
-    """The training, in the arms' terms. `hours`: its length on `width` GPUs, startup and queue left out."""
+class QueuedTraining:
+    """The training, in the modes' terms. `hours`: its length on `width` GPUs, startup and queue left out."""
 
     width: int
     hours: float
@@ -56,7 +64,7 @@ class Work:
         return math.ceil((STARTUP_S + REQUEST_FACTOR * alone_s) / 60) * 60.0 / worth
 
     def makers(self, worths: Sequence[float]) -> dict[str, Callable[[], Training]]:
-        """What makes the training anew, by arm; the asynchronous ones are `split asynchronous 0.8`, ..."""
+        """What makes the training anew, by mode; the asynchronous ones are `split asynchronous 0.8`, ..."""
         scaling = Scaling(self.loss)
 
         def gang(workers: int) -> Callable[[], Training]:
@@ -65,7 +73,7 @@ class Work:
         def split(worth: float, **how) -> Callable[[], Training]:
             asked_s, scaled = self.request_s(self.width, worth), Scaling(self.loss, worth)
             how["preemptible"] = self.preemptible
-            return partial(Split, self.work_s, asked_s, self.width, scaled, **how)
+            return partial(ElasticTraining, self.work_s, asked_s, self.width, scaled, **how)
 
         stops = {"from_peers": True, "checkpoints": BESIDE} if self.from_peers else {}
         return {
@@ -76,12 +84,12 @@ class Work:
 
 
 def at_worth(worth: float) -> str:
-    """The name of the asynchronous arm at this worth."""
+    """The name of the asynchronous mode at this worth."""
     return f"{ASYNCHRONOUS} {worth:g}"
 
 
 @dataclass(frozen=True)
-class Queue:
+class TrainingQueue:
     """The cluster that the training comes to: one stream of others' jobs for each block of moments."""
 
     nodes: int
@@ -93,35 +101,35 @@ class Queue:
 
 @dataclass
 class Times:
-    """Hours from submission to result, by arm, each of shape [blocks, moments]."""
+    """Hours from submission to result, by mode, each of shape [blocks, moments]."""
 
     hours: dict[str, np.ndarray]
     #: Mean share of the GPUs that others use until the last moment.
     busy: float
 
-    def mean(self, arm: str) -> Estimate:
+    def mean(self, mode: str) -> IntervalEstimate:
         """Mean hours, with a 95 % interval."""
-        return jackknife(lambda kept: float(self.hours[arm][kept].mean()), len(self.hours[arm]))
+        return jackknife(lambda kept: float(self.hours[mode][kept].mean()), len(self.hours[mode]))
 
-    def ratio(self, arm: str, other: str) -> Estimate:
+    def ratio(self, mode: str, other: str) -> IntervalEstimate:
         """The ratio of the mean times at the same moments, with a 95 % interval."""
 
         def ratio(kept: np.ndarray) -> float:
-            return float(self.hours[arm][kept].mean() / self.hours[other][kept].mean())
+            return float(self.hours[mode][kept].mean() / self.hours[other][kept].mean())
 
-        return jackknife(ratio, len(self.hours[arm]))
+        return jackknife(ratio, len(self.hours[mode]))
 
-    def late_h(self, arm: str) -> float:
+    def late_h(self, mode: str) -> float:
         """Hours within which nine tenths of the moments' trainings are done."""
-        return float(np.quantile(self.hours[arm], 0.9))
+        return float(np.quantile(self.hours[mode], 0.9))
 
     def worths(self) -> list[float]:
-        """At which the asynchronous arm was simulated, the highest first."""
+        """At which the asynchronous mode was simulated, the highest first."""
         prefix = f"{ASYNCHRONOUS} "
         found = [float(a.removeprefix(prefix)) for a in self.hours if a.startswith(prefix)]
         return sorted(found, reverse=True)
 
-    def break_even(self, rival: str) -> Estimate:
+    def break_even(self, rival: str) -> IntervalEstimate:
         """The worth at which asynchronous workers take the rival's mean time, with a 95 % interval.
 
         Beyond the worths that were simulated: infinite where even the highest is too slow, 0 where the
@@ -141,7 +149,7 @@ class Times:
         return jackknife(even, len(self.hours[rival]))
 
 
-def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> Estimate:
+def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> IntervalEstimate:
     """A positive value of all blocks, with a 95 % interval by leaving out one block at a time.
 
     On logarithms, by t (Tukey 1958; Miller 1974). `value`: of the numbers of the blocks that are kept.
@@ -151,26 +159,26 @@ def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> Estimate:
     whole = value(every)
     parts = [value(np.delete(every, i)) for i in every] if blocks > 1 else []
     if not parts or not all(0 < x < math.inf for x in (whole, *parts)):
-        return Estimate(whole)
+        return IntervalEstimate(whole)
     logs = np.log(parts)
     error = math.sqrt((blocks - 1) / blocks * float(((logs - logs.mean()) ** 2).sum()))
     half = float(stdtrit(blocks - 1, 0.975)) * error
-    return Estimate(whole, whole * math.exp(-half), whole * math.exp(half))
+    return IntervalEstimate(whole, whole * math.exp(-half), whole * math.exp(half))
 
 
 def paired_times(
-    queue: Queue,
-    work: Work,
+    queue: TrainingQueue,
+    work: QueuedTraining,
     worths: Sequence[float] = WORTHS,
-    arms: Sequence[str] | None = None,
+    modes: Sequence[str] | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Times:
-    """Simulate every arm (or only `arms`, as `Work.makers` names them) at every moment of the queue.
+    """Simulate every mode (or only `modes`, as `Work.makers` names them) at every moment of the queue.
 
     `tick` is called at each moment.
     """
     made = work.makers(worths)
-    made = {name: made[name] for name in arms or made}
+    made = {name: made[name] for name in modes or made}
     hours: dict[str, list[list[float]]] = {name: [] for name in made}
     busy = []
     for number, (arrivals, moments) in enumerate(queue.blocks):
@@ -182,9 +190,9 @@ def paired_times(
             for name, make in made.items():
                 sim, training = base.branch(), make()
                 training.begin(sim)
-                end_s = sim.now_s + MOST_S
+                end_s = sim.now_s + MAX_S
                 sim.run_until(end_s, done=lambda training=training: training.finished)
-                took_s = training.time_to_result_s if training.finished else MOST_S
+                took_s = training.time_to_result_s if training.finished else MAX_S
                 hours[name][-1].append(took_s / 3600)
             tick()
         busy.append(base.busy_gpu_s / base.now_s / base.capacity)
@@ -207,7 +215,7 @@ def poisson_queue(
     hours: float,
     blocks: int,
     moments: int,
-) -> Queue:
+) -> TrainingQueue:
     """A made stream of `load` for each block; others still come while a training of `hours` is done."""
     capacity = nodes * gpus_per_node
     with_moments = math.ceil(JOBS_PER_GPU * capacity)
@@ -217,7 +225,7 @@ def poisson_queue(
         arrivals = poisson(jobs, load, capacity, seed)
         end_s = arrivals[with_moments - 1].submit_s
         found.append((arrivals, list(moments_in(end_s, moments))))
-    return Queue(nodes, gpus_per_node, rules, found)
+    return TrainingQueue(nodes, gpus_per_node, rules, found)
 
 
 def recorded_queue(
@@ -229,7 +237,7 @@ def recorded_queue(
     blocks: int,
     moments: int,
     settled_s: float = 0.0,
-) -> Queue:
+) -> TrainingQueue:
     """One recorded stream, cut into blocks of moments; its end is left to the trainings.
 
     `settled_s`: from when all jobs are in it.
@@ -247,4 +255,4 @@ def recorded_queue(
     first = max(0.2, settled_s / last_s)
     every = list(moments_in(last_s, blocks * moments, first=first, end=end_s / last_s))
     cut = [every[i * moments : (i + 1) * moments] for i in range(blocks)]
-    return Queue(nodes, gpus_per_node, rules, [(arrivals, each) for each in cut])
+    return TrainingQueue(nodes, gpus_per_node, rules, [(arrivals, each) for each in cut])

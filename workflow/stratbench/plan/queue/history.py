@@ -88,7 +88,7 @@ class WidthRow:
 
 
 @dataclass(frozen=True)
-class History:
+class AccountingHistory:
     """The jobs with GPUs of an accounting."""
 
     entries: tuple[Entry, ...]
@@ -238,7 +238,9 @@ class History:
         return sorted(found, key=lambda a: a.submit_s)
 
 
-def read_history(path: str | Path, gpus_per_node: int, partition: str | None = None) -> History:
+def read_history(
+    path: str | Path, gpus_per_node: int, partition: str | None = None
+) -> AccountingHistory:
     """The accounting in a file, of one partition or of all.
 
     HistoryError for another format, naming the line, and if there is no job with GPUs. OSError if the file
@@ -264,7 +266,7 @@ def read_history(path: str | Path, gpus_per_node: int, partition: str | None = N
         raise HistoryError(
             f"{path}: no job with a GPU has started in it; ask sacct for more days, with -a for all users"
         )
-    return History(with_gpus, not counted)
+    return AccountingHistory(with_gpus, not counted)
 
 
 def _named(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:

@@ -35,16 +35,16 @@ class Arrival:
 class Owner(Protocol):
     """Who has jobs of its own in the queue, and is told what becomes of them."""
 
-    def started(self, sim: Cluster, job: Job) -> None: ...
+    def started(self, sim: Cluster, job: SimulatedJob) -> None: ...
 
-    def ended(self, sim: Cluster, job: Job, reason: str) -> None:
+    def ended(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
         """`reason`: done, limit (the wall time is over), lost (a node failed), preempted or cancelled."""
 
     def woken(self, sim: Cluster, note: object) -> None: ...
 
 
 @dataclass(eq=False)
-class Job:
+class SimulatedJob:
     """It lies on one node where that has so many GPUs, else in equal parts on as few nodes as hold it."""
 
     gpus: int
@@ -102,8 +102,8 @@ class Cluster:
         self.speed = [
             1 / rules.slow_factor if slow.random() < rules.slow_share else 1.0 for _ in range(nodes)
         ]
-        self.queue: list[Job] = []
-        self.running: list[Job] = []
+        self.queue: list[SimulatedJob] = []
+        self.running: list[SimulatedJob] = []
         #: (GPUs, seconds) of others' jobs that have started, in this order.
         self.waits: list[tuple[int, float]] = []
         self.busy_gpu_s = 0.0
@@ -142,12 +142,12 @@ class Cluster:
 
     # --- what owners call ------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SimulatedJob) -> None:
         job.submit_s = self.now_s
         self.queue.append(job)
         self._changed = True
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: SimulatedJob) -> None:
         """Takes it out of the queue, or ends it."""
         if job in self.queue:
             self.queue.remove(job)
@@ -158,7 +158,7 @@ class Cluster:
         """Calls `owner.woken(sim, note)` then."""
         self._at(at_s, "wake", (owner, note))
 
-    def lasts(self, job: Job, duration_s: float) -> None:
+    def lasts(self, job: SimulatedJob, duration_s: float) -> None:
         """The running job turns out to need so long; it ends earlier where its wall time does."""
         job.duration_s = duration_s
         self._end_at(job)
@@ -187,7 +187,7 @@ class Cluster:
             if arrival == then:
                 found = self._arrivals[self._next_arrival]
                 self._next_arrival += 1
-                self.submit(Job(found.gpus, found.duration_s, found.request_s))
+                self.submit(SimulatedJob(found.gpus, found.duration_s, found.request_s))
             elif event == then:
                 _, _, kind, what = heapq.heappop(self._events)
                 getattr(self, f"_on_{kind}")(what)
@@ -203,7 +203,7 @@ class Cluster:
         self._count += 1
         heapq.heappush(self._events, (at_s, self._count, kind, what))
 
-    def _on_end(self, job: Job) -> None:
+    def _on_end(self, job: SimulatedJob) -> None:
         if job in self.running and job.end_s <= self.now_s:  # not changed, and not stopped before
             self._stop(job, "done" if job.duration_s <= job.request_s else "limit")
 
@@ -220,13 +220,13 @@ class Cluster:
         self._up[node] = self._changed = True
         self._at(self.now_s + self._random.expovariate(1 / self.rules.node_mtbf_s), "fail", node)
 
-    def _end_at(self, job: Job) -> None:
+    def _end_at(self, job: SimulatedJob) -> None:
         ran_s = min(job.duration_s, job.request_s)
         job.end_s = job.start_s + ran_s + self.rules.end_delay_s
         if math.isfinite(job.end_s):
             self._at(job.end_s, "end", job)
 
-    def _start(self, job: Job, at: dict[int, int]) -> None:
+    def _start(self, job: SimulatedJob, at: dict[int, int]) -> None:
         self.queue.remove(job)
         job.at, job.start_s = at, self.now_s + self.rules.start_delay_s
         for node, gpus in at.items():
@@ -238,7 +238,7 @@ class Cluster:
         else:
             job.owner.started(self, job)
 
-    def _stop(self, job: Job, reason: str) -> None:
+    def _stop(self, job: SimulatedJob, reason: str) -> None:
         self.running.remove(job)
         for node, gpus in job.at.items():
             self._free[node] += gpus
@@ -246,7 +246,7 @@ class Cluster:
         if job.owner is not None:
             job.owner.ended(self, job, reason)
         elif reason == "lost":  # others have lost nothing, and queue again behind everybody
-            self.submit(Job(job.gpus, max(1.0, job.end_s - self.now_s), job.request_s))
+            self.submit(SimulatedJob(job.gpus, max(1.0, job.end_s - self.now_s), job.request_s))
 
     # --- scheduling ------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class Cluster:
                 return
             self._start(job, at)
 
-    def _room(self, free: np.ndarray, job: Job) -> dict[int, int] | None:
+    def _room(self, free: np.ndarray, job: SimulatedJob) -> dict[int, int] | None:
         """Where the job goes if so many GPUs are free on the nodes; None: nowhere."""
         gpus = job.gpus
         if gpus > free.sum():
@@ -275,7 +275,7 @@ class Cluster:
         fits = np.flatnonzero(free >= each)[:nodes]
         return {int(node): each for node in fits} if fits.size == nodes else None
 
-    def _preempting_room(self, job: Job) -> dict[int, int] | None:
+    def _preempting_room(self, job: SimulatedJob) -> dict[int, int] | None:
         """Room that preemptible jobs make, which are stopped, for one that is not."""
         if job.preemptible or not any(j.preemptible for j in self.running):
             return None
@@ -298,7 +298,7 @@ class Cluster:
             if any(self._free[node] < gpus and node in victim.at for node, gpus in at.items()):
                 self._stop(victim, "preempted")
 
-    def _backfill(self, waiting: list[Job]) -> None:
+    def _backfill(self, waiting: list[SimulatedJob]) -> None:
         plan = _Timeline(self.now_s, self._without_preemptible(), self._leaving(), self._up)
         reserved = 0
         for job in waiting:
@@ -326,14 +326,14 @@ class Cluster:
             if not job.preemptible:
                 yield max(job.start_s + job.request_s, self.now_s + 1e-6), job.at
 
-    def _earliest(self, plan: _Timeline, job: Job) -> tuple[float, dict[int, int] | None]:
+    def _earliest(self, plan: _Timeline, job: SimulatedJob) -> tuple[float, dict[int, int] | None]:
         for i in np.flatnonzero(self._fits(plan.free, job)):
             at = self._room(plan.least_free(plan.times[i], job.request_s), job)
             if at is not None:
                 return plan.times[i], at
         return math.inf, None
 
-    def _fits(self, free: np.ndarray, job: Job) -> np.ndarray:
+    def _fits(self, free: np.ndarray, job: SimulatedJob) -> np.ndarray:
         """At which times, of free GPUs [times, nodes], there is room for the job."""
         if job.gpus <= self.per_node:
             return free.max(1) >= job.gpus

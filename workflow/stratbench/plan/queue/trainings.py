@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from stratbench.plan.queue.simulator import Cluster, Job
+from stratbench.plan.queue.simulator import Cluster, SimulatedJob
 
 #: From a job's first line to its first training step: imports, rendezvous, data.
 STARTUP_S = 60.0
@@ -91,18 +91,18 @@ class Gang(Training):
     """
 
     def enqueue(self, sim: Cluster) -> None:
-        sim.submit(Job(self.workers, math.inf, self.request_s, self))
+        sim.submit(SimulatedJob(self.workers, math.inf, self.request_s, self))
 
-    def _rate(self, sim: Cluster, job: Job) -> float:
+    def _rate(self, sim: Cluster, job: SimulatedJob) -> float:
         """Of the GPUs that it has: a gang on equal parts of several nodes may hold more than it asked for."""
         slowest = min(sim.speed[node] for node in job.at)
         each = self.scaling.of_each(self.workers)
         return self.workers * each * slowest / self.checkpoints.overhead
 
-    def started(self, sim: Cluster, job: Job) -> None:
+    def started(self, sim: Cluster, job: SimulatedJob) -> None:
         sim.lasts(job, self.startup_s + self.left_s / self._rate(sim, job))
 
-    def ended(self, sim: Cluster, job: Job, reason: str) -> None:
+    def ended(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
         if reason == "done":
             self.done_s = sim.now_s
             return
@@ -114,7 +114,7 @@ class Gang(Training):
 
 
 @dataclass
-class Split(Training):
+class ElasticTraining(Training):
     """Each worker is a job of one GPU; one that ends is submitted again, behind everybody.
 
     Asynchronous workers add up their speeds. `synchronous` ones go at the pace of the slowest, stop for
@@ -127,7 +127,7 @@ class Split(Training):
     pause_s: float = 60.0
     from_peers: bool = False
     preemptible: bool = False
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[SimulatedJob] = field(default_factory=list)
     _first_step_s: float = math.nan
     _speeds: dict[int, float] = field(default_factory=dict)  # id of a job that trains -> speed
     _since_s: float = 0.0  # work is counted up to then; later than now in a pause
@@ -141,7 +141,7 @@ class Split(Training):
             self._submit(sim)
 
     def _submit(self, sim: Cluster) -> None:
-        job = Job(1, math.inf, self.request_s, self, preemptible=self.preemptible)
+        job = SimulatedJob(1, math.inf, self.request_s, self, preemptible=self.preemptible)
         self.jobs.append(job)
         sim.submit(job)
 
@@ -178,13 +178,13 @@ class Split(Training):
             begin_s = max(sim.now_s, self._since_s)
             sim.wake(self, begin_s + max(0.0, self.left_s) / self._rate, self._plan)
 
-    def started(self, sim: Cluster, job: Job) -> None:
+    def started(self, sim: Cluster, job: SimulatedJob) -> None:
         sim.wake(self, job.start_s + self.startup_s, job)
 
     def woken(self, sim: Cluster, note: object) -> None:
         if self.finished:
             return
-        if isinstance(note, Job):
+        if isinstance(note, SimulatedJob):
             if note in sim.running:  # else it has ended while it started up
                 self._join(sim, note)
         elif note == self._plan:
@@ -193,7 +193,7 @@ class Split(Training):
             for job in self.jobs[:]:
                 sim.cancel(job)
 
-    def _join(self, sim: Cluster, job: Job) -> None:
+    def _join(self, sim: Cluster, job: SimulatedJob) -> None:
         self._count(sim)
         if math.isnan(self._first_step_s):
             self._first_step_s = self._since_s = self._saved_at_s = sim.now_s
@@ -205,7 +205,7 @@ class Split(Training):
         self._speeds[id(job)] = min(sim.speed[node] for node in job.at)
         self._plan_end(sim)
 
-    def ended(self, sim: Cluster, job: Job, reason: str) -> None:
+    def ended(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
         self.jobs.remove(job)
         if self.finished:
             return

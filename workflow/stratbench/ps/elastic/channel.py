@@ -1,4 +1,6 @@
-"""A worker's part in an elastic run: it knocks, returns when the servers have another life, and leaves."""
+"""A worker's part in an elastic run: it knocks, returns when the servers have another incarnation, and
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from stratbench.ps.wire.link import Left, ServerLost
 from stratbench.ps.wire.transport import rendezvous_file
 
 #: A worker for which there is no place asks again after a second, two, four, ... and then so many, at random.
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 #: For how long a worker looks for servers of which none answers.
 SILENCE_S = 60.0
 #: How long one attempt to join may take: between two the worker looks whether the run is over.
@@ -36,10 +38,10 @@ class RunOver(Exception):
 class ReturningChannel:
     """A `Channel` to whichever life of the servers there is; methods not stated here are its own.
 
-    Where the servers are lost, the next life is looked for, and its first ticket comes in place of what was
-    waited for. A push under way is lost then: somebody computes its ticket again. When `leaving` is set, the
-    channel leaves after the batch at hand, or before its end if that takes longer than BATCH_S; what is
-    called then raises Left.
+    Where the servers are lost, the next incarnation is looked for, and its first ticket comes in place of
+    what was waited for. A push under way is lost then: somebody computes its ticket again. When `leaving` is
+    set, the channel leaves after the batch at hand, or before its end if that takes longer than BATCH_S; what
+    is called then raises Left.
     """
 
     #: Nobody evaluates for all at the end: somebody has evaluated each epoch.
@@ -64,7 +66,7 @@ class ReturningChannel:
         self._channel: Channel | None = None
         self._waited_s, self._moved = 0.0, [0]
         self._joined_incarnation: int | None = None
-        self.returns = 0  # how often it went on with another life of the servers
+        self.returns = 0  # how often it went on with another incarnation of the servers
         self.left = False
         if not self._join():
             raise RunOver("the run is over")
@@ -76,7 +78,7 @@ class ReturningChannel:
     # --- joining -------------------------------------------------------------------------------------
 
     def _join(self) -> bool:
-        """Knock until a life of the servers lets this worker in; False: the run is over."""
+        """Knock until an incarnation of the servers lets this worker in; False: the run is over."""
         heard, pause_s = time.monotonic(), 1.0
         while not self._leaving.is_set():
             if read_end(self._folder) is not None:
@@ -93,9 +95,10 @@ class ReturningChannel:
                 print(f"no place yet: {later}", flush=True)
                 heard = time.monotonic()
                 self._leaving.wait(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except (OSError, ValueError) as error:
-                # Of the life that it has lost a server may be there still, and refuse a worker that it knows.
+                # Of the incarnation that it has lost a server may be there still, and refuse a worker that it
+                # knows.
                 if isinstance(error, JoinRefused) and incarnation != self._joined_incarnation:
                     raise
                 if time.monotonic() - heard > self._silence_s:
@@ -117,12 +120,12 @@ class ReturningChannel:
 
     @property
     def wait_s(self) -> float:
-        """See Channel; over all lives."""
+        """See Channel; over all incarnations."""
         return self._waited_s + self._channel.wait_s
 
     @property
     def moved_bytes(self) -> list[int]:
-        """See Channel; over all lives."""
+        """See Channel; over all incarnations."""
         moved = self._channel.moved_bytes
         before = self._moved if len(self._moved) == len(moved) else [0] * len(moved)
         return [a + b for a, b in zip(before, moved, strict=True)]
@@ -163,8 +166,8 @@ class ReturningChannel:
                 raise
 
     def _go_on_after(self, lost: ServerLost) -> bool:
-        """Join the next life of the servers; False: the run is over."""
-        print(f"{lost}; looking for their next life", flush=True)
+        """Join the next incarnation of the servers; False: the run is over."""
+        print(f"{lost}; looking for their next incarnation", flush=True)
         self._retire()
         self.returns += 1
         return self._join()

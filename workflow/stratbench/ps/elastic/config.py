@@ -11,10 +11,10 @@ from stratbench.ps.server_config import ServerConfig
 class ElasticConfig:
     """What such a server is told beside a gang's.
 
-    `folder`: where all lives of the servers keep what the next one needs; all hosts see it. `incarnation`: 1,
-    and one more each time that they are started again; with `resumes` they go on from what they have saved,
-    which they do every `save_every_s`. The run is over before its last ticket when an epoch reaches
-    `target_score`.
+    `folder`: where all incarnations of the servers keep what the next one needs; all hosts see it.
+    `incarnation`: 1, and one more each time that they are started again; with `resumes` they go on from what
+    they have saved, which they do every `save_every_s`. The run is over before its last ticket when an epoch
+    reaches `target_score`.
     """
 
     folder: str

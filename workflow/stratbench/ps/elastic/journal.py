@@ -1,4 +1,5 @@
-"""What all lives of a cell's servers leave for each other and for workers: the journal, and that it is over.
+"""What all incarnations of a cell's servers leave for each other and for workers: the journal, and that it is
+over.
 
 Files of JSON in one folder. A line is appended whole, so that what stands there survives a kill.
 """
@@ -26,7 +27,9 @@ class Journal:
         self._incarnation = incarnation
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         whole = path.read_bytes().rpartition(b"\n")
-        os.ftruncate(self._file, len(whole[0] + whole[1]))  # a life may have ended within a line
+        os.ftruncate(
+            self._file, len(whole[0] + whole[1])
+        )  # an incarnation may have ended within a line
 
     def note(self, event: str, **facts: Any) -> None:
         """Append an event, dated in seconds since 1970."""
@@ -46,15 +49,15 @@ class Journal:
 
 
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
-    """All events of all lives, in order; none where there is no journal."""
+    """All events of all incarnations, in order; none where there is no journal."""
     return NewEvents(folder).read()
 
 
 def scores_in(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Of each epoch that was evaluated the event that says so, by epoch.
 
-    Not of one that ended later than what the next life went on from: its state is lost, and the epoch is
-    trained again.
+    Not of one that ended later than what the next incarnation went on from: its state is lost, and the epoch
+    is trained again.
     """
     scores: dict[int, dict[str, Any]] = {}
     for event in journal:
@@ -84,14 +87,14 @@ class NewEvents:
 
 
 def last_incarnation(folder: str | Path) -> int:
-    """The number of the last life that has begun; 0 before the first."""
+    """The number of the last incarnation that has begun; 0 before the first."""
     return max((entry["incarnation"] for entry in read_journal(folder)), default=0)
 
 
 class SettledTickets:
-    """A byte a ticket: 0, or the life of the server in which it was settled last (255 for later ones).
+    """A byte a ticket: 0, or the incarnation of the server in which it was settled last (255 for later ones).
 
-    So a later life knows what was done after the last saved state, and is done twice.
+    So a later incarnation knows what was done after the last saved state, and is done twice.
     """
 
     def __init__(self, folder: str | Path, incarnation: int) -> None:

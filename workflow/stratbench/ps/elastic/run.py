@@ -1,4 +1,6 @@
-"""One server's run whose workers come, leave and return; a later life of the server goes on with it."""
+"""One server's run whose workers come, leave and return; a later incarnation of the server goes on with
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,10 @@ class ElasticRun(ServerRun):
         self._own, self._folder = own, Path(own.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.suspended = False
-        self._began_unix_s: float | None = None  # the first ticket of the first life
+        self._began_unix_s: float | None = None  # the first ticket of the first incarnation
         self._done_twice: list[int] = []
         self._begun: set[int] = set()  # workers that have had a ticket
-        self._settled_before = 0  # tickets of earlier lives
+        self._settled_before = 0  # tickets of earlier incarnations
         self._saver = Saver(self._folder, config.server, self._stop)
         self._saved_s = 0.0  # time.monotonic() of the last saving
         self._finished_at: int | None = None  # the epoch that ended the run before its last ticket
@@ -76,7 +78,7 @@ class ElasticRun(ServerRun):
                 "incarnation", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
             )
 
-    # --- another life ------------------------------------------------------------------------------
+    # --- another incarnation ------------------------------------------------------------------------------
 
     def _resume(self) -> set[int]:
         """Go on from what the servers have saved, before any worker is here; returns the settled tickets."""
@@ -101,7 +103,9 @@ class ElasticRun(ServerRun):
         return set(settled)
 
     def _begin_clock(self) -> None:
-        """The first ticket: of an earlier life, where there was one; time passed between lives, too."""
+        """The first ticket: of an earlier incarnation, where there was one; time passed between lives,
+        too.
+        """
         now_unix_s = time.time()
         if self._began_unix_s is None:
             self._began_unix_s = now_unix_s
@@ -129,7 +133,9 @@ class ElasticRun(ServerRun):
         return facts
 
     def suspend(self) -> None:
-        """Stop, so that another life can go on: the state is saved, and workers look for the next life."""
+        """Stop, so that another incarnation can go on: the state is saved, and workers look for the next
+        incarnation.
+        """
         self.suspended = True
         self.over.set()
 
@@ -139,7 +145,9 @@ class ElasticRun(ServerRun):
         if self.over.is_set():
             raise ComeAgain(self.error or "the run is over")
         if hello.get("incarnation") != self._own.incarnation:
-            raise ComeAgain(f"this is life {self._own.incarnation} of the servers; come again")
+            raise ComeAgain(
+                f"this is incarnation {self._own.incarnation} of the servers; come again"
+            )
         member = super()._admit(connection, hello, transport)
         connection.vanished_s = _VANISHED_S
         return member

@@ -141,7 +141,7 @@ class AsyncModifiedPolicy(SspPolicy):
 
     summary: ClassVar[str] = "parameter server, the paper's staleness mitigation"
     rule: ClassVar[str] = (
-        "W -= eta / f velocity(g / (1 + tau)) for each of f pushes a batch, tau: updates since W was "
+        "W -= eta / f velocity(g / (1 + tau)) for each of f pushes per batch, tau: updates since W was "
         "read; waits as ps-ssp, counted in sub-batches"
     )
 
@@ -161,7 +161,7 @@ class AsyncModifiedPolicy(SspPolicy):
 
         @property
         def synchronous_alone(self) -> bool:
-            """Not with several pushes a batch: each is an update on a smaller batch."""
+            """Not with several pushes per batch: each is an update on a smaller batch."""
             return self.pushes_per_batch == 1
 
     @property

@@ -250,7 +250,7 @@ class KBatchPolicy(Policy):
     """Every K pushes, whoever sent them, are averaged into one update; nobody waits.
 
     W -= lr * velocity(mean of K gradients). K-batch-async SGD of Dutta et al., "Slow and stale
-    gradients can win the race", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. `finish`
+    gradients can win the verdict", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. `finish`
     averages and applies the fewer than K that are left.
     """
 

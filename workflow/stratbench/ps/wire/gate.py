@@ -21,7 +21,7 @@ from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
 log = logging.getLogger(__name__)
 
 #: Connections that have not shown that they know the secret, at most, at a time.
-_MOST_STRANGERS = 64
+_MAX_PENDING = 64
 _REFUSALS_KEPT = 100
 #: What accept says when this process or the system has nothing left; how long it then waits.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -54,7 +54,7 @@ class Gate:
 
     `enter(connection, hello, nonces, transport)` is called for a peer that knows the secret, and
     serves it; what it raises is a refusal. Over a local socket other users are refused at once; when there
-    are too many strangers, the one that came first must go.
+    are too many unknown peers, the one that came first must go.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Gate:
         self._refusals, self._enter = refusals, enter
         self._closed = threading.Event()
         self._wake, self._waker = socket.socketpair()  # ends the wait for connections
-        self._strangers: dict[Connection, None] = {}  # in order of arrival
-        self._lock = threading.Lock()  # guards the strangers
+        self._pending: dict[Connection, None] = {}  # in order of arrival
+        self._lock = threading.Lock()  # guards `_pending`
 
     def accept(self, listeners: Listeners) -> None:
         """Accept until `close` is called."""
@@ -105,8 +105,8 @@ class Gate:
                 _check_user(sock)
             connection = Connection(sock, tick_s=min(1.0, self._deadline_s / 4))
             with self._lock:
-                crowded = len(self._strangers) >= _MOST_STRANGERS
-                self._strangers[connection] = None
+                crowded = len(self._pending) >= _MAX_PENDING
+                self._pending[connection] = None
             if crowded:
                 self._dismiss_oldest()
             attend = threading.Thread(
@@ -122,18 +122,18 @@ class Gate:
             sock.close()
 
     def _dismiss_oldest(self) -> None:
-        """Close the stranger that came first; its thread counts the refusal."""
-        with self._lock:  # so that nobody who is no stranger any more is closed
-            oldest = next(iter(self._strangers), None)
+        """Close the unknown peer that came first; its thread counts the refusal."""
+        with self._lock:  # so that nobody who is no unknown peer any more is closed
+            oldest = next(iter(self._pending), None)
             if oldest is not None:
-                del self._strangers[oldest]
+                del self._pending[oldest]
                 oldest.close()
 
     def _forget(self, connection: Connection) -> bool:
-        """Whether it was still a stranger, and had not been dismissed."""
+        """Whether it was still an unknown peer, and had not been dismissed."""
         with self._lock:
-            known = connection in self._strangers
-            self._strangers.pop(connection, None)
+            known = connection in self._pending
+            self._pending.pop(connection, None)
         return known
 
     def _attend(self, connection: Connection, transport: str, peer: str) -> None:

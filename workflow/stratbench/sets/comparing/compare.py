@@ -20,7 +20,7 @@ from stratbench.sets.reading import ResultSet, read_set
 from stratbench.study.config.result_sets import EXPLORE, INDEX, PAGES
 
 #: The longest name of a comparison's folder, without the hash that makes a shortened one unique.
-_LONGEST = 100
+_MAXIMUM = 100
 
 
 def compare_sets(
@@ -89,9 +89,9 @@ def take_folder(folder: Path, named: Mapping[str, str]) -> None:
 def folder_name(names: Iterable[str]) -> str:
     """The name of a comparison's folder, unique to these sets."""
     name = "+".join(names)  # no name has a plus in it
-    if len(name) <= _LONGEST:
+    if len(name) <= _MAXIMUM:
         return name
-    return f"{name[:_LONGEST]}+{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{name[:_MAXIMUM]}+{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def read_noisily(source: str, name: str) -> ResultSet:

@@ -29,7 +29,7 @@ from stratbench.sets.comparing.matching import (
     why_not_comparable,
 )
 from stratbench.sets.reading import ResultSet
-from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.moderated import ALPHA
 from stratbench.statistics.unpaired import (
     difference_of_scores,
@@ -105,7 +105,7 @@ class ComparedCell:
         return f"{self.first.time_outcome} against {self.other.time_outcome}"
 
     @cached_property
-    def time(self) -> Estimate | None:
+    def time(self) -> IntervalEstimate | None:
         """Training time in the other set, divided by that in the first; None if there is no ratio."""
         return None if self.why_not else ratio_of_times(self.other.times, self.first.times)
 
@@ -120,7 +120,7 @@ class ComparedCell:
         return self.other.memory / self.first.memory if known and not self.why_not else None
 
     @cached_property
-    def score_change(self) -> Estimate | None:
+    def score_change(self) -> IntervalEstimate | None:
         """The score in the other set minus that in the first, as shown; None without a ratio or a score."""
         if self.why_not or not self.first.scores or not self.other.scores:
             return None
@@ -135,7 +135,7 @@ class StrategyMean:
     #: None: over all worker counts.
     gpus: int | None
     #: With the interval over models; of one model with that of the repeats.
-    time: Estimate
+    time: IntervalEstimate
     models: int
     cells: int
     #: Whether the scatter of repeats leaves out that training takes as long in both sets; None: not known.
@@ -158,8 +158,8 @@ class RankChange:
     was_first: str
     is_first: str
     #: Time of `is_first` divided by that of `was_first`, in each set.
-    before: Estimate
-    after: Estimate
+    before: IntervalEstimate
+    after: IntervalEstimate
 
     @property
     def is_clear(self) -> bool:
@@ -301,18 +301,20 @@ def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
             apart = None if shared.low is None else shared.excludes(0.0)
             if len(by_model) == 1:
                 ends = slowdown_over_cells(pairs, ALPHA / 2)[1:]
-                mean = Estimate(mean.value, *(end if end is None else 1 + end for end in ends))
+                mean = IntervalEstimate(
+                    mean.value, *(end if end is None else 1 + end for end in ends)
+                )
             yield StrategyMean(strategy, gpus, mean, len(by_model), len(here), apart)
 
 
 def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
     """Pairs of strategies in which the faster one is not the same in both sets."""
-    bouts: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
+    comparisons: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         g = cell.group
-        bouts[(g.experiment, cell.match.other.experiment, g.model, g.gpus)].append(cell)
-    for (experiment, _, model, gpus), bout in bouts.items():
-        for a, b in combinations(bout, 2):
+        comparisons[(g.experiment, cell.match.other.experiment, g.model, g.gpus)].append(cell)
+    for (experiment, _, model, gpus), comparison in comparisons.items():
+        for a, b in combinations(comparison, 2):
             before = np.mean(np.log(b.first.times)) - np.mean(np.log(a.first.times))
             after = np.mean(np.log(b.other.times)) - np.mean(np.log(a.other.times))
             if before * after < 0:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from stratbench.analysis.figures.figure_data import marks_of
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.rows import Point, Row, Rows, draw_rows
+from stratbench.analysis.figures.rows import FigureRow, Point, Rows, draw_rows
 from stratbench.analysis.figures.sheet import RC, save_figure
 from stratbench.analysis.report.shown import data_uri
 from stratbench.sets.comparing.comparison import ComparedCell, Comparison
@@ -48,7 +48,7 @@ def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin:
             Point(*c.time, str(c.group.gpus) if several else "", c.time.excludes(1)) for c in own
         ]
         told = f"{own[-1].time.value:.2f}×"
-        rows.append(Row(strategy, points, told=told, chosen=any(p.chosen for p in points)))
+        rows.append(FigureRow(strategy, points, told=told, chosen=any(p.chosen for p in points)))
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
     return Rows.of_ratios(rows, marks, margin, head)
 

@@ -31,9 +31,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 #: A memory ratio farther from 1 than this counts as a change.
 MEMORY_CHANGE = 0.02
 #: The number of differences shown of each kind; the others are counted, and are in the table's file.
-MOST_DIFFERENCES = 12
+MAX_DIFFERENCES = 12
 #: The number of pairs with changed places that are shown; the others are counted.
-MOST_RANK_CHANGES = 12
+MAX_RANK_CHANGES = 12
 
 
 def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
@@ -55,7 +55,7 @@ def pair_section(found: Comparison, figures: Sequence[dict[str, Any]]) -> dict[s
     ranks = sorted(
         found.rank_changes, key=lambda r: (not r.is_clear, r.after.value / r.before.value)
     )
-    hidden = ranks[MOST_RANK_CHANGES:]
+    hidden = ranks[MAX_RANK_CHANGES:]
     return {
         "name": found.other.name,
         "headline": headline_of(found),
@@ -68,7 +68,7 @@ def pair_section(found: Comparison, figures: Sequence[dict[str, Any]]) -> dict[s
         "has_doubts": any(cell.doubts for cell in found.with_ratio),
         "unit": unit_of(found.with_ratio),
         "without": found.without_ratio,
-        "ranks": ranks[:MOST_RANK_CHANGES],
+        "ranks": ranks[:MAX_RANK_CHANGES],
         "more_ranks": len(hidden),
         "more_sure": sum(r.is_clear for r in hidden),
         "changes": list(change_sentences(found)),
@@ -85,8 +85,8 @@ def difference_lines(found: Comparison) -> Iterator[dict[str, Any]]:
             yield {
                 "kind": kind,
                 "effect": effect,
-                "rows": rows[:MOST_DIFFERENCES],
-                "more": max(0, len(rows) - MOST_DIFFERENCES),
+                "rows": rows[:MAX_DIFFERENCES],
+                "more": max(0, len(rows) - MAX_DIFFERENCES),
             }
 
 

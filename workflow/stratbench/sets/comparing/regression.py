@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.text.words import counted, names_text
 from stratbench.sets.comparing.comparison import ComparedCell, Comparison
-from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.unpaired import ALPHA, slowdown_over_cells
 
 SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
@@ -21,7 +21,7 @@ GONE, OTHER_WORK, LESS = "no longer judged", "not judged", "finishes less often"
 #: Verdicts that make a comparison fail.
 FAILING = (SLOWER, LOST, GONE)
 #: The number of kinds of cells that a sentence names.
-MOST_NAMED = 4
+MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Watched:
     whole: bool
     cells: int
     #: The share by which it got slower, with bounds of one side each; None without a ratio.
-    slowdown: Estimate | None
+    slowdown: IntervalEstimate | None
     #: SLOWER: its lower bound is above the allowed share; WITHIN: its upper bound is not; LOST: it finished
     #: in the first set, but none of its repeats that ran here did; GONE: there is no usable record of it
     #: here; OTHER_WORK: what is trained here is something else; LESS: all repeats finished in the first set,
@@ -107,7 +107,7 @@ def not_judged(found: Comparison) -> Iterator[Watched]:
     for group in () if found.other.is_published else found.gone:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, reason), groups in places.items():
-        named = names_text([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MOST_NAMED)
+        named = names_text([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MAX_NAMED)
         what = f"{strategy}, {counted(len(groups), 'kind')} of cells {reason}: {named}"
         yield Watched(found.other.name, what, False, len(groups), None, outcome)
 

@@ -19,14 +19,14 @@ from stratbench.sets.comparing.comparison import (
     StrategyMean,
     against_each_other,
 )
-from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.unpaired import geometric_mean
 
 #: First characters that make other programs read a text in a CSV file as a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def ratio_text(found: Estimate) -> str:
+def ratio_text(found: IntervalEstimate) -> str:
     """A ratio as tables print it, with its interval if there is one."""
     return found.text("{:.3f}".format)
 
@@ -44,7 +44,7 @@ def times_text(times: tuple[float, ...]) -> str:
     return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
 
 
-def columns_of(name: str, found: Estimate | None) -> dict[str, float | None]:
+def columns_of(name: str, found: IntervalEstimate | None) -> dict[str, float | None]:
     """The columns of a value and of the ends of its interval."""
     ends = (name, f"{name}_low", f"{name}_high")
     return dict(zip(ends, found or (None, None, None), strict=True))

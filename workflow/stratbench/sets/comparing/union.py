@@ -99,5 +99,5 @@ def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
 
 def sentences_on(given: Constraints, prices: Mapping[str, float]) -> Iterator[str]:
     """The constraints in words, with the prices of all sets."""
-    listed = ", ".join(f"{price:g} a GPU-hour in {name}" for name, price in prices.items())
+    listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
     yield from given.sentences(f"ranked by cost at {listed}" if prices else "")

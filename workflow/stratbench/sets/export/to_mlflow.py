@@ -22,7 +22,7 @@ from stratbench.sets.reading import ResultSet
 
 OF_RECORDS = True
 #: The most metrics, and the most other entries, that MLflow accepts in one call.
-MOST_METRICS, MOST_OTHERS = 1000, 100
+MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
 def metrics_of(run: ExportedRun) -> list[Metric]:
@@ -60,10 +60,10 @@ def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> Non
     parameters = [Param(name, str(value)) for name, value in run.parameters.items()]
     tags = [RunTag(f"stratbench.{name}", value) for name, value in run.tags.items()]
     metrics = metrics_of(run)
-    for start in range(0, len(metrics), MOST_METRICS):
-        client.log_batch(run_id, metrics=metrics[start : start + MOST_METRICS])
-    for start in range(0, len(parameters), MOST_OTHERS):
-        client.log_batch(run_id, params=parameters[start : start + MOST_OTHERS])
+    for start in range(0, len(metrics), MAX_METRICS):
+        client.log_batch(run_id, metrics=metrics[start : start + MAX_METRICS])
+    for start in range(0, len(parameters), MAX_OTHERS):
+        client.log_batch(run_id, params=parameters[start : start + MAX_OTHERS])
     client.log_batch(run_id, tags=tags)
     status = "FINISHED" if run.is_ok else "FAILED"
     client.set_terminated(run_id, status, end_time=int(1000 * run.finished_s))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-    from stratbench.telemetry.pulse import Pulse
+    from stratbench.telemetry.heartbeat import Heartbeat
 
 
 class GroupCalls:
@@ -26,11 +26,11 @@ class GroupCalls:
     """
 
     def __init__(
-        self, groups: Sequence[tuple[str, list[nn.Module]]], pulse: Pulse | None = None
+        self, groups: Sequence[tuple[str, list[nn.Module]]], heartbeat: Heartbeat | None = None
     ) -> None:
-        """`pulse`: where the calls of a step can be read by whoever finds that it came to no end."""
+        """`heartbeat`: where the calls of a step can be read by whoever finds that it came to no end."""
         self.steps: list[int] = []
-        self._now, self._pulse = 0, pulse
+        self._now, self._heartbeat = 0, heartbeat
         for i, (_, modules) in enumerate(groups, 1):
             for module in modules:
                 # Before the group is gathered, which may come to no end.
@@ -38,14 +38,14 @@ class GroupCalls:
 
     def _note(self, group: int, _module: nn.Module, _inputs: Any) -> None:
         self._now = (self._now * 1_000_003 + group) % (2**61 - 1)
-        if self._pulse is not None:
-            self._pulse.call(group)
+        if self._heartbeat is not None:
+            self._heartbeat.call(group)
 
     def end_step(self) -> None:
         self.steps.append(self._now)
         self._now = 0
-        if self._pulse is not None:
-            self._pulse.end_calls()
+        if self._heartbeat is not None:
+            self._heartbeat.end_calls()
 
     def first_difference(self, device: torch.device) -> int | None:
         """The first step since the last call, from 1, in which two workers called other groups; None: none.
@@ -85,7 +85,7 @@ class Sharded(base.Collective):
         super().setup(model, worker)
         s = worker.settings
         if worker.world_size > 1 and s.own_model and not s.compile:
-            self.calls = GroupCalls(worker.wrap_groups, worker.pulse)
+            self.calls = GroupCalls(worker.wrap_groups, worker.heartbeat)
 
     def reset(self) -> None:
         super().reset()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
-from stratbench.strategies.mesh import Mesh, Place, refuse_uneven
-from stratbench.strategies.splitting.split import Split, these_do
+from stratbench.strategies.mesh import Mesh, MeshCoordinate, refuse_uneven
+from stratbench.strategies.splitting.split import ModelSplit, these_do
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import autocast, batch_format
 from stratbench.workload.users_code import ModelError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-    from stratbench.strategies.splitting.stages import Measured, Part, Stage
+    from stratbench.strategies.splitting.stages import MeasuredUnit, Stage, StageModule
     from stratbench.workload.network.models import Model
     from stratbench.workload.network.pieces import Piece
 
@@ -34,7 +34,7 @@ BATCHNORM = (
 STAGES_A_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
-class Pipeline(Split):
+class Pipeline(ModelSplit):
     """torch.distributed.pipelining: a network is cut into stages, and a batch into micro-batches.
 
     `gpipe`: all forwards, then all backwards (Huang et al., GPipe, 2019). `1f1b`: a backward as soon as
@@ -207,7 +207,7 @@ class Pipeline(Split):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from stratbench.strategies.splitting.stages import Part, balance
+        from stratbench.strategies.splitting.stages import StageModule, balance
         from stratbench.workload.network.pieces import units_of
 
         place = worker.mesh.place(worker.rank)
@@ -231,8 +231,8 @@ class Pipeline(Split):
         shared = self._share_gradients(model)
         self._drop_others(model, [i for i in range(n) if i % workers == place.stage])
         #: What this worker computes of each of its stages.
-        self._parts: dict[int, Part] = {
-            i: Part(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
+        self._parts: dict[int, StageModule] = {
+            i: StageModule(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
             for i in range(place.stage, n, workers)
         }
         self._connect()
@@ -266,7 +266,7 @@ class Pipeline(Split):
             elif rank == receiver:
                 dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
 
-    def measure(self, model: nn.Module, units: list[list[Piece]]) -> list[Measured]:
+    def measure(self, model: nn.Module, units: list[list[Piece]]) -> list[MeasuredUnit]:
         """What each unit of the network computes, counted on tensors without memory.
 
         Raises:
@@ -311,7 +311,7 @@ class Pipeline(Split):
             if len(workers) == 1:
                 continue
             for replica in range(mesh.replicas):
-                ranks = tuple(mesh.rank(Place(replica, w, 0)) for w in workers)
+                ranks = tuple(mesh.rank(MeshCoordinate(replica, w, 0)) for w in workers)
                 if ranks not in groups:
                     groups[ranks] = dist.new_group(list(ranks))
                 if rank in ranks:

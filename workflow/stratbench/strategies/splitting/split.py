@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stratbench.workload.network.models import Model
 
 
-class Split(Counted):
+class ModelSplit(Counted):
     """Workers hold parts of a network that states how it is divided; several groups of them are replicas."""
 
     family = "splits"

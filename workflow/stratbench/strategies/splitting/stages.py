@@ -34,7 +34,7 @@ SCHEDULES = {
 STATES = 4
 
 
-class Measured(NamedTuple):
+class MeasuredUnit(NamedTuple):
     """Of a unit of a network: operations of a sample's forward, bytes of its parameters, the shape of what
     it gives for a sample, and bytes that its backward needs of a sample."""
 
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
     kept_bytes: int = 0
 
 
-def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[Measured]:
+def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[MeasuredUnit]:
     """What each unit computes, for one sample `x`; both are fake tensors of the mode that is active."""
     kept = [*model.parameters(), *model.buffers()]
     empty = {id(t): torch.empty(t.shape, dtype=t.dtype) for t in kept}
@@ -70,12 +70,12 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
                 x = piece.call(like, x)
         n_bytes = sum(p.nbytes for p in own)
         flops, shape = counter.get_total_flops(), tuple(x.shape[1:])
-        figures.append(Measured(flops, n_bytes, shape, sum(kept.values())))
+        figures.append(MeasuredUnit(flops, n_bytes, shape, sum(kept.values())))
         x = x.detach()
     return figures
 
 
-def balance(units: Sequence[Measured], waiting: Sequence[int]) -> list[int]:
+def balance(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
     """How many neighbouring units each stage takes, so that the most that one computes is least.
 
     `waiting`: of each stage, micro-batches whose backward waits at once. Where several ways are equal in
@@ -127,7 +127,7 @@ def _split(
     return best[n]
 
 
-class Part(nn.Module):
+class StageModule(nn.Module):
     """The pieces of one stage. What it gives has the weights' number format, and lies in one piece.
 
     `training` is entered in training, for mixed precision; `layout`: in which images are computed on.

@@ -15,7 +15,7 @@ from stratbench.cell.text.words import names_text
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, refuse_uneven
 from stratbench.strategies.sharding.sharded import Sharded
-from stratbench.strategies.splitting.split import Split, these_do
+from stratbench.strategies.splitting.split import ModelSplit, these_do
 from stratbench.workload.network import models
 from stratbench.workload.users_code import Refused
 
@@ -38,7 +38,7 @@ WORDS = (
 UNLIKE = 1e-2
 
 
-class TensorParallel(Split, Sharded):
+class TensorParallel(ModelSplit, Sharded):
     """torch.distributed.tensor.parallel.parallelize_module, by the plan that a network states.
 
     Each of `tensor_parallel_size` holds some heads of every attention, some columns of the first matrix of

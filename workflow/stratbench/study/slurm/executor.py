@@ -20,7 +20,7 @@ from stratbench.cell.text.help_page import help_address
 from stratbench.cell.text.words import counted
 from stratbench.study.slurm import job_states, submission
 from stratbench.study.slurm.commands import ask_slurm, printed_by
-from stratbench.study.slurm.followed import ENDS, Followed, first_output, signatures_of
+from stratbench.study.slurm.followed import ENDS, FollowedJob, first_output, signatures_of
 from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import comment_of, tell
 from stratbench.study.slurm.unstarted_jobs import describe_unstarted
@@ -28,7 +28,7 @@ from stratbench.study.slurm.waiting import describe_progress
 from stratbench.study.snakemake_internals import avoid_nodes, extend_executor, fail_silently
 
 #: Seconds between two requests for the states of all jobs: the first, and the most, while none ends.
-FIRST_LOOK_S, LONGEST_LOOK_S = 5.0, 60.0
+FIRST_LOOK_S, MAX_LOOK_S = 5.0, 60.0
 #: How often the wait between two requests looks whether Snakemake ends, in seconds.
 WAKE_S = 0.5
 #: After so many seconds without an answer the user is told.
@@ -42,7 +42,7 @@ OMITTED_S = 30.0
 class FollowsJobs(RemoteExecutor):
     """The methods that take the place of those of the plugin's executor. To be put in front of its class."""
 
-    followed: Followed
+    followed: FollowedJob
 
     # ------------------------------------------------------------ submission
 
@@ -223,7 +223,7 @@ class FollowsJobs(RemoteExecutor):
 
     def _look_again(self, has_ended: bool) -> None:
         looked_s = self.next_seconds_between_status_checks
-        pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, LONGEST_LOOK_S)
+        pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, MAX_LOOK_S)
         with self.followed.lock:
             if self.followed.postponed.jobs:
                 until_s = self.followed.postponed.not_before - time.monotonic()
@@ -337,7 +337,7 @@ class FollowsJobs(RemoteExecutor):
         return {str(j.resources[k]) for j in jobs for k in keys if j.resources.get(k)}
 
 
-def follow(workflow: Any, followed: Followed) -> None:
+def follow(workflow: Any, followed: FollowedJob) -> None:
     """Have Snakemake's executor follow its jobs from now on: before the first is submitted.
 
     Args:

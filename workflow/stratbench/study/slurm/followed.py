@@ -31,7 +31,7 @@ ENDS = {
 
 
 @dataclass
-class Followed:
+class FollowedJob:
     """State of the run's jobs.
 
     Attributes:

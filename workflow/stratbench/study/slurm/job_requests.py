@@ -11,7 +11,7 @@ from stratbench.cell.settings import Settings
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import nodes
 from stratbench.study.slurm.executor import follow
-from stratbench.study.slurm.followed import Followed
+from stratbench.study.slurm.followed import FollowedJob
 from stratbench.study.slurm.live_jobs import tell
 
 
@@ -66,7 +66,7 @@ def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[s
     firsts = [str(s.job.output[0]) for s in submissions]
     asks = map(nodes.describe_request, (s.cell for s in submissions), asked)
     times = {f: s.longest_s for f, s in zip(firsts, submissions, strict=True) if s.longest_s}
-    follow(workflow, Followed(dict(zip(firsts, asks, strict=True)), times, len(submissions)))
+    follow(workflow, FollowedJob(dict(zip(firsts, asks, strict=True)), times, len(submissions)))
     return []
 
 

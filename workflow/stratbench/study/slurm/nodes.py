@@ -16,10 +16,10 @@ from stratbench.cell.text.words import counted, names_text
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm.commands import printed_by
 
-#: One line a node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
+#: One line per node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"
 #: The largest number of reasons shown; the cells of the others are counted.
-MOST_TOLD = 5
+MAX_TOLD = 5
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,9 @@ def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
     lines = [
         f"{cells[0]}{reason}"
         + (f" (and {counted(len(cells) - 1, 'more cell')})" if len(cells) > 1 else "")
-        for reason, cells in list(by_reason.items())[:MOST_TOLD]
+        for reason, cells in list(by_reason.items())[:MAX_TOLD]
     ]
-    rest = sum(len(cells) for cells in list(by_reason.values())[MOST_TOLD:])
+    rest = sum(len(cells) for cells in list(by_reason.values())[MAX_TOLD:])
     return lines + (
         [f"{counted(rest, 'more cell')} cannot be held, for other reasons"] if rest else []
     )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 #: How long submissions are tried again while SLURM does not answer, in seconds.
 SILENCE_S = 600.0
 #: The shortest and the longest pause between two tries, in seconds: it doubles.
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+SHORTEST_PAUSE_S, MAX_PAUSE_S = 5.0, 60.0
 #: Messages of sbatch where the number of a user's jobs is limited.
 _LIMITS = re.compile(
     r"(Assoc|QOS)(Max|Grp)\w*Submit\w*Limit|MaxJobCount|MaxArraySize"
@@ -83,7 +83,7 @@ class Postponed:
             self.silent_since = now
         if now >= self.not_before:
             self.not_before = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def is_over(self, now: float) -> bool:
         """Return whether SLURM has not answered for so long that the jobs are given up."""

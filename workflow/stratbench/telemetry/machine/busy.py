@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
+from stratbench.telemetry.machine.foreign_processes import is_broker
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.machine.tenants import is_broker
 
 
 def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
@@ -40,12 +40,14 @@ def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any
             if cores[pid] > 0.1
         ],
     }
-    strangers = {
+    foreign_processes = {
         gpu.index: [p for p in gpu.computing() if not is_broker(p)]
         for gpu in (nvml or Nvml()).gpus()
     }
-    if any(strangers.values()):
-        facts["other_gpu_processes"] = {gpu: pids for gpu, pids in strangers.items() if pids}
+    if any(foreign_processes.values()):
+        facts["other_gpu_processes"] = {
+            gpu: pids for gpu, pids in foreign_processes.items() if pids
+        }
     return facts
 
 

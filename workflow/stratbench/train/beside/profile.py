@@ -58,7 +58,7 @@ def record_profile(
     with recording:
         for _ in range(WARM_UP + RECORDED_STEPS):
             strategy.step(*batch())
-            if worker.pulse is not None:
-                worker.pulse.alive()
+            if worker.heartbeat is not None:
+                worker.heartbeat.alive()
             if trace is not None:
                 recording.step()

@@ -30,7 +30,7 @@ END_S = 20.0
 MEETING_S = 120.0
 
 
-class Command:
+class CommandProcess:
     """The command of a job on a node, below a supervisor. Attributes as those of `forkserver.Process`."""
 
     starts_others = True
@@ -92,9 +92,9 @@ class Command:
 
 
 @contextmanager
-def processes_of(job: Job, node: int) -> Iterator[tuple[list[Any], list[Command]]]:
+def processes_of(job: Job, node: int) -> Iterator[tuple[list[Any], list[CommandProcess]]]:
     """What runs on a node in the place of servers and workers, not yet started."""
-    yield [], [Command(job, node)]
+    yield [], [CommandProcess(job, node)]
 
 
 def end_marked(mark: str) -> None:

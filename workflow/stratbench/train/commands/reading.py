@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 #: The longest line that is read, in bytes; the losses of an epoch stand in one.
-LONGEST_LINE = 1 << 24
+MAX_LINE = 1 << 24
 #: The most facts that a trainer may state, and the most characters of one.
-MOST_FACTS, LONGEST_FACT = 50, 200
+MAX_FACTS, MAX_FACT = 50, 200
 
 
 class ReportError(RuntimeError):
@@ -23,7 +23,7 @@ class ReportError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Score:
+class ReportedScore:
     """What an evaluation gave, and when it was told; `train_loss`: the mean loss since the one before."""
 
     at_s: float
@@ -43,7 +43,7 @@ class CommandReport:
     stretches: list[list[float]] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    scores: list[Score] = field(default_factory=list)
+    scores: list[ReportedScore] = field(default_factory=list)
     not_finite: str | None = None
     #: When its last line was written, and whether the clock stood then.
     latest_s: float = -math.inf
@@ -61,13 +61,13 @@ def read_report(path: Path) -> CommandReport:
     try:
         with path.open("rb") as file:
             number = 0
-            while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
+            while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
                 number += 1
                 try:
                     reader.take(json.loads(line))
                 except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as e:
                     raise ReportError(f"{path.name}, line {number}: {_why(e)}") from e
-            if len(line) > LONGEST_LINE:
+            if len(line) > MAX_LINE:
                 raise ReportError(f"{path.name}, line {number + 1}: is longer than 16 MiB")
     except FileNotFoundError:
         raise ReportError(
@@ -122,10 +122,10 @@ class _Reader:
                 "a second start: the training began twice, so that its time is not one"
             )
         facts = line["facts"]
-        if not isinstance(facts, dict) or len(facts) > MOST_FACTS:
-            raise ValueError(f"facts must be an object of at most {MOST_FACTS}")
+        if not isinstance(facts, dict) or len(facts) > MAX_FACTS:
+            raise ValueError(f"facts must be an object of at most {MAX_FACTS}")
         for name, value in facts.items():
-            if not isinstance(value, str | int | float | bool) or len(str(value)) > LONGEST_FACT:
+            if not isinstance(value, str | int | float | bool) or len(str(value)) > MAX_FACT:
                 raise ValueError(f"the fact {name[:40]!r} must be a number or a short text")
         _whole(facts.get("workers"), "workers", 1)
         if "parameters" in facts:
@@ -169,7 +169,7 @@ class _Reader:
                 self.report.not_finite = self.report.not_finite or f"the {key.replace('_', ' ')}"
         known = {key: value for key, value in given.items() if math.isfinite(value)}
         self.report.scores.append(
-            Score(
+            ReportedScore(
                 at_s=at_s,
                 train_time_s=self.report.train_time_s,
                 train_loss=_mean(self._losses),

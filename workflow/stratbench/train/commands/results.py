@@ -10,9 +10,9 @@ from stratbench.cell.files import last_lines
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.machine import environment
+from stratbench.telemetry.machine.foreign_processes import gpu_at
 from stratbench.telemetry.machine.node import facts_of_node
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.machine.tenants import gpu_at
 from stratbench.telemetry.timeline import PhaseLog, read_samples
 from stratbench.train.commands.files import command_name, read_ends, report_path
 from stratbench.train.commands.reading import CommandReport, ReportError, read_report

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
-from stratbench.telemetry.timeline import Interval
+from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
 from stratbench.train.commands import results
 from stratbench.train.commands.files import command_name, read_ends
@@ -49,7 +49,7 @@ class CommandRunner(Runner):
             line = line_out_of_memory(results.log_of(job))
             if line is None:
                 return Ending("error", results.why_failed(job, exits.processes))
-            if job.folder.read_strangers():
+            if job.folder.read_foreign_processes():
                 reason = "had no memory left, and others computed on its GPUs: free them, and train it again"
                 return Ending("error", f"the command {reason}; {line.strip()}")
             return Ending("oom", line.strip())
@@ -62,7 +62,7 @@ class CommandRunner(Runner):
     def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return results.program_entry(job)
 
-    def trained(self, job: Job, node: int) -> list[Interval]:
+    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
         return trained_of(job, range(1))
 
     def gpu_intervals(

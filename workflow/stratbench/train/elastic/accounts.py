@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from stratbench.cell.files import finite, read_json_lines
-from stratbench.train.elastic.history import Epoch, Generation, History
+from stratbench.train.elastic.history import EpochTotals, Generation, History
 from stratbench.train.job import Job
 
 
@@ -138,9 +138,9 @@ def _generations(incarnations: Iterable[History]) -> list[Generation]:
     return [g for incarnation in incarnations for g in incarnation.generations]
 
 
-def _sum(parts: Iterable[Epoch | None]) -> Epoch:
-    """An epoch that was trained in several lives."""
-    return Epoch(*map(sum, zip(*(astuple(part) for part in parts if part), strict=True)))
+def _sum(parts: Iterable[EpochTotals | None]) -> EpochTotals:
+    """An epoch that was trained in several incarnations."""
+    return EpochTotals(*map(sum, zip(*(astuple(part) for part in parts if part), strict=True)))
 
 
 def _add_unheard_of(incarnation: History, g: Generation, job: Job) -> None:
@@ -159,7 +159,7 @@ def _add_unheard_of(incarnation: History, g: Generation, job: Job) -> None:
     g.ended_unix_s = g.ended_unix_s or max(incarnation.seen_unix_s, g.told_unix_s)
     first = g.from_step // (job.train_samples // job.settings.global_batch)
     number = max((epoch + 1 for epoch in g.train_s), default=first)
-    incarnation.epochs.setdefault(number, Epoch()).train_s += g.ended_unix_s - g.told_unix_s
+    incarnation.epochs.setdefault(number, EpochTotals()).train_s += g.ended_unix_s - g.told_unix_s
 
 
 def job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float) -> dict[str, Any]:

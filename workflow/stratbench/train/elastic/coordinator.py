@@ -23,8 +23,14 @@ from stratbench.ps.wire.frames import SMALL_BYTES, ProtocolError
 from stratbench.ps.wire.gate import Gate, Refusals
 from stratbench.ps.wire.handshake import accept_handshake
 from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
-from stratbench.train.elastic.history import Epoch, Generation, History
-from stratbench.train.elastic.talk import SILENCE_S, WARM_UP_SILENCE_S, beat_until, hear, say
+from stratbench.train.elastic.history import EpochTotals, Generation, History
+from stratbench.train.elastic.talk import (
+    SILENCE_S,
+    WARM_UP_SILENCE_S,
+    hear,
+    say,
+    send_heartbeats_until,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +38,7 @@ HANDSHAKE_S = 15.0
 #: Members are let in again only after so many times the last pause: stops take a tenth of the time at most.
 STEPS_PER_PAUSE = 10.0
 #: Generations that may break, one after the other, before any of them takes a step.
-MOST_IN_VAIN = 20
+MAX_IN_VAIN = 20
 #: What a member is told that comes when nothing is left to do, or when all places are taken.
 OVER, FULL = "the training is over", "all places are taken; come again later"
 
@@ -45,7 +51,7 @@ def reaches(score: float | None, target: float | None, better: str) -> bool:
 
 
 @dataclass
-class Member:
+class GroupMember:
     """A worker that has been let in. `step`: how many steps its state has taken."""
 
     number: int
@@ -77,7 +83,7 @@ class Coordinator:
         self._secret, self._listeners, self._places = secret, listeners, places
         self._checkpoint, self._on_epoch = checkpoint, on_epoch
         self._epochs_done, self._per_epoch = epochs_done, steps_per_epoch
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, GroupMember] = {}
         self._known: set[int] = set()
         self._lock = threading.RLock()
         self._stopped = threading.Event()
@@ -102,7 +108,7 @@ class Coordinator:
         """Let members in from now on."""
         for work in (
             lambda: self._gate.accept(self._listeners),
-            lambda: beat_until(self._stopped, self._connections),
+            lambda: send_heartbeats_until(self._stopped, self._connections),
             self._consider_often,
         ):
             threading.Thread(target=work, daemon=True).start()
@@ -146,7 +152,7 @@ class Coordinator:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was ever taken in this life."""
+        """Whether a step was ever taken in this incarnation."""
         return any(g.began_unix_s for g in self.history.generations)
 
     def _connections(self) -> list[Connection]:
@@ -178,12 +184,12 @@ class Coordinator:
                 SMALL_BYTES,
             )
             self._known.add(number)
-            member = self._members[number] = Member(number, place, connection)
+            member = self._members[number] = GroupMember(number, place, connection)
             self.history.dates[number] = {"admitted": time.time()}
         self.on_change()
         return lambda: self._attend(member)
 
-    def _attend(self, member: Member) -> None:
+    def _attend(self, member: GroupMember) -> None:
         connection = member.connection
         connection.silence_s, connection.vanished_s = WARM_UP_SILENCE_S, SILENCE_S
         try:
@@ -200,7 +206,7 @@ class Coordinator:
                 self._consider()
             self.on_change()
 
-    def _gone(self, member: Member) -> None:
+    def _gone(self, member: GroupMember) -> None:
         if self._members.pop(member.number, None) is None:
             return  # it has left
         if member.state != "through":
@@ -224,12 +230,12 @@ class Coordinator:
             with suppress(Closed):
                 say(other.connection, what, **said)
 
-    def _inside(self) -> list[Member]:
+    def _inside(self) -> list[GroupMember]:
         return [m for m in self._members.values() if m.state == "inside"]
 
     # ------------------------------------------------------------ what members say
 
-    def _heard(self, member: Member, said: dict[str, Any]) -> None:
+    def _heard(self, member: GroupMember, said: dict[str, Any]) -> None:
         now = time.time()
         match said["what"]:
             case "ready":
@@ -271,7 +277,7 @@ class Coordinator:
         self.failure = reason
         self.done.set()
 
-    def _begun(self, member: Member, pause_s: float | None, now: float) -> None:
+    def _begun(self, member: GroupMember, pause_s: float | None, now: float) -> None:
         generation = self.history.generations[-1]
         self.history.dates[member.number].setdefault("first_step", now)
         if generation.began_unix_s is None:
@@ -281,12 +287,12 @@ class Coordinator:
             generation.pause_s = (generation.pause_s or 0.0) + longer_s
             # There may be no epoch after the last step.
             number = max(0, generation.from_step - 1) // self._per_epoch
-            first = self.history.epochs.setdefault(number, Epoch())
+            first = self.history.epochs.setdefault(number, EpochTotals())
             first.pause_s += longer_s
             self._last_pause_s = generation.pause_s
             self._next_change = time.monotonic() + STEPS_PER_PAUSE * self._last_pause_s
 
-    def _stopped_at(self, member: Member, said: dict[str, Any], now: float) -> None:
+    def _stopped_at(self, member: GroupMember, said: dict[str, Any], now: float) -> None:
         member.step = int(said["holds"])
         self._add_epochs(said, now)
         if said["failed"]:
@@ -341,11 +347,11 @@ class Coordinator:
         if candidates:
             self._form(candidates)
 
-    def _form(self, candidates: list[Member]) -> None:
+    def _form(self, candidates: list[GroupMember]) -> None:
         """Have these members form a generation, the one with most steps first."""
-        last = self.history.generations[-MOST_IN_VAIN:]
-        if len(last) == MOST_IN_VAIN and all(g.began_unix_s is None for g in last):
-            self._fail(f"{MOST_IN_VAIN} times in a row the workers met and could not begin")
+        last = self.history.generations[-MAX_IN_VAIN:]
+        if len(last) == MAX_IN_VAIN and all(g.began_unix_s is None for g in last):
+            self._fail(f"{MAX_IN_VAIN} times in a row the workers met and could not begin")
             return
         ranked = sorted(candidates, key=lambda m: (-m.step, m.number))
         kept, entries = self._checkpoint() or (0, [])

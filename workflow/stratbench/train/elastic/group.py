@@ -33,7 +33,7 @@ _SENT_BYTES = 64 << 20
 _left: list[dist.ProcessGroup | None] = []
 
 
-class Group:
+class ElasticGroup:
     """This process's default process group, one after the other."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:

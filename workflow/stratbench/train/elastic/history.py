@@ -34,7 +34,7 @@ class Generation:
 
 
 @dataclass
-class Epoch:
+class EpochTotals:
     """Of one epoch: its losses, summed over the `steps` that told them; seconds of steps and pauses."""
 
     loss: float = 0.0
@@ -53,7 +53,7 @@ class History:
     left: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     #: Of each epoch what its steps took, in all generations.
-    epochs: dict[int, Epoch] = field(default_factory=dict)
+    epochs: dict[int, EpochTotals] = field(default_factory=dict)
     #: When this was read.
     seen_unix_s: float | None = None
 
@@ -64,7 +64,7 @@ class History:
         """
         for key, (loss, steps, world, seconds) in done.items():
             number = int(key)
-            epoch = self.epochs.setdefault(number, Epoch())
+            epoch = self.epochs.setdefault(number, EpochTotals())
             epoch.loss += loss / world
             epoch.steps += steps / world
             # The slowest member's time counts.
@@ -80,5 +80,5 @@ class History:
             for g in values["generations"]
         ]
         dates = {int(n): each for n, each in values["dates"].items()}
-        epochs = {int(n): Epoch(**epoch) for n, epoch in values["epochs"].items()}
+        epochs = {int(n): EpochTotals(**epoch) for n, epoch in values["epochs"].items()}
         return cls(**{**values, "generations": generations, "dates": dates, "epochs": epochs})

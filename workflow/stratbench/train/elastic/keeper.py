@@ -21,23 +21,23 @@ from stratbench.study.slurm import submission
 
 #: The shortest and the longest time between two looks at the jobs, in seconds: it doubles while nothing
 #: changes.
-LOOK_S, LONGEST_LOOK_S = 0.5, 30.0
+LOOK_S, MAX_LOOK_S = 0.5, 30.0
 #: How long the job of a worker that is lost may take to end by itself: then its reason is known.
 PARTING_S = 5.0
 #: Failures of a slot's jobs after which the cell is given up.
-MOST_FAILURES = 20
+MAX_FAILURES = 20
 #: The same of jobs in a row that were submitted, and that nobody knew when they were looked for.
-MOST_UNKNOWN = 3
+MAX_UNKNOWN = 3
 _UNKNOWN = "no longer known"
 #: A job that fails within so many seconds after its start is replaced later: after 5 s, 10 s, ... 5 minutes.
-SOON_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 5.0, 300.0
+SOON_S, FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 5.0, 300.0
 
 
 class GaveUp(RuntimeError):
     """No worker job can be had: the text says why."""
 
 
-class Refused(RuntimeError):
+class SubmissionRefused(RuntimeError):
     """A job was not accepted; the text is the reason that was given.
 
     Attributes:
@@ -81,7 +81,7 @@ class Backend(Protocol):
     """Where worker jobs run: SLURM, or this machine."""
 
     def submit(self, number: int, slot: int) -> str:
-        """Start or queue worker `number`; returns the job's id. Raises `Refused`.
+        """Start or queue worker `number`; returns the job's id. Raises `SubmissionRefused`.
 
         A number whose refusal may pass is tried again: where there is a job of it all the same, that is it.
         """
@@ -93,7 +93,7 @@ class Backend(Protocol):
         """End jobs, queued and running ones; returns once that is asked for."""
 
 
-class Keeper:
+class WorkerJobSupervisor:
     """A context in which `slots` worker jobs are kept by a thread of its own.
 
     `journal`: a file with the jobs that were submitted, one JSON object a line. A later keeper of the same
@@ -117,7 +117,7 @@ class Keeper:
         self._gave_up: str | None = None
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> WorkerJobSupervisor:
         self._take_over()
         self._thread.start()
         return self
@@ -172,7 +172,7 @@ class Keeper:
             except Exception as error:  # the cell would wait for workers that nobody submits
                 self._gave_up = f"worker jobs cannot be kept: {type(error).__name__}: {error}"
                 return
-            pause_s = LOOK_S if changed else min(2 * pause_s, LONGEST_LOOK_S)
+            pause_s = LOOK_S if changed else min(2 * pause_s, MAX_LOOK_S)
             with self._wake:
                 if not self._soon and not self._stopped:
                     self._wake.wait(self._until_next(pause_s))
@@ -227,21 +227,21 @@ class Keeper:
         print(f"worker {entry.number} (job {id_}) ended: {entry.reason}", flush=True)
         is_unknown = started is None and not before.reason and seen.reason == _UNKNOWN
         self._unknown[slot] = self._unknown[slot] + 1 if is_unknown else 0
-        if self._unknown[slot] >= MOST_UNKNOWN:
+        if self._unknown[slot] >= MAX_UNKNOWN:
             self._gave_up = (
-                f"{MOST_UNKNOWN} worker jobs of one place were submitted, and SLURM knows none of them, the "
+                f"{MAX_UNKNOWN} worker jobs of one place were submitted, and SLURM knows none of them, the "
                 f"last one, job {id_}; see whether sbatch prints a job's number as its last line"
             )
         if not seen.failed:
             return
         self._failures[slot] += 1
-        if self._failures[slot] >= MOST_FAILURES:
+        if self._failures[slot] >= MAX_FAILURES:
             self._gave_up = (
-                f"{MOST_FAILURES} worker jobs of one place failed, the last one, worker {entry.number}, "
+                f"{MAX_FAILURES} worker jobs of one place failed, the last one, worker {entry.number}, "
                 f"with: {seen.reason}; its log says more"
             )
         if started is None or ended - started < SOON_S:
-            wait_s = min(FIRST_PAUSE_S * 2 ** (self._failures[slot] - 1), LONGEST_PAUSE_S)
+            wait_s = min(FIRST_PAUSE_S * 2 ** (self._failures[slot] - 1), MAX_PAUSE_S)
             self._not_before[slot] = time.monotonic() + wait_s
 
     def _submit(self) -> bool:
@@ -258,7 +258,7 @@ class Keeper:
             number, asked_unix_s = self._next_number, time.time()
             try:
                 id_ = self._backend.submit(number, slot)
-            except Refused as refused:
+            except SubmissionRefused as refused:
                 if self._postpone(slot, refused):
                     return submitted
                 self._next_number += 1  # there may be a job all the same, where the answer was lost
@@ -266,7 +266,7 @@ class Keeper:
                     self._gave_up = f"no worker job is accepted: {refused}"
                     return submitted
                 print(f"a worker job is not accepted now: {refused}", flush=True)
-                self._not_before[slot] = time.monotonic() + LONGEST_LOOK_S
+                self._not_before[slot] = time.monotonic() + MAX_LOOK_S
                 continue
             self._next_number += 1
             self._postponed.hurry()
@@ -276,7 +276,7 @@ class Keeper:
             submitted = True
         return submitted
 
-    def _postpone(self, slot: int, refused: Refused) -> bool:
+    def _postpone(self, slot: int, refused: SubmissionRefused) -> bool:
         """Try again later, where the refusal may pass; returns whether it may."""
         now, kind = time.monotonic(), refused.passes
         if kind is None:

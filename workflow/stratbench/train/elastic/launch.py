@@ -24,7 +24,7 @@ from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
 from stratbench.train.elastic import Elastic
 from stratbench.train.elastic.coordinator import Coordinator, reaches
-from stratbench.train.elastic.keeper import Backend, GaveUp, Keeper
+from stratbench.train.elastic.keeper import Backend, GaveUp, WorkerJobSupervisor
 from stratbench.train.elastic.local_jobs import LocalJobs
 from stratbench.train.elastic.slurm_jobs import SlurmJobs
 from stratbench.train.ending import Ending, slow
@@ -80,7 +80,7 @@ def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
     incarnation = len(folder.incarnations())
     with backend_of(job, asked) as backend, _coordinator(job, asked is not None) as coordinator:
         try:
-            with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs) as keeper:
                 coordinator.on_change, coordinator.on_lost = keeper.look_soon, keeper.give_up
                 keep = partial(folder.write_incarnation, incarnation)
                 ending = _wait(job, coordinator, keeper, keep, watch)
@@ -107,7 +107,7 @@ def hand_out(job: Job) -> None:
 def _wait(
     job: Job,
     coordinator: Coordinator,
-    keeper: Keeper,
+    keeper: WorkerJobSupervisor,
     keep: Callable[[dict[str, Any]], None],
     watch: PauseWatch,
 ) -> Ending:
@@ -131,7 +131,7 @@ def _wait(
     return Ending("diverged", diverged) if diverged else Ending("ok", None)
 
 
-def ended_by_workers(folder: RunFolder, keeper: Keeper) -> Ending | None:
+def ended_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
     """How the cell ends because of what its workers said at their end; None: it goes on."""
     for result in _results(folder, keeper):
         if result["status"] in ("oom", "unsupported"):
@@ -144,7 +144,7 @@ def ended_by_workers(folder: RunFolder, keeper: Keeper) -> Ending | None:
     return None
 
 
-def _results(folder: RunFolder, keeper: Keeper) -> Iterator[dict[str, Any]]:
+def _results(folder: RunFolder, keeper: WorkerJobSupervisor) -> Iterator[dict[str, Any]]:
     """What ended workers have written of themselves."""
     for entry in keeper.jobs():
         if entry.ended_unix_s is not None and (result := folder.read_worker(entry.number)):

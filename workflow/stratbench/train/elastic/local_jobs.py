@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from stratbench.cell.run_folder import worker_name
-from stratbench.train.elastic.keeper import Backend, Refused, Seen
+from stratbench.train.elastic.keeper import Backend, Seen, SubmissionRefused
 from stratbench.train.forkserver import Process
 
 WORKER = "stratbench.train.elastic.worker:main"
@@ -31,7 +31,7 @@ class LocalJobs(Backend):
         try:
             process.start()
         except OSError as error:
-            raise Refused(str(error)) from error
+            raise SubmissionRefused(str(error)) from error
         self._running[str(process.pid)] = process, time.time()
         self._watch(name, process.pid)
         return str(process.pid)

@@ -13,7 +13,7 @@ from stratbench.ps.wire.frames import ProtocolError
 from stratbench.ps.wire.handshake import JoinRefused, join_handshake, load_secret
 from stratbench.ps.wire.transport import Closed, Connection, Silent, dial
 from stratbench.train.elastic.coordinator import FULL
-from stratbench.train.elastic.talk import SILENCE_S, beat_until, hear, say
+from stratbench.train.elastic.talk import SILENCE_S, hear, say, send_heartbeats_until
 
 #: A worker that finds all places taken asks again after so long; one that finds nobody ends after so long.
 AGAIN_S, NOBODY_S = 30.0, 60.0
@@ -41,7 +41,10 @@ class Seat:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._ended = threading.Event()
         connection.silence_s = SILENCE_S
-        for work in (self._listen, lambda: beat_until(self._ended, lambda: [connection])):
+        for work in (
+            self._listen,
+            lambda: send_heartbeats_until(self._ended, lambda: [connection]),
+        ):
             threading.Thread(target=work, daemon=True).start()
 
     def say(self, what: str, **said: Any) -> None:

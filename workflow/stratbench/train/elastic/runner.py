@@ -15,7 +15,7 @@ from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.pauses import PauseWatch
-from stratbench.telemetry.timeline import Interval, read_phases
+from stratbench.telemetry.timeline import PhaseInterval, read_phases
 from stratbench.train import efficiency
 from stratbench.train.agent import Exits
 from stratbench.train.elastic import accounts, launch, served, served_accounts
@@ -84,10 +84,12 @@ class ElasticRunner(Runner):
     def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return (served_accounts if job.has_servers else accounts).entry_of(job)
 
-    def trained(self, job: Job, node: int) -> list[Interval]:
+    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
         """Read when workers trained, on whichever node; members of a group do once they have joined."""
         phases = read_phases(job.folder.phase_logs())
-        joined = [Interval(p.rank, "train", p.end_s, math.inf) for p in phases if p.phase == "join"]
+        joined = [
+            PhaseInterval(p.rank, "train", p.end_s, math.inf) for p in phases if p.phase == "join"
+        ]
         return [*joined, *(p for p in phases if p.phase == "train")]
 
     def gpu_intervals(

@@ -24,7 +24,7 @@ from stratbench.study.slurm.worker_job import WorkerJob
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
 from stratbench.train.elastic import Elastic
-from stratbench.train.elastic.keeper import Keeper
+from stratbench.train.elastic.keeper import WorkerJobSupervisor
 from stratbench.train.elastic.launch import (
     LAST_WORDS_S,
     LOOK_S,
@@ -47,14 +47,14 @@ def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
     """Train the cell; arguments as of `elastic.launch.launch`."""
     folder = job.folder
     hand_out(job)
-    forget_end(folder.servers)  # before any server or worker of this life looks
+    forget_end(folder.servers)  # before any server or worker of this incarnation looks
     configs = configs_of(job, across_nodes=asked is not None)
     with fork_server(may_share=True) as path, backend_of(job, asked) as backend:
         servers = agent.server_processes(path, folder, configs, SERVER)
         try:
             for process in servers:
                 process.start()
-            with Keeper(backend, job.cell.gpus, folder.worker_jobs) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs) as keeper:
                 ending = _wait(job, configs[0].elastic.incarnation, servers, keeper, watch)
                 if ending.status != "error":
                     folder.ended.touch()
@@ -79,7 +79,7 @@ def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
     )
     if elastic.incarnation > 1:
         how = "go on from their saved state" if elastic.resumes else "begin anew: none was saved"
-        print(f"life {elastic.incarnation} of the servers: they {how}", flush=True)
+        print(f"incarnation {elastic.incarnation} of the servers: they {how}", flush=True)
     host = socket.gethostname() if across_nodes else None
     configs = server_configs(s, job.train_samples, job.folder, host)
     # Whoever evaluates an epoch may run elsewhere.
@@ -91,7 +91,11 @@ def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
 
 
 def _wait(
-    job: Job, incarnation: int, servers: list[Process], keeper: Keeper, watch: PauseWatch
+    job: Job,
+    incarnation: int,
+    servers: list[Process],
+    keeper: WorkerJobSupervisor,
+    watch: PauseWatch,
 ) -> Ending:
     """Wait until the training is over, its time is, or nobody can go on; `incarnation`: of the servers."""
     limit_s, deadline = job.time_limit_s, None
@@ -135,7 +139,7 @@ def _ending_of(job: Job, servers: list[Process]) -> Ending:
     return Ending("ok", None)
 
 
-def _await_last_words(job: Job, keeper: Keeper) -> None:
+def _await_last_words(job: Job, keeper: WorkerJobSupervisor) -> None:
     """Let the workers that are still there write what they have measured."""
     joined = {e["worker"] for e in read_journal(job.folder.servers) if e["event"] == "join"}
     ends = time.monotonic() + LAST_WORDS_S

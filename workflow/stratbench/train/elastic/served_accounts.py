@@ -63,7 +63,7 @@ def count(journal: list[dict[str, Any]], event: str) -> int:
 
 
 def dates_of(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
-    """When a worker was ready, and had its first ticket, in its first life of the servers."""
+    """When a worker was ready, and had its first ticket, in its first incarnation of the servers."""
     names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
     dates: dict[str, float] = {}
     for event in journal:

@@ -14,7 +14,7 @@ from stratbench.study.slurm import submission
 from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm, printed_by
 from stratbench.study.slurm.job_states import QUEUED
 from stratbench.study.slurm.worker_job import WorkerJob
-from stratbench.train.elastic.keeper import Backend, Refused, Seen
+from stratbench.train.elastic.keeper import Backend, Seen, SubmissionRefused
 
 #: How long before the end of a job's time its worker is told, in seconds.
 WARNING_S = 60
@@ -63,19 +63,19 @@ class SlurmJobs(Backend):
         done = ask_slurm(command, self.script(number))
         if done is None:
             self._unanswered.add(number)
-            raise Refused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
+            raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
         if done.returncode != 0:
             why = submission.reason_of(done.stderr)
             kind = submission.kind_of_refusal(why)
             if kind == "silence":
                 self._unanswered.add(number)
             remedy = "" if kind else f"; {_REMEDY}"
-            raise Refused(f"sbatch: {why} (on {socket.gethostname()}){remedy}", kind)
+            raise SubmissionRefused(f"sbatch: {why} (on {socket.gethostname()}){remedy}", kind)
         lines = [line.strip() for line in done.stdout.splitlines()]
         numbers = [line for line in lines if re.fullmatch(r"\d+(;.+)?", line)]  # a site's may greet
         if not numbers:
             said = " ".join(done.stdout.split())[:200]
-            raise Refused(f"sbatch printed {said!r} and no job's number")
+            raise SubmissionRefused(f"sbatch printed {said!r} and no job's number")
         return numbers[-1].partition(";")[0]
 
     def _comment(self, number: int) -> str:
@@ -85,7 +85,7 @@ class SlurmJobs(Backend):
         """The job of a worker whose sbatch did not answer, if SLURM has taken it."""
         shown = printed_by(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%k"])
         if shown is None:
-            raise Refused("squeue does not answer", "silence")
+            raise SubmissionRefused("squeue does not answer", "silence")
         rows = [line.split("|", 1) for line in shown.splitlines() if "|" in line]
         return next((id_ for id_, comment in rows if comment == self._comment(number)), None)
 

@@ -27,7 +27,7 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.train import loop
 from stratbench.train.elastic import Elastic
 from stratbench.train.elastic.coordinator import reaches
-from stratbench.train.elastic.group import Group, broadcast
+from stratbench.train.elastic.group import ElasticGroup, broadcast
 from stratbench.train.elastic.member import Gone, Over, Seat
 from stratbench.train.restarts import checkpoints
 from stratbench.workload.data.device_data import DeviceData
@@ -73,7 +73,7 @@ class _Round:
     seconds: dict[int, float] = field(default_factory=dict)
 
 
-class Split:
+class ElasticSynchronous:
     """A member's training, from its first generation to its last."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Split:
         data: DeviceData,
         worker: Worker,
         phases: Phases,
-        group: Group,
+        group: ElasticGroup,
         seat: Seat,
         leaving: threading.Event,
         number: int,
@@ -92,7 +92,7 @@ class Split:
         self._phases, self._group, self._seat, self._leaving = phases, group, seat, leaving
         self._task = worker.task
         self._weighted = worker.task = Weighted(worker.task)
-        self._clock = StepClock(worker.device, worker.pulse)
+        self._clock = StepClock(worker.device, worker.heartbeat)
         worker.mark = self._clock.mark
         self._steps_per_epoch = data.train_samples // worker.settings.global_batch
         self._total = worker.settings.total_steps(data.train_samples)
@@ -372,7 +372,7 @@ class Split:
                 self._task,
                 self._rank,
                 Mesh(self._world),
-                self.worker.pulse,
+                self.worker.heartbeat,
             )
             self._group.check()
         self._epochs_done = epoch

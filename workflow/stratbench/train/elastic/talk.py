@@ -12,7 +12,7 @@ from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
 from stratbench.ps.wire.transport import Closed, Connection
 
 #: How often each side says that it lives, and after how much silence the other is given up, in seconds.
-BEAT_S, SILENCE_S = 1.0, 10.0
+HEARTBEAT_S, SILENCE_S = 1.0, 10.0
 #: The same of a worker that warms up: nobody waits for it, and loading may hold the interpreter lock.
 WARM_UP_SILENCE_S = 60.0
 
@@ -23,7 +23,7 @@ def say(connection: Connection, what: str, **said: Any) -> None:
 
 
 def hear(connection: Connection) -> dict[str, Any]:
-    """The next message; signs of life are passed over. Raises Closed, Silent and ProtocolError."""
+    """The next message; signs of incarnation are passed over. Raises Closed, Silent and ProtocolError."""
     while True:
         frame = connection.receive()
         if frame.kind is Kind.HEARTBEAT:
@@ -37,9 +37,9 @@ def hear(connection: Connection) -> dict[str, Any]:
         return said
 
 
-def beat_until(stopped: threading.Event, to: Callable[[], list[Connection]]) -> None:
+def send_heartbeats_until(stopped: threading.Event, to: Callable[[], list[Connection]]) -> None:
     """Say to each of the connections that this side lives, until `stopped` is set."""
-    while not stopped.wait(BEAT_S):
+    while not stopped.wait(HEARTBEAT_S):
         for connection in to():
             with suppress(Closed):  # its reader notices
                 connection.send_if_free(Frame(Kind.HEARTBEAT))

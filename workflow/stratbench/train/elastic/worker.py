@@ -33,9 +33,9 @@ from stratbench.ps.server import serve
 from stratbench.ps.wire.link import Left, ServerLost
 from stratbench.strategies.mesh import Mesh
 from stratbench.train import agent, loop, worker
-from stratbench.train.elastic.group import Group
+from stratbench.train.elastic.group import ElasticGroup
 from stratbench.train.elastic.member import Over, take_seat
-from stratbench.train.elastic.split import Split
+from stratbench.train.elastic.split import ElasticSynchronous
 from stratbench.train.job import Job
 from stratbench.train.locks import scratch
 
@@ -100,7 +100,7 @@ def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event
     """
     s, start = job.settings, worker.begin(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
-    group = Group(job.folder.path, device)
+    group = ElasticGroup(job.folder.path, device)
     seat = take_seat(job.folder, number, group.break_up, leaving)
     with phases("rendezvous"):
         group.form_alone()
@@ -109,11 +109,11 @@ def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event
     with phases("build"):
         ready = worker.set_up(
             s, strategy, data, device, seat.place,
-            rank=0, world_size=1, local_world=1, folder=job.folder, pulse=start.pulse, mesh=Mesh(1),
+            rank=0, world_size=1, local_world=1, folder=job.folder, heartbeat=start.heartbeat, mesh=Mesh(1),
         )  # fmt: skip
     with phases("warmup"):
         loop.warm_up(strategy, data, ready.worker)
-    split = Split(strategy, data, ready.worker, phases, group, seat, leaving, number)
+    split = ElasticSynchronous(strategy, data, ready.worker, phases, group, seat, leaving, number)
     measured = worker.worker_result(split.run(start.memory), start, number)
     # How much it sent depends on how many were there, step by step: no figure stands for that.
     measured |= {"communication": None, "generations": split.generations}
@@ -141,7 +141,7 @@ def train_served(
         ready = worker.set_up(
             s, strategy, data, device, number % s.gpus,
             rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
-            pulse=start.pulse, mesh=Mesh(1), channel_by=partial(returning, job.folder, leaving),
+            heartbeat=start.heartbeat, mesh=Mesh(1), channel_by=partial(returning, job.folder, leaving),
         )  # fmt: skip
     result = loop.train_with_server(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)

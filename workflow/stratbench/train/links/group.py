@@ -34,7 +34,7 @@ Measured = tuple[list[Time], float]
 
 
 @dataclass(frozen=True)
-class Group:
+class LinkGroup:
     """`a_node` processes on each of `nodes`, which find each other in a `folder` that all of them see."""
 
     sweep: Sweep
@@ -64,12 +64,12 @@ class Group:
 def measure_here(sweep: Sweep, on_gpus: bool) -> Measured:
     """`measure` by processes of this machine. Raises RuntimeError where one fails."""
     with tempfile.TemporaryDirectory() as folder:
-        group = Group(sweep, on_gpus, folder, 1, max(sweep.workers))
+        group = LinkGroup(sweep, on_gpus, folder, 1, max(sweep.workers))
         group.run(0)
         return group.measured()
 
 
-def measure_on_nodes(group: Group, cpus: int) -> Measured:
+def measure_on_nodes(group: LinkGroup, cpus: int) -> Measured:
     """`measure` by processes of the SLURM job's nodes, with `cpus` cores on each.
 
     Raises RuntimeError where one fails.
@@ -94,7 +94,7 @@ def measure_on_nodes(group: Group, cpus: int) -> Measured:
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _member(group: Group, node: int, number: int) -> None:
+def _member(group: LinkGroup, node: int, number: int) -> None:
     rank = node * group.a_node + number
     if group.nodes > 1:
         store = tcp_store(RunFolder(Path(group.folder)), rank, group.world)
@@ -145,7 +145,7 @@ def main() -> int:
     set_gloo_interface()
     plan = json.loads(args.plan.read_text(encoding="utf-8"))
     swept = {k: tuple(v) if isinstance(v, list) else v for k, v in plan["sweep"].items()}
-    Group(**plan | {"sweep": Sweep(**swept)}).run(int(os.environ["SLURM_NODEID"]))
+    LinkGroup(**plan | {"sweep": Sweep(**swept)}).run(int(os.environ["SLURM_NODEID"]))
     return 0
 
 

@@ -27,7 +27,7 @@ import torch
 
 from stratbench.cell.files import write_atomic
 from stratbench.telemetry.collective_cost import FittedLink, Time, fitted_links
-from stratbench.train.links.group import Group, as_one_of_many, measure_here, measure_on_nodes
+from stratbench.train.links.group import LinkGroup, as_one_of_many, measure_here, measure_on_nodes
 from stratbench.train.links.servers import measure_servers
 from stratbench.train.links.timing import KINDS, Sweep
 from stratbench.train.nodes.srun import size_of_job
@@ -62,7 +62,7 @@ def measured(args: argparse.Namespace, sweep: Sweep) -> tuple[list[Time], float]
         here = [n for n in sweep.workers if n <= args.a_node]
         wide = replace(sweep, workers=(*here, nodes * args.a_node))
         folder = str((args.out / "run").resolve())
-        group = Group(wide, args.gpus, folder, nodes, args.a_node)
+        group = LinkGroup(wide, args.gpus, folder, nodes, args.a_node)
         times, kappa = measure_on_nodes(group, cpus)
     elif args.kinds:
         times, kappa = measure_here(sweep, args.gpus)

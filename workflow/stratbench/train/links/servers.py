@@ -25,7 +25,7 @@ from stratbench.train.links.processes import TIMEOUT_S, forking, run_all
 from stratbench.train.links.timing import Sweep
 
 #: Pushes of a worker that are not timed, and that are: fewer where they are so many bytes in all.
-WARM_PUSHES, FEWEST_PUSHES, MOST_PUSHES, PUSHED_BYTES = 2, 4, 10, 40 << 20
+WARM_PUSHES, MIN_PUSHES, MAX_PUSHES, PUSHED_BYTES = 2, 4, 10, 40 << 20
 #: Weights of fewer bytes all take the same time.
 SMALLEST_SERVED_BYTES = 1 << 16
 
@@ -42,7 +42,7 @@ class Pushed:
     @property
     def pushes(self) -> int:
         """Of each worker, timed."""
-        return max(FEWEST_PUSHES, min(MOST_PUSHES, PUSHED_BYTES // self.n_bytes))
+        return max(MIN_PUSHES, min(MAX_PUSHES, PUSHED_BYTES // self.n_bytes))
 
     def config(self, rendezvous: str) -> ServerConfig:
         return ServerConfig(

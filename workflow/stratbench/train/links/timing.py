@@ -20,7 +20,7 @@ from stratbench.telemetry.collective_cost import Time
 SMALLEST_BYTES = 1 << 10
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 #: Calls timed together: so many that a small one is well above the clock, and one alone of a large one.
-MOST_CALLS, CALLS_BYTES = 20, 8 << 20
+MAX_CALLS, CALLS_BYTES = 20, 8 << 20
 #: Side of the square matrices whose product is the computing beside a collective.
 MATRIX = 256
 
@@ -81,7 +81,7 @@ def _timed(
 ) -> float:
     """Seconds of one call by `ranks`; `n_bytes` is the whole tensor, as in CollectiveCall."""
     call = _call(kind, ranks, n_bytes, group, device)
-    calls = max(1, min(MOST_CALLS, CALLS_BYTES // n_bytes))
+    calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)
     _synchronise(device)
     began = time.perf_counter()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch, pauses_of_workers
-from stratbench.telemetry.timeline import Interval, read_phases
+from stratbench.telemetry.timeline import PhaseInterval, read_phases
 from stratbench.train.job import Job
 
 #: A pause says nothing against these endings: they were known at once.
@@ -16,10 +16,10 @@ _UNTOUCHED = ("oom", "unsupported")
 
 
 #: Reads when workers of a node trained (`running.runner.Runner.trained`).
-Trained = Callable[[Job, int], Iterable[Interval]]
+Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
-def trained_of(job: Job, ranks: Iterable[int]) -> list[Interval]:
+def trained_of(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
     """Read when the workers of these ranks trained."""
     return [p for p in read_phases(map(job.folder.phases, ranks)) if p.phase == "train"]
 
@@ -63,7 +63,7 @@ def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
     return sorted(entries, key=lambda entry: entry["begin_s"])
 
 
-def _is_in_training(pause: dict[str, float], trained: Iterable[Interval]) -> bool:
+def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -> bool:
     """Whether a worker was training as the pause began; times are those of the node's clock."""
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)

@@ -22,7 +22,7 @@ from stratbench.train.restarts.keys import Checkpoints
 from stratbench.workload.generators import Generators
 
 
-class Keeper(Beside):
+class CheckpointWriter(Beside):
     """Keeps a worker's state every so many steps. All workers of a cell do so after the same ones.
 
     A checkpoint is copied while the clock stands, and written beside the training.

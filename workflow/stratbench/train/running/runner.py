@@ -20,7 +20,7 @@ from stratbench.cell.text.help_page import help_address
 from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import mesh_of, strategy_class
 from stratbench.telemetry.pauses import PauseWatch
-from stratbench.telemetry.timeline import Interval
+from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency, gpu_locks
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
@@ -175,7 +175,7 @@ class Runner:
         """Make the record's `section`."""
         return {}
 
-    def trained(self, job: Job, node: int) -> list[Interval]:
+    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
         """Read when workers of a node trained."""
         return trained_of(job, job.ranks_of(node))
 

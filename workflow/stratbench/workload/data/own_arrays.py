@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 TOKEN_NAMES = ("train", "test")
 #: An axis of so many entries at the end of an image's shape holds its channels.
-MOST_CHANNELS = 4
+MAX_CHANNELS = 4
 #: Bytes that are looked at together.
 _CHUNK_BYTES = 32 << 20
 RETURNS = f"return ({', '.join(NAMES)}) or ({', '.join(TOKEN_NAMES)} tokens), or a mapping with these keys"
@@ -124,7 +124,7 @@ def channels_first(x: np.ndarray) -> np.ndarray:
     """Images [N, C, H, W]. The last axis holds the channels where it has 1 to 4, and the second more."""
     if x.ndim == 3:
         return x[:, None]
-    last = x.shape[3] <= MOST_CHANNELS < x.shape[1]
+    last = x.shape[3] <= MAX_CHANNELS < x.shape[1]
     return x.transpose(0, 3, 1, 2) if last else x
 
 

@@ -78,7 +78,7 @@ SHAKESPEARE_VOCABULARY = 65
 TEXT_CHUNK_SAMPLES = 1 << 14
 DOWNLOAD_TIMEOUT_S = 30
 #: No file of a data set that we know is larger; what is, is not read to its end.
-MOST_FILE_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 
 
 class DataError(ValueError):
@@ -115,7 +115,7 @@ class Source(NamedTuple):
 def read_verified(path: Path, md5: str) -> bytes:
     """The bytes of a file, read once. Raises DataError if their MD5 is not `md5`."""
     try:
-        content = read_regular(path, MOST_FILE_BYTES)
+        content = read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -185,8 +185,8 @@ def _fetch(url: str, target: Path) -> None:
         progress_bar(int(response.headers.get("Content-Length", 0)), "B", target.name) as bar,
     ):
         while block := response.read(1 << 16):
-            if file.tell() > MOST_FILE_BYTES:
-                raise DataError(f"more than {MOST_FILE_BYTES:,} bytes came")
+            if file.tell() > MAX_FILE_BYTES:
+                raise DataError(f"more than {MAX_FILE_BYTES:,} bytes came")
             file.write(block)
             bar.update(len(block))
 

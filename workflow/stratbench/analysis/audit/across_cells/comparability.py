@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pandas as pd
 
-from stratbench.analysis.audit.rule import Case, Evidence, rows_of, rule
+from stratbench.analysis.audit.rule import AuditData, Case, rows_of, rule
 from stratbench.analysis.records.groups import rows_by_group
 from stratbench.cell.coordinates import STATUSES
 
@@ -16,7 +16,7 @@ SAMPLES = 1.005
 
 
 def comparable_cells(
-    evidence: Evidence, column: str
+    evidence: AuditData, column: str
 ) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
     """The cells of each experiment and model that state `column`: those that a reader compares."""
     stated = evidence.ok.dropna(subset=[column])
@@ -24,7 +24,7 @@ def comparable_cells(
 
 
 @rule("unequal-samples", "unusable", "all")
-def unequal_samples(evidence: Evidence) -> Iterator[Case]:
+def unequal_samples(evidence: AuditData) -> Iterator[Case]:
     """Strategies that saw different numbers of samples do not compare in time or score."""
     for (experiment, model), rows in comparable_cells(evidence, "samples_seen"):
         low, high = rows["samples_seen"].min(), rows["samples_seen"].max()
@@ -36,7 +36,7 @@ def unequal_samples(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("unequal-start", "unusable", "score")
-def unequal_start(evidence: Evidence) -> Iterator[Case]:
+def unequal_start(evidence: AuditData) -> Iterator[Case]:
     """The strategies of a repeat must start from the same weights."""
     for (experiment, model), rows in comparable_cells(evidence, "initial_weights_sha256"):
         for repeat, same in rows.groupby("repeat", sort=False):
@@ -50,7 +50,7 @@ def unequal_start(evidence: Evidence) -> Iterator[Case]:
 
 # Doubtful: each of its figures may be used, and whoever ranks the two kinds has nothing to go by.
 @rule("no-common-cell", "warning", "all")
-def no_common_cell(evidence: Evidence) -> Iterator[Case]:
+def no_common_cell(evidence: AuditData) -> Iterator[Case]:
     """Collective strategies and parameter servers never trained the same model on the same data, so these
     records cannot rank one against the other.
     """
@@ -62,7 +62,7 @@ def no_common_cell(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("repeats-end-differently", "warning", "all")
-def repeats_end_differently(evidence: Evidence) -> Iterator[Case]:
+def repeats_end_differently(evidence: AuditData) -> Iterator[Case]:
     """Repeats of a cell do the same work, so that one ends as the others do, but for chance. Look at what
     else was on the device, and at the loss.
     """
@@ -74,7 +74,7 @@ def repeats_end_differently(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("loss-in-parts", "note", "score")
-def loss_in_parts(evidence: Evidence) -> Iterator[Case]:
+def loss_in_parts(evidence: AuditData) -> Iterator[Case]:
     """The loss of a batch is not the mean over the batch's parts (class weights, targets that are ignored,
     pairs), so that other numbers of workers, parts or micro-batches train something else. A task that returns
     (sum, weight) trains the same on all.
@@ -87,7 +87,7 @@ def loss_in_parts(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("mixed-limits", "note", "time")
-def mixed_limits(evidence: Evidence) -> Iterator[Case]:
+def mixed_limits(evidence: AuditData) -> Iterator[Case]:
     """A cell was stopped at a time limit that is shorter than others of its comparison had."""
     for _, rows in evidence.cells.groupby(["experiment", "model"], sort=False):
         longest_s = rows["time_limit_s"].max()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.audit.rule import Case, Evidence, rule
+from stratbench.analysis.audit.rule import AuditData, Case, rule
 from stratbench.analysis.records.derived import device_name, value_at
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def runs_of(evidence: Evidence) -> dict[Group, list[Run]]:
+def runs_of(evidence: AuditData) -> dict[Group, list[Run]]:
     """The repeats that ended well, of groups with at least two of them."""
     by_group: defaultdict[Group, list[Run]] = defaultdict(list)
     for record in evidence.records:
@@ -69,7 +69,7 @@ def hosts_of(record: Record) -> str:
 
 
 def rivals_by_group(
-    evidence: Evidence, on_equal_counts: bool
+    evidence: AuditData, on_equal_counts: bool
 ) -> Iterator[tuple[Group, list[Group]]]:
     """Each group with those that it is compared with and that its time is near to: EXPLAINED."""
     runs = runs_of(evidence)
@@ -90,7 +90,7 @@ def rivals_by_group(
 
 
 @rule("confounded-order", "warning", "time")
-def confounded_order(evidence: Evidence) -> Iterator[Case]:
+def confounded_order(evidence: AuditData) -> Iterator[Case]:
     """The strategy was trained at another time than most that are about as fast: all of it before or after
     them, or in a study whose times follow the order. A machine that changed meanwhile makes such a
     difference.
@@ -100,7 +100,7 @@ def confounded_order(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("not-in-turns", "note", "time")
-def not_in_turns(evidence: Evidence) -> Iterator[Case]:
+def not_in_turns(evidence: AuditData) -> Iterator[Case]:
     """The strategy took no turns with most that are about as fast, as in a queue that fills gaps with small
     jobs; nothing tells that the machine changed meanwhile.
     """
@@ -108,7 +108,7 @@ def not_in_turns(evidence: Evidence) -> Iterator[Case]:
 
 
 @lru_cache(maxsize=1)
-def out_of_turn(evidence: Evidence) -> list[tuple[Group, str, bool]]:
+def out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
     """Return the groups that took no turns with most of their rivals, how, and whether that is doubtful."""
     found, drifting = [], trends(evidence)
     timed = {
@@ -158,7 +158,7 @@ def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
 
 
 @rule("confounded-host", "warning", "time")
-def confounded_host(evidence: Evidence) -> Iterator[Case]:
+def confounded_host(evidence: AuditData) -> Iterator[Case]:
     """The strategy is known by its host, and one that is about as fast ran elsewhere: what differs may be the
     hosts. Spread repeats over hosts, or train all strategies on the same.
     """
@@ -184,7 +184,7 @@ def confounded_host(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("times-follow-time", "warning", "time")
-def times_follow_time(evidence: Evidence) -> Iterator[Case]:
+def times_follow_time(evidence: AuditData) -> Iterator[Case]:
     """How long a cell trained depends on when it ran: the machine got slower or faster during the study.
     Strategies that took turns are compared fairly; a single time, or one beside another study's, is not.
     """
@@ -193,7 +193,7 @@ def times_follow_time(evidence: Evidence) -> Iterator[Case]:
 
 
 @lru_cache(maxsize=1)
-def trends(evidence: Evidence) -> dict[str, str]:
+def trends(evidence: AuditData) -> dict[str, str]:
     """Return how times follow the order of execution, by the experiments in which they do."""
     experiments: defaultdict[str, list[list[Run]]] = defaultdict(list)
     for group, runs in runs_of(evidence).items():
@@ -244,7 +244,7 @@ def slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -
 
 
 @rule("slow-host", "warning", "time")
-def slow_host(evidence: Evidence) -> Iterator[Case]:
+def slow_host(evidence: AuditData) -> Iterator[Case]:
     """Cells trained longer on one host than their repeats did on others with the same devices: it has another
     load, cooling or set-up. Repeats that ran there say less of a strategy; leave the host out, or mend it.
     """

@@ -8,13 +8,13 @@ from datetime import datetime
 
 import pandas as pd
 
-from stratbench.analysis.audit.rule import Case, Evidence, named, record_rule, rows_of, rule
+from stratbench.analysis.audit.rule import AuditData, Case, named, record_rule, rows_of, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts, host_of
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
 from stratbench.cell.text.words import GIB, counted
-from stratbench.telemetry.machine.tenants import OTHERS_BYTES
+from stratbench.telemetry.machine.foreign_processes import OTHERS_BYTES
 
 #: The share of the samples in which a GPU may be slowed.
 THROTTLED = 0.01
@@ -29,14 +29,14 @@ TOGETHER_S = 2.5
 
 
 @rule("throttled", "warning", "time")
-def throttled(evidence: Evidence) -> Iterator[Case]:
+def throttled(evidence: AuditData) -> Iterator[Case]:
     """A GPU was slowed down by heat or by a lack of power in part of the samples."""
     for row in rows_of(evidence.ok[evidence.ok["throttled_share"] > THROTTLED]):
         yield row, f"throttled in {row.throttled_share:.0%} of the samples"
 
 
 @rule("busy-machine", "warning", "time")
-def busy_machine(evidence: Evidence) -> Iterator[Case]:
+def busy_machine(evidence: AuditData) -> Iterator[Case]:
     """Other processes used the machine when the cell started: it measures them too."""
     for row in rows_of(evidence.of_any_loop[are_busy(evidence.of_any_loop)]):
         yield row, f"others used {row.other_cpu_cores:.2g} CPU cores"
@@ -49,7 +49,7 @@ def are_busy(cells: pd.DataFrame) -> pd.Series:
 
 
 @rule("workers-are-processes", "note", "time")
-def workers_are_processes(evidence: Evidence) -> Iterator[Case]:
+def workers_are_processes(evidence: AuditData) -> Iterator[Case]:
     """Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication say
     nothing about GPUs.
     """
@@ -62,7 +62,7 @@ def workers_are_processes(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("processes-share-cores", "warning", "time")
-def processes_share_cores(evidence: Evidence) -> Iterator[Case]:
+def processes_share_cores(evidence: AuditData) -> Iterator[Case]:
     """There are more workers than cores: they take turns, and more workers bring no speed."""
     for experiment, rows in evidence.ok.groupby("experiment", sort=False):
         cpu = rows[(rows["device_kind"] == "cpu") & (rows["gpus"] > rows["cpu_cores"])]
@@ -116,13 +116,13 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
             places[what, value] = worker["rank"]
 
 
-@record_rule("stranger-on-gpu", "warning", "time", of="both")
-def stranger_on_gpu(facts: Facts) -> Iterator[str]:
+@record_rule("foreign-process-on-gpu", "warning", "time", of="both")
+def foreign_process_on_gpu(facts: Facts) -> Iterator[str]:
     """A process of somebody else computed on a GPU of the cell, or held memory there: what it did there
     slowed the cell.
     """
     if facts.status != "oom":
-        yield from strangers_in(facts)
+        yield from foreign_processes_in(facts)
         yield from memory_of_others(facts)
 
 
@@ -130,19 +130,21 @@ def stranger_on_gpu(facts: Facts) -> Iterator[str]:
 def memory_held_by_others(facts: Facts) -> Iterator[str]:
     """The cell ran out of memory while somebody else held a part of its GPU: alone it may not."""
     if facts.status == "oom":
-        yield from strangers_in(facts)
+        yield from foreign_processes_in(facts)
 
 
-def strangers_in(facts: Facts) -> Iterator[str]:
-    """The strangers on the cell's own GPUs, at its start and while it ran; others' GPUs do not count."""
+def foreign_processes_in(facts: Facts) -> Iterator[str]:
+    """The foreign processes on the cell's own GPUs, at its start and while it ran; others' GPUs do not
+    count.
+    """
     own = own_gpus(facts)
     seen: dict[tuple[str, int], str] = {}
     for node, busy in (facts("provenance.busy_at_start") or {}).items():
         for index, pids in (busy.get("other_gpu_processes") or {}).items():
             for pid in pids if (int(node), int(index)) in own else ():
                 seen[node, pid] = f"process {pid} on GPU {index} when the cell began"
-    for node, strangers in (facts("provenance.foreign_gpu_processes") or {}).items():
-        for entry in strangers:
+    for node, foreign_processes in (facts("provenance.foreign_gpu_processes") or {}).items():
+        for entry in foreign_processes:
             held = f" with up to {entry['bytes'] / GIB:.3g} GiB" if entry["bytes"] else ""
             gpu = "a MIG instance" if entry["gpu"] is None else f"GPU {entry['gpu']}"
             when = f"from {entry['first_s']:.0f} to {entry['last_s']:.0f} s"
@@ -208,7 +210,7 @@ def groups_cross_nodes(facts: Facts) -> Iterator[str]:
 
 
 @rule("shared-devices", "unusable", "time")
-def shared_devices(evidence: Evidence) -> Iterator[Case]:
+def shared_devices(evidence: AuditData) -> Iterator[Case]:
     """Two cells were on one GPU at the same time: each slowed the other."""
 
     def gpus_of(record: Record) -> Iterator[str]:
@@ -220,7 +222,7 @@ def shared_devices(evidence: Evidence) -> Iterator[Case]:
 
 
 @rule("shared-cores", "warning", "time")
-def shared_cores(evidence: Evidence) -> Iterator[Case]:
+def shared_cores(evidence: AuditData) -> Iterator[Case]:
     """Two cells trained on the CPU at the same time, and wanted more cores together than both could use: they
     took turns.
     """
@@ -248,7 +250,7 @@ def cores_on(host: str, record: Record) -> tuple[set[int], int]:
 
 
 def stays_together(
-    evidence: Evidence, places_of: Callable[[Record], Iterable[str]]
+    evidence: AuditData, places_of: Callable[[Record], Iterable[str]]
 ) -> Iterator[tuple[str, float, Record, Record]]:
     """Places where two cells were at the same time, for how long in s, and the two, the earlier one first.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from stratbench.analysis.audit.rule import Affects, Case, Evidence, Rule, Severity, rule
+from stratbench.analysis.audit.rule import Affects, AuditData, Case, Rule, Severity, rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.cell.record import Record
 from stratbench.cell.settings import OF_A_VARIANT
@@ -160,7 +160,7 @@ def row_comparing(path: str) -> int | None:
 
 
 @lru_cache(maxsize=1)
-def records_by_row(evidence: Evidence) -> list[list[tuple[Record, dict[str, set[str]]]]]:
+def records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str, set[str]]]]]:
     """For each row of TABLE, every record with its values of the row's fields."""
     by_row: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
     for record in evidence.records:
@@ -173,7 +173,7 @@ def records_by_row(evidence: Evidence) -> list[list[tuple[Record, dict[str, set[
     return by_row
 
 
-def differences_of_row(evidence: Evidence, entry: int) -> Iterator[Case]:
+def differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
     """The fields of a row of TABLE in which compared cells differ."""
     names = ("experiment", "model", *TABLE[entry].within)
     groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
@@ -207,7 +207,7 @@ def rule_of_row(entry: int) -> Rule:
     """The rule that compares the fields of a row of TABLE."""
     compared = TABLE[entry]
 
-    def check(evidence: Evidence) -> Iterator[Case]:
+    def check(evidence: AuditData) -> Iterator[Case]:
         yield from differences_of_row(evidence, entry)
 
     check.__doc__ = compared.explanation

@@ -21,7 +21,7 @@ function el(tag, given, ...children) {
 }
 
 // ---- columns -------------------------------------------------------------------------------------------
-const NOT_RECORDED = "not recorded", MOST_LEVELS = 60, MOST_NUMBER_LEVELS = 8;
+const NOT_RECORDED = "not recorded", MAX_LEVELS = 60, MAX_NUMBER_LEVELS = 8;
 const columns = new Map();
 
 const getter = (c) => (c.values ? (i) => c.values[i] : c.at ? (i) => c.levels[c.at[i]] : () => c.levels[0]);
@@ -30,7 +30,7 @@ function addColumn(c) {
   const get = getter(c);
   const seen = new Map();
   for (let i = 0; i < D.cells; i++) seen.set(get(i), (seen.get(get(i)) || 0) + 1);
-  const most = c.number ? MOST_NUMBER_LEVELS : D.coordinates.includes(c.name) ? Infinity : MOST_LEVELS;
+  const most = c.number ? MAX_NUMBER_LEVELS : D.coordinates.includes(c.name) ? Infinity : MAX_LEVELS;
   let levels = seen.size <= most ? [...seen.keys()] : null;
   if (levels && !D.coordinates.slice(0, 3).includes(c.name) && !["strategy", "audit"].includes(c.name))
     levels.sort((a, b) => (a === null) - (b === null) || compare(a, b));

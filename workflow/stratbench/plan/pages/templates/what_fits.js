@@ -141,9 +141,9 @@ const countsOf = (network) => [...new Set(Object.values(network.kinds).flatMap((
 
 /** The numbers of workers of a strategy whose amounts are a line in 1 / workers. */
 const regularOf = (given) => Object.keys(given).map(Number).filter((n) => given[n].regular).sort((a, b) => a - b);
-const MOST_WORKERS = 1024;
+const MAX_WORKERS = 1024;
 /** The most workers that this plan can say something of. */
-const mostWorkers = (network) => Object.values(network.kinds).some((kind) => Object.values(kind).some((given) => regularOf(given).length > 1)) ? Math.max(MOST_WORKERS, countsOf(network).at(-1)) : countsOf(network).at(-1);
+const mostWorkers = (network) => Object.values(network.kinds).some((kind) => Object.values(kind).some((given) => regularOf(given).length > 1)) ? Math.max(MAX_WORKERS, countsOf(network).at(-1)) : countsOf(network).at(-1);
 
 /** What the plan has of a choice; on numbers of workers that it lacks, from two that it has: a line in 1 / workers. */
 function entryOf(s) {

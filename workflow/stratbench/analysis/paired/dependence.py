@@ -10,9 +10,10 @@ from functools import cache
 
 import numpy as np
 
-#: By chance alone the ratio is this low in one bout of five: no bout ends early, nor drops an arm, below.
+#: By chance alone the ratio is this low in one comparison of five: no comparison ends early, nor drops a
+#: strategy, below.
 SUSPECT = 0.8416
-#: And in one of a hundred: a bout that ends with so low a ratio has a doubt.
+#: And in one of a hundred: a comparison that ends with so low a ratio has a doubt.
 CERTAIN = 2.3263
 #: A ratio is taken for lower than it is by so much, since it is estimated from a few blocks. By simulation.
 LEAN = 0.1
@@ -23,17 +24,18 @@ CORRELATIONS = np.linspace(0.0, 0.95, 39)
 def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Half the mean square of successive differences over the variance, and how far it is below 1.
 
-    `logs`, shape [..., arms, blocks]: NaN where a block does not count; `active`, shape [..., arms]. Of all
-    arms together, without the means of blocks and arms: about 1 for independent blocks. The second is in
-    standard deviations. Both have shape [...]; they are 1 and 0 with fewer than 3 blocks or 2 arms.
+    `logs`, shape [..., strategies, blocks]: NaN where a block does not count; `active`, shape [...,
+    strategies]. Of all strategies together, without the means of blocks and strategies: about 1 for
+    independent blocks. The second is in standard deviations. Both have shape [...]; they are 1 and 0 with
+    fewer than 3 blocks or 2 strategies.
     """
     there = np.isfinite(logs) & active[..., None]
     n, k = there.any(-2).sum(-1), active.sum(-1)
-    blocks, arms = np.maximum(n, 1)[..., None], np.maximum(k, 1)[..., None]
+    blocks, strategies = np.maximum(n, 1)[..., None], np.maximum(k, 1)[..., None]
     rest = np.where(there, logs, 0.0)
-    rest = np.where(there, rest - (rest.sum(-2) / arms)[..., None, :], 0.0)
+    rest = np.where(there, rest - (rest.sum(-2) / strategies)[..., None, :], 0.0)
     rest = np.where(there, rest - (rest.sum(-1) / blocks)[..., None], 0.0)
-    # Blocks that do not count lie between others where an arm has come back: those that count are joined.
+    # Blocks that do not count lie between others where a strategy has come back: those that count are joined.
     order = np.argsort(~there.any(-2), axis=-1, kind="stable")[..., None, :]
     rest = np.take_along_axis(rest, np.broadcast_to(order, rest.shape), -1)
     both = np.arange(rest.shape[-1] - 1) < (n - 1)[..., None, None]

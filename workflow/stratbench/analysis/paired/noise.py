@@ -1,7 +1,7 @@
 """The scatter of a cluster's own blocks, by the method of moments, and how many blocks it asks for.
 
-The model of a segment's log time: arm + allocation + arm x allocation + trend over the block + start
-of the process + within the segment. All figures are standard deviations on the log scale.
+The model of a segment's log time: strategy + allocation + strategy x allocation + trend over the block +
+start of the process + within the segment. All figures are standard deviations on the log scale.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratbench.analysis.race import judging
-from stratbench.cell.blocks import Block
+from stratbench.analysis.paired import judging
+from stratbench.cell.blocks import PairedBlock
 from stratbench.statistics import moderated
 
 
@@ -22,27 +22,27 @@ class Noise:
     """Components of the scatter: None if the blocks cannot tell, 0 if they show none."""
 
     allocation: float | None
-    arm_in_allocation: float | None
+    strategy_in_allocation: float | None
     process: float | None
     within: float | None
     #: Scatter of a single segment: process and within together.
     segment: float | None
     #: Scatter of the trend, at the ends of a block.
     drift: float | None
-    #: Scatter of the paired ratio of two arms in one block.
+    #: Scatter of the paired ratio of two strategies in one block.
     ratio: float | None
     blocks: int
     #: Degrees of freedom of `ratio`.
     dof: int
 
     def blocks_for(self, margin: float, rivals: int) -> int | None:
-        """Blocks until equally fast arms are within `margin`.
+        """Blocks until equally fast strategies are within `margin`.
 
-        None if that takes more than a race has, or if the scatter is not known.
+        None if that takes more than a verdict has, or if the scatter is not known.
         """
         if self.ratio is None:
             return None
-        for n in (n for n in judging.LOOKS if n >= judging.FEWEST_BLOCKS):
+        for n in (n for n in judging.LOOKS if n >= judging.MIN_BLOCKS):
             dof = np.array(3 * (n - 1) + 4)
             half = moderated.half_widths(
                 np.array(self.ratio**2), dof, np.array(n), moderated.tail_of(rivals)
@@ -52,9 +52,9 @@ class Noise:
         return None
 
 
-def noise_of(blocks: Iterable[Block]) -> Noise:
-    """The components of noise, pooled over the bouts of `blocks`."""
-    by_place: dict[object, list[Block]] = {}
+def noise_of(blocks: Iterable[PairedBlock]) -> Noise:
+    """The components of noise, pooled over the comparisons of `blocks`."""
+    by_place: dict[object, list[PairedBlock]] = {}
     for block in blocks:
         by_place.setdefault(block.place, []).append(block)
     segment, trend, between, allocation = _Mean(), _Mean(), _Mean(), _Mean()
@@ -76,7 +76,7 @@ def noise_of(blocks: Iterable[Block]) -> Noise:
         process = max(0.0, of_segment - within.value)
     return Noise(
         allocation=_root(allocation.value),
-        arm_in_allocation=_root(interaction),
+        strategy_in_allocation=_root(interaction),
         process=_root(process),
         within=_root(within.value),
         segment=_root(of_segment),
@@ -111,12 +111,12 @@ def _root(variance: float | None) -> float | None:
     return None if variance is None else math.sqrt(variance)
 
 
-def _add_differences(block: Block, segment: _Mean, trend: _Mean) -> None:
+def _add_differences(block: PairedBlock, segment: _Mean, trend: _Mean) -> None:
     """Adds what a block's mirror shows: mirror minus first pass is the trend times the slots between."""
     rows = []
-    for arm in dict.fromkeys(s.strategy for s in block.segments):
-        found = block.of(arm)
-        if logs := block.logs(arm):
+    for strategy in dict.fromkeys(s.strategy for s in block.segments):
+        found = block.of(strategy)
+        if logs := block.logs(strategy):
             rows.append((found[1].slot - found[0].slot, logs[1] - logs[0]))
     if len(rows) < 2:
         return
@@ -129,17 +129,17 @@ def _add_differences(block: Block, segment: _Mean, trend: _Mean) -> None:
     trend.add((slope**2 - 2 * variance / squares) * half**2, 1)
 
 
-def _add_blocks(found: list[Block], between: _Mean, allocation: _Mean) -> None:
-    """Adds what several blocks of a bout show of the arms that are in all of them."""
-    arms = [
-        arm
-        for arm in dict.fromkeys(s.strategy for s in found[0].segments)
-        if all(block.logs(arm) for block in found)
+def _add_blocks(found: list[PairedBlock], between: _Mean, allocation: _Mean) -> None:
+    """Adds what several blocks of a comparison show of the strategies that are in all of them."""
+    strategies = [
+        strategy
+        for strategy in dict.fromkeys(s.strategy for s in found[0].segments)
+        if all(block.logs(strategy) for block in found)
     ]
-    n, k = len(found), len(arms)
+    n, k = len(found), len(strategies)
     if n < 2 or not k:
         return
-    x = np.array([[block.value(arm) for arm in arms] for block in found])
+    x = np.array([[block.value(strategy) for strategy in strategies] for block in found])
     of_block = x.mean(1)
     if k > 1:
         rest = x - of_block[:, None] - x.mean(0) + x.mean()

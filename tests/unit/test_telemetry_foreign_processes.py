@@ -1,4 +1,6 @@
-"""Strangers on a cell's GPU: told from its own processes, displays and brokers, whatever NVML says."""
+"""Foreign processes on a cell's GPU: told from its own processes, displays and brokers, whatever NVML
+says.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import psutil
 import pytest
 from fake_nvml import UUIDS, FakeNvml
 
-from stratbench.telemetry.machine import tenants
+from stratbench.telemetry.machine import foreign_processes
+from stratbench.telemetry.machine.foreign_processes import ForeignProcessWatch, gpu_place, others_on
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.machine.tenants import StrangerWatch, gpu_place, others_on
 
 GIB = 2**30
 #: Of no process: the kernel gives out less.
@@ -56,8 +58,8 @@ def worker():
 
 def noted(tmp_path, *looks: Nvml) -> list[dict[str, Any]] | None:
     """What a watch of GPU 1 notes in so many looks, a second apart."""
-    out = tmp_path / "strangers.json"
-    watch = StrangerWatch(out, [], os.getpid())
+    out = tmp_path / "foreign_processes.json"
+    watch = ForeignProcessWatch(out, [], os.getpid())
     for t_s, nvml in enumerate(looks):
         watch._gpus = [nvml.gpus()[1]]
         watch.look(float(t_s))
@@ -78,7 +80,7 @@ def test_a_stranger_is_noted_with_the_most_that_it_held(tmp_path, worker):
 @pytest.mark.parametrize("case", ["own", "ended", "draws", "numbered in another way", "broker"])
 def test_who_is_no_stranger(tmp_path, worker, monkeypatch, case):
     if case == "broker":
-        monkeypatch.setattr(tenants, "_BROKERS", (psutil.Process(STRANGER).name(),))
+        monkeypatch.setattr(foreign_processes, "_BROKERS", (psutil.Process(STRANGER).name(),))
     found = {
         "own": nvml_with({worker: GIB, os.getpid(): GIB}),
         "ended": nvml_with({worker: GIB, NOBODY: GIB}),

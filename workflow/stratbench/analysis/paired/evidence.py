@@ -1,4 +1,4 @@
-"""The evidence of a study: its bouts, their complete blocks, and the full runs."""
+"""The evidence of a study: its comparisons, their complete blocks, and the full runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.block_rules import MATRIX_REPEATS
-from stratbench.cell.blocks import Block, BlockError, Place, block_files, read_block, trained_digest
+from stratbench.cell.blocks import (
+    BlockError,
+    ComparisonKey,
+    PairedBlock,
+    block_files,
+    read_block,
+    trained_digest,
+)
 from stratbench.cell.coordinates import Cell
 from stratbench.strategies import strategy_class, traits_of
 from stratbench.strategies.base import Traits
@@ -22,20 +29,20 @@ from stratbench.workload.network.models import MODELS
 
 
 @dataclass(frozen=True)
-class Bout:
-    """A bout: the strategies that compete on one experiment, model and number of workers."""
+class PairedComparison:
+    """A comparison: the strategies that compete on one experiment, model and number of workers."""
 
-    place: Place
+    place: ComparisonKey
     dataset: str
-    arms: tuple[str, ...]
+    strategies: tuple[str, ...]
     served: tuple[bool, ...]
-    #: Whether an arm's arithmetic equals DDP's: such arms share one score.
+    #: Whether a strategy's arithmetic equals DDP's: such strategies share one score.
     equal: tuple[bool, ...]
-    #: Bouts with equal `arithmetic` share it, too.
+    #: Comparisons with equal `arithmetic` share it, too.
     arithmetic: tuple[Any, ...]
-    #: The traits of each arm, as its strategy states them.
+    #: The traits of each strategy, as its strategy states them.
     traits: tuple[Traits, ...] = ()
-    #: The settings that each arm is trained with, as a `trained_digest`.
+    #: The settings that each strategy is trained with, as a `trained_digest`.
     trained: tuple[str, ...] = ()
     #: Steps of a full cell; None: not known before the data are read.
     full_steps: int | None = None
@@ -71,13 +78,13 @@ class FullRun:
 
 
 @dataclass(frozen=True)
-class RaceEvidence:
+class PairedEvidence:
     """Everything that a verdict rests on. It does not depend on the order of files."""
 
     study: str
     seed: int
-    bouts: tuple[Bout, ...]
-    blocks: Mapping[tuple[Place, int], Block] = field(default_factory=dict)
+    comparisons: tuple[PairedComparison, ...]
+    blocks: Mapping[tuple[ComparisonKey, int], PairedBlock] = field(default_factory=dict)
     full_runs: Mapping[Cell, FullRun] = field(default_factory=dict)
     margin: float = 0.03
     budget_gpu_hours: float | None = None
@@ -85,80 +92,89 @@ class RaceEvidence:
     tolerances: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
-    def _blocks_by_place(self) -> dict[Place, list[Block]]:
-        found: dict[Place, list[Block]] = {}
+    def _blocks_by_place(self) -> dict[ComparisonKey, list[PairedBlock]]:
+        found: dict[ComparisonKey, list[PairedBlock]] = {}
         for key in sorted(self.blocks):
             found.setdefault(key[0], []).append(self.blocks[key])
         return found
 
-    def blocks_of(self, place: Place) -> list[Block]:
-        """The blocks of a bout, in order."""
+    def blocks_of(self, place: ComparisonKey) -> list[PairedBlock]:
+        """The blocks of a comparison, in order."""
         return self._blocks_by_place.get(place, [])
 
-    def cell(self, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
-        """The cell of an arm's full training."""
-        return cell_of(self.study, bout, strategy, repeat)
+    def cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+        """The cell of a strategy's full training."""
+        return cell_of(self.study, comparison, strategy, repeat)
 
-    def runs_of(self, bout: Bout, strategy: str) -> list[FullRun]:
-        """The full runs of an arm, by repeat."""
-        cells = (self.cell(bout, strategy, repeat) for repeat in range(MATRIX_REPEATS))
+    def runs_of(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
+        """The full runs of a strategy, by repeat."""
+        cells = (self.cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
-    def order(self, bout: Bout, block: int, arms: Iterable[str]) -> list[str]:
-        """The arms in the order of a block's first pass: by a hash, so the same for every caller."""
-        return sorted(arms, key=lambda arm: _hash(self.seed, bout.place, block, arm))
+    def order(
+        self, comparison: PairedComparison, block: int, strategies: Iterable[str]
+    ) -> list[str]:
+        """The strategies in the order of a block's first pass: by a hash, so the same for every caller."""
+        return sorted(
+            strategies, key=lambda strategy: _hash(self.seed, comparison.place, block, strategy)
+        )
 
-    def block_seed(self, bout: Bout, block: int) -> int:
+    def block_seed(self, comparison: PairedComparison, block: int) -> int:
         """The seed that all segments of a block share."""
-        return int(_hash(self.seed, bout.place, block)[:8], 16) >> 1
+        return int(_hash(self.seed, comparison.place, block)[:8], 16) >> 1
 
 
 def _hash(*parts: object) -> str:
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
 
 
-def cell_of(study: str, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
-    """The cell of a strategy and repeat in a bout."""
-    place = bout.place
-    return Cell(study, place.experiment, strategy, place.model, bout.dataset, place.gpus, repeat)
+def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+    """The cell of a strategy and repeat in a comparison."""
+    place = comparison.place
+    return Cell(
+        study, place.experiment, strategy, place.model, comparison.dataset, place.gpus, repeat
+    )
 
 
 # ---------------------------------------------------------------- from files
 
 
-#: Why elastic cells, and those that a command trains, are in no bout.
+#: Why elastic cells, and those that a command trains, are in no comparison.
 ELASTIC = "its workers are jobs of their own (elastic), and a block is one allocation"
 COMMAND = "a command of yours cannot be stopped and begun in segments"
 
 
-def not_raced(study: Study) -> dict[str, str]:
+def not_compared(study: Study) -> dict[str, str]:
     """Paths of the cells that blocks cannot time, with the reason."""
     elastic = {cell.path: ELASTIC for cell in study.cells if "elastic" in study.settings(cell).more}
     own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
     return elastic | dict.fromkeys(own, COMMAND)
 
 
-def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
+def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]:
     """The evidence of a config's study, and notes on what was not used. `config`: validated."""
     study = Study(config, config["study"])
     given = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skipped | not_raced(study)
-    bouts = tuple(bouts_of(study, skipped))
+    skipped = Jobs(config, study).skipped | not_compared(study)
+    comparisons = tuple(comparisons_of(study, skipped))
     notes = [
-        f"{path} is not raced: {reason}"
+        f"{path} is not compared: {reason}"
         for path, reason in skipped.items()
         if path.endswith("rep0")
     ]
-    blocks = {(b.place, b.number): b for b in _usable_blocks(study, bouts, root, notes)}
-    runs = dict(_full_runs(study, bouts, root, notes))
+    blocks = {(b.place, b.number): b for b in _usable_blocks(study, comparisons, root, notes)}
+    runs = dict(_full_runs(study, comparisons, root, notes))
     samples = {}
     for cell, (_, train_samples) in runs.items():
         samples.setdefault(cell.dataset, train_samples)
-    return RaceEvidence(
+    return PairedEvidence(
         study=study.name,
         seed=study.seed,
-        bouts=tuple(with_full_steps(study, bout, samples.get(bout.dataset)) for bout in bouts),
+        comparisons=tuple(
+            with_full_steps(study, comparison, samples.get(comparison.dataset))
+            for comparison in comparisons
+        ),
         blocks=blocks,
         full_runs={cell: run for cell, (run, _) in runs.items()},
         margin=given.get("margin", 0.03),
@@ -167,12 +183,14 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
     ), notes
 
 
-def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
-    """The bouts of a study, in the order of the config, without the cells whose path is in `skipped`."""
-    found: dict[Place, list[Cell]] = {}
+def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
+    """The comparisons of a study, in the order of the config, without the cells whose path is in
+    `skipped`.
+    """
+    found: dict[ComparisonKey, list[Cell]] = {}
     for cell in study.cells:
         if cell.repeat == 0 and cell.path not in skipped:
-            found.setdefault(Place.of(cell), []).append(cell)
+            found.setdefault(ComparisonKey.of(cell), []).append(cell)
     for place, cells in found.items():
         settings = [study.settings(cell) for cell in cells]
         known = MODELS.get(place.model)
@@ -182,10 +200,10 @@ def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
         traits = tuple(
             traits_of(s.strategy, s.options, place.gpus, adds_up=builtin) for s in settings
         )
-        yield Bout(
+        yield PairedComparison(
             place=place,
             dataset=cells[0].dataset,
-            arms=tuple(cell.strategy for cell in cells),
+            strategies=tuple(cell.strategy for cell in cells),
             served=tuple(strategy_class(s.strategy).kind == "server" for s in settings),
             equal=tuple(t.equals_ddp for t in traits),
             arithmetic=(place.experiment, place.model, place.gpus if apart else None),
@@ -195,20 +213,22 @@ def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
         )
 
 
-def with_full_steps(study: Study, bout: Bout, train_samples: int | None) -> Bout:
-    """The bout with the number of steps of its full cells, if it is known."""
-    known = train_samples or study.dataset(bout.dataset).train_samples
-    settings = study.settings(cell_of(study.name, bout, bout.arms[0]))
+def with_full_steps(
+    study: Study, comparison: PairedComparison, train_samples: int | None
+) -> PairedComparison:
+    """The comparison with the number of steps of its full cells, if it is known."""
+    known = train_samples or study.dataset(comparison.dataset).train_samples
+    settings = study.settings(cell_of(study.name, comparison, comparison.strategies[0]))
     if settings.steps is None and known is None:
-        return bout
-    return replace(bout, full_steps=settings.total_steps(known or 0))
+        return comparison
+    return replace(comparison, full_steps=settings.total_steps(known or 0))
 
 
 def _usable_blocks(
-    study: Study, bouts: Iterable[Bout], results: Path, notes: list[str]
-) -> Iterator[Block]:
-    """Those blocks of the bouts whose arms were all trained with the config's settings."""
-    wanted = {b.place: dict(zip(b.arms, b.trained, strict=True)) for b in bouts}
+    study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
+) -> Iterator[PairedBlock]:
+    """Those blocks of the comparisons whose strategies were all trained with the config's settings."""
+    wanted = {b.place: dict(zip(b.strategies, b.trained, strict=True)) for b in comparisons}
     for path in block_files(results, study.name):
         try:
             block = read_block(path)
@@ -217,10 +237,10 @@ def _usable_blocks(
             continue
         if block.place not in wanted:
             continue
-        # Nobody asks for the segments of arms that have been removed from the study since.
-        arms = wanted[block.place].keys() & block.trained.keys()
+        # Nobody asks for the segments of strategies that have been removed from the study since.
+        strategies = wanted[block.place].keys() & block.trained.keys()
         now = wanted[block.place]
-        if stale := sorted(a for a in arms if now[a] != block.trained[a]):
+        if stale := sorted(a for a in strategies if now[a] != block.trained[a]):
             notes.append(
                 f"{block.place}, block {block.number} is not used: {', '.join(stale)} had other "
                 "settings than the config's"
@@ -230,13 +250,13 @@ def _usable_blocks(
 
 
 def _full_runs(
-    study: Study, bouts: Iterable[Bout], results: Path, notes: list[str]
+    study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
     """The full runs that have the config's settings, each with the number of its training samples."""
-    for bout in bouts:
-        for arm in bout.arms:
+    for comparison in comparisons:
+        for strategy in comparison.strategies:
             for repeat in range(MATRIX_REPEATS):
-                cell = cell_of(study.name, bout, arm, repeat)
+                cell = cell_of(study.name, comparison, strategy, repeat)
                 path = cell.record_path(results)
                 if not path.exists():
                     continue

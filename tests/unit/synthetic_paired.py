@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stratbench.analysis.race.evidence import Bout, FullRun, RaceEvidence
-from stratbench.analysis.race.next_round import NextRound, next_round
-from stratbench.cell.blocks import Block, Place, Segment
+from stratbench.analysis.paired.evidence import FullRun, PairedComparison, PairedEvidence
+from stratbench.analysis.paired.next_round import NextRound, next_round
+from stratbench.cell.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.cell.coordinates import Cell
 
 
 @dataclass(frozen=True)
 class World:
-    """What is true of a synthetic study: seconds a step, scores, and how blocks scatter."""
+    """What is true of a synthetic study: seconds per step, scores, and how blocks scatter."""
 
     steps_s: Mapping[str, float]
     scores: Mapping[str, float]  # of a full run; those of equal arithmetic are 98
@@ -25,56 +25,56 @@ class World:
     noise: float = 0.004
     #: Of the blocks, in turn: here a node a block.
     hosts: Sequence[str] = tuple(f"node{n}" for n in range(1, 11))
-    places: Sequence[Place] = (Place("e", "m", 1), Place("e", "m", 2))
+    places: Sequence[ComparisonKey] = (ComparisonKey("e", "m", 1), ComparisonKey("e", "m", 2))
     full_steps: int = 2000
     #: Factor of the full runs' times over steps x step time.
     sustained: float = 1.0
     #: A step takes gpus ** -speedup times as long.
     speedup: float = 0.0
 
-    def step_s(self, arm: str, gpus: int) -> float:
-        """True seconds a step."""
-        return self.steps_s[arm] / gpus**self.speedup
+    def step_s(self, strategy: str, gpus: int) -> float:
+        """True seconds per step."""
+        return self.steps_s[strategy] / gpus**self.speedup
 
-    def evidence(self, **given) -> RaceEvidence:
+    def evidence(self, **given) -> PairedEvidence:
         """Nothing measured yet."""
-        arms = tuple(self.steps_s)
-        equal = tuple(a in self.equal for a in arms)
-        bouts = tuple(
-            Bout(
+        strategies = tuple(self.steps_s)
+        equal = tuple(a in self.equal for a in strategies)
+        comparisons = tuple(
+            PairedComparison(
                 place=place,
                 dataset="digits",
-                arms=arms,
-                served=tuple(a.startswith("ps") for a in arms),
+                strategies=strategies,
+                served=tuple(a.startswith("ps") for a in strategies),
                 equal=equal,
                 arithmetic=("e", "m"),
                 full_steps=self.full_steps,
             )
             for place in self.places
         )
-        return RaceEvidence(study="s", seed=0, bouts=bouts, **given)
+        return PairedEvidence(study="s", seed=0, comparisons=comparisons, **given)
 
-    def block(self, entry: Mapping, study_seed: int = 0) -> Block:
+    def block(self, entry: Mapping, study_seed: int = 0) -> PairedBlock:
         """The block that an entry of round.json asks for; the same whenever it is asked for."""
-        place = Place(entry["experiment"], entry["model"], entry["gpus"])
+        place = ComparisonKey(entry["experiment"], entry["model"], entry["gpus"])
         rng = np.random.default_rng([study_seed, entry["block"], place.gpus])
         common = rng.normal(0, 0.01)
         known = sorted(self.steps_s)
-        drawn = {arm: rng.normal(0, self.noise, 3) for arm in known}
-        order = list(entry["arms"])
+        drawn = {strategy: rng.normal(0, self.noise, 3) for strategy in known}
+        order = list(entry["strategies"])
         burn_in_s = self.step_s(order[0], place.gpus)
         segments = [Segment(0, "burn-in", order[0], "ok", burn_in_s, None, None, 1.0, 5.0)]
-        for passed, arms in (("first", order), ("mirror", order[::-1])):
-            for arm in arms:
-                bad = arm in self.oom
-                step_s = self.step_s(arm, place.gpus) * math.exp(
-                    common + drawn[arm][int(passed == "mirror")]
+        for passed, strategies in (("first", order), ("mirror", order[::-1])):
+            for strategy in strategies:
+                bad = strategy in self.oom
+                step_s = self.step_s(strategy, place.gpus) * math.exp(
+                    common + drawn[strategy][int(passed == "mirror")]
                 )
                 segments.append(
-                    Segment(len(segments), passed, arm, "oom" if bad else "ok",
+                    Segment(len(segments), passed, strategy, "oom" if bad else "ok",
                             None if bad else step_s, None, None, 1.0, 5.0 + 75 * step_s)
                 )  # fmt: skip
-        return Block(
+        return PairedBlock(
             place=place,
             number=entry["block"],
             steps=entry["settings"]["steps"] or 60,
@@ -97,10 +97,10 @@ class World:
 
     def follow(
         self,
-        evidence: RaceEvidence,
+        evidence: PairedEvidence,
         found: NextRound,
         keep: Callable[[object], bool] = lambda _: True,
-    ) -> RaceEvidence:
+    ) -> PairedEvidence:
         """The evidence after a round, of which only what `keep` lets through was finished."""
         blocks = dict(evidence.blocks)
         runs = dict(evidence.full_runs)
@@ -112,8 +112,8 @@ class World:
         return replace(evidence, blocks=blocks, full_runs=runs)
 
     def to_the_end(
-        self, evidence: RaceEvidence | None = None
-    ) -> tuple[RaceEvidence, list[NextRound]]:
+        self, evidence: PairedEvidence | None = None
+    ) -> tuple[PairedEvidence, list[NextRound]]:
         """Rounds until `next_round` says that it is done."""
         evidence = evidence or self.evidence()
         rounds = []
@@ -122,4 +122,4 @@ class World:
             if rounds[-1].done:
                 return evidence, rounds
             evidence = self.follow(evidence, rounds[-1])
-        raise AssertionError("the race does not end")
+        raise AssertionError("the verdict does not end")

@@ -1,11 +1,11 @@
-"""The pulse tells a slow training from one that hangs."""
+"""The heartbeat tells a slow training from one that hangs."""
 
 from __future__ import annotations
 
 import pytest
 
-from stratbench.telemetry import pulse
-from stratbench.telemetry.pulse import Pulse, read_pulse
+from stratbench.telemetry import heartbeat
+from stratbench.telemetry.heartbeat import Heartbeat, read_heartbeat
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.s = 1000.0
-        monkeypatch.setattr(pulse, "monotonic_ns", lambda: round(self.s * 1e9))
+        monkeypatch.setattr(heartbeat, "monotonic_ns", lambda: round(self.s * 1e9))
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def clock(monkeypatch):
 
 def written(path, clock: Clock, steps: list[float], warm_up_s: float = 0.5) -> None:
     """A worker that warms up, then takes steps of so many seconds."""
-    found = Pulse(path)
+    found = Heartbeat(path)
     for span_s in (0.0, warm_up_s, 0.0):
         clock.s += span_s
         found.alive()
@@ -47,8 +47,8 @@ def written(path, clock: Clock, steps: list[float], warm_up_s: float = 0.5) -> N
 def test_a_hang_is_a_silence_that_nothing_before_explains(
     tmp_path, clock, steps, warm_up_s, quiet_s, hangs
 ):
-    written(tmp_path / "pulse", clock, steps, warm_up_s)
-    beat = read_pulse(tmp_path / "pulse", clock.s + quiet_s)
+    written(tmp_path / "heartbeat", clock, steps, warm_up_s)
+    beat = read_heartbeat(tmp_path / "heartbeat", clock.s + quiet_s)
     assert beat.steps == len(steps)
     assert beat.quiet_s == pytest.approx(quiet_s)
     assert beat.longest_step_s == pytest.approx(max(steps))
@@ -57,16 +57,16 @@ def test_a_hang_is_a_silence_that_nothing_before_explains(
 
 
 def test_who_evaluates_is_alive(tmp_path, clock):
-    found = Pulse(tmp_path / "pulse")
+    found = Heartbeat(tmp_path / "heartbeat")
     found.step()
     for _ in range(100):
         clock.s += 9.0
         found.alive()
-    assert not read_pulse(tmp_path / "pulse", clock.s + 9.0).hangs
+    assert not read_heartbeat(tmp_path / "heartbeat", clock.s + 9.0).hangs
 
 
 @pytest.mark.parametrize("content", [None, b"", b"half"])
-def test_a_worker_that_has_not_begun_has_no_pulse(tmp_path, content):
+def test_a_worker_that_has_not_begun_has_no_heartbeat(tmp_path, content):
     if content is not None:
-        (tmp_path / "pulse").write_bytes(content)
-    assert read_pulse(tmp_path / "pulse", 1.0) is None
+        (tmp_path / "heartbeat").write_bytes(content)
+    assert read_heartbeat(tmp_path / "heartbeat", 1.0) is None

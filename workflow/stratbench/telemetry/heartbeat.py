@@ -1,4 +1,4 @@
-"""The pulse of a worker: when it last got on, in a small file that its agent reads.
+"""The heartbeat of a worker: when it last got on, in a small file that its agent reads.
 
 It tells a cell that hangs from a slow one. The file is on the node's own disk and mapped into memory: a
 step costs no system call. No torch.
@@ -28,7 +28,7 @@ SHORTEST_HANG_S = 10.0
 STEPS, PAUSES = 10.0, 2.0
 
 
-class Pulse:
+class Heartbeat:
     """Written by a worker: `step` after each training step, `alive` wherever else it gets on."""
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class Pulse:
         )
 
 
-class Beat(NamedTuple):
+class HeartbeatReading(NamedTuple):
     """What a worker's file says: its steps, seconds since its last sign of life, and spans before it.
 
     `longest_step_s`: from a sign to the step that came next; `longest_pause_s`: between all others, such
@@ -105,7 +105,7 @@ class Beat(NamedTuple):
         return self.quiet_s > self.patience_s
 
 
-def read_pulse(path: Path, now_s: float, awake_since_s: float = 0.0) -> Beat | None:
+def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> HeartbeatReading | None:
     """What a worker of this node wrote, at `now_s` by `time.monotonic`; None before it has begun.
 
     `awake_since_s`: the end of the last pause of all (`telemetry.pauses`), before which nobody was quiet.
@@ -114,7 +114,9 @@ def read_pulse(path: Path, now_s: float, awake_since_s: float = 0.0) -> Beat | N
         steps, last_ns, *longest_ns = _FORM.unpack_from(path.read_bytes())
     except (OSError, struct.error):
         return None
-    return Beat(steps, now_s - max(last_ns / 1e9, awake_since_s), *(ns / 1e9 for ns in longest_ns))
+    return HeartbeatReading(
+        steps, now_s - max(last_ns / 1e9, awake_since_s), *(ns / 1e9 for ns in longest_ns)
+    )
 
 
 def read_calls(path: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""`python -m stratbench.analysis.race`: `next` prints the next round to run, `tell` the verdict so far."""
+"""`python -m stratbench.analysis.paired`: `next` prints the next round to run, `tell` the verdict so far."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratbench.analysis.race.evidence import read_evidence
-from stratbench.analysis.race.lines import verdict_lines
-from stratbench.analysis.race.next_round import round_of
-from stratbench.analysis.race.rounds import Course
-from stratbench.analysis.race.verdict import verdict_of
+from stratbench.analysis.paired.evidence import read_evidence
+from stratbench.analysis.paired.lines import verdict_lines
+from stratbench.analysis.paired.next_round import round_of
+from stratbench.analysis.paired.rounds import Course
+from stratbench.analysis.paired.verdict import verdict_of
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import folded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="stratbench.analysis.race", description=__doc__)
+    parser = argparse.ArgumentParser(prog="stratbench.analysis.paired", description=__doc__)
     parser.add_argument(
         "what", choices=["next", "tell"], help="the next round, or the verdict so far"
     )

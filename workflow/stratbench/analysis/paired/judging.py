@@ -1,8 +1,9 @@
-"""The race: judges the arms of a bout by its blocks, and says when it ends.
+"""The verdict: judges the strategies of a comparison by its blocks, and says when it ends.
 
-An arm is a strategy in a bout; a bout is an experiment, model and number of workers. All arrays have
-the axes [..., bouts, arms, blocks], [..., bouts, arms] or [..., bouts], so that a simulation runs the
-same functions that judge a study. Times are natural logarithms of seconds per step.
+A strategy is a strategy in a comparison; a comparison is an experiment, model and number of workers. All
+arrays have the axes [..., comparisons, strategies, blocks], [..., comparisons, strategies] or [...,
+comparisons], so that a simulation runs the same functions that judge a study. Times are natural logarithms of
+seconds per step.
 """
 
 from __future__ import annotations
@@ -11,73 +12,75 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.race import dependence
+from stratbench.analysis.paired import dependence
 from stratbench.statistics import moderated
 
-#: Numbers of blocks at which a bout is judged; nothing is decided at others.
+#: Numbers of blocks at which a comparison is judged; nothing is decided at others.
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
-#: No bout is decided with fewer blocks, nor with fewer of those on nodes that come again.
-FEWEST_BLOCKS, FEWEST_ALIKE = 3, 6
+#: No comparison is decided with fewer blocks, nor with fewer of those on nodes that come again.
+MIN_BLOCKS, MIN_ALIKE = 3, 6
 #: From so many node sets on they are the unit that repeats, and a claim is about all nodes of their kind.
-FEWEST_SETS = 3
-#: Two arms are called equal if the reported interval lies within this share either way.
+MIN_SETS = 3
+#: Two strategies are called equal if the reported interval lies within this share either way.
 EQUAL = 0.03
 
 
 class Look(NamedTuple):
-    """A judgement of every bout. Ratios to the leader are logarithms, NaN or infinite where unknown.
+    """A judgement of every comparison. Ratios to the leader are logarithms, NaN or infinite where unknown.
 
-    Shape [..., bouts, arms] from `mean` to `rivals`, [..., bouts] of the others.
+    Shape [..., comparisons, strategies] from `mean` to `rivals`, [..., comparisons] of the others.
     """
 
-    leader: np.ndarray  # index of the fastest arm that may be chosen
-    blocks: np.ndarray  # number of blocks that count: all arms in the race are in them
+    leader: np.ndarray  # index of the fastest strategy that may be chosen
+    blocks: np.ndarray  # number of blocks that count: all strategies in the comparison are in them
     sets: np.ndarray  # number of node sets that they ran on
-    alike: np.ndarray  # whether they are on fewer than FEWEST_SETS, and one of these came again
+    alike: np.ndarray  # whether they are on fewer than MIN_SETS, and one of these came again
     unlike: np.ndarray  # by how many standard deviations neighbours are too much alike
     mean: np.ndarray
-    bound: np.ndarray  # lower bound of the arm's ratio, by which it is judged
+    bound: np.ndarray  # lower bound of the strategy's ratio, by which it is judged
     low: np.ndarray  # of the interval that is reported
     high: np.ndarray
-    slower: np.ndarray  # arms shown to be slower than the leader
-    rivals: np.ndarray  # arms in the race, except the leader
+    slower: np.ndarray  # strategies shown to be slower than the leader
+    rivals: np.ndarray  # strategies in the comparison, except the leader
     at_most: np.ndarray  # upper bound on how much faster than the leader something may be
     decided: np.ndarray
 
     @property
     def fastest(self) -> np.ndarray:
-        """Whether every rival is slower than the leader, shape [..., bouts]."""
+        """Whether every rival is slower than the leader, shape [..., comparisons]."""
         return ~(self.rivals & ~self.slower).any(-1)
 
     @property
     def equal(self) -> np.ndarray:
-        """Whether an arm takes as long as the leader, within EQUAL either way."""
+        """Whether a strategy takes as long as the leader, within EQUAL either way."""
         near = np.log1p(EQUAL)
         return self.rivals & (self.low >= -near) & (self.high <= near)
 
 
 def index_of_fastest(means: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """The index of the lowest mean among the arms of the mask, shape [...]; 0 if there is none."""
+    """The index of the lowest mean among the strategies of the mask, shape [...]; 0 if there is none."""
     return np.argmin(np.where(among & np.isfinite(means), means, np.inf), axis=-1)
 
 
 def at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The value of one arm in each bout, shape [..., bouts]."""
+    """The value of one strategy in each comparison, shape [..., comparisons]."""
     return np.take_along_axis(values, index[..., None], -1)[..., 0]
 
 
 def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """The logs of the blocks that contain all active arms; NaN elsewhere.
+    """The logs of the blocks that contain all active strategies; NaN elsewhere.
 
-    Allocation effects cancel in such blocks. Only an arm that has come back to the race lacks blocks
-    that others have.
+    Allocation effects cancel in such blocks. Only a strategy that has come back to the comparison lacks
+    blocks that others have.
     """
     whole = (np.isfinite(logs) | ~active[..., None]).all(-2, keepdims=True)
     return np.where(whole & active[..., None], logs, np.nan)
 
 
 def mean_logs(logs: np.ndarray) -> np.ndarray:
-    """The mean of each arm over its blocks, shape [..., bouts, arms]; NaN for an arm without blocks."""
+    """The mean of each strategy over its blocks, shape [..., comparisons, strategies]; NaN for a strategy
+    without blocks.
+    """
     there = np.isfinite(logs)
     with np.errstate(invalid="ignore"):
         return np.where(there, logs, 0.0).sum(-1) / there.sum(-1)
@@ -86,17 +89,18 @@ def mean_logs(logs: np.ndarray) -> np.ndarray:
 def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The values that repeat, how many node sets there are, and whether few of them came again.
 
-    Arms differ by several percent between nodes, so blocks on the same nodes are no two repeats of a claim
-    about others. From FEWEST_SETS node sets on the values are the means of each; else the blocks, and the
-    claim is about their nodes alone. `nodes`, shape [..., bouts, blocks]: a number from 0 for each node set.
+    Strategies differ by several percent between nodes, so blocks on the same nodes are no two repeats of a
+    claim about others. From MIN_SETS node sets on the values are the means of each; else the blocks, and the
+    claim is about their nodes alone. `nodes`, shape [..., comparisons, blocks]: a number from 0 for each node
+    set.
     """
     there = np.isfinite(logs).any(-2)
     nodes = np.where(there, nodes, -1)
     labels = np.arange(max(nodes.max(initial=0) + 1, logs.shape[-1]))
-    inside = nodes[..., None] == labels  # [..., bouts, blocks, sets]
+    inside = nodes[..., None] == labels  # [..., comparisons, blocks, sets]
     sets = inside.any(-2).sum(-1)
     again = sets < there.sum(-1)
-    many = again & (sets >= FEWEST_SETS)
+    many = again & (sets >= MIN_SETS)
     if not many.any():
         return logs, sets, again
     count = np.isfinite(logs).astype(float) @ inside
@@ -119,18 +123,18 @@ def judge(
     nodes: np.ndarray,
     doubtful: np.ndarray | bool = False,
 ) -> Look:
-    """Judges every bout of the mask `judged` by its blocks so far.
+    """Judges every comparison of the mask `judged` by its blocks so far.
 
-    `logs`: NaN where an arm was not in a block; `active`: arms in the race; `admissible`: arms that may
-    lead because their score is known to be good; `served`: arms with a parameter server; `started`: the
-    number of arms that the bout began with; `margin`: a bout is decided when nothing may be faster than
-    its leader by more than this share; `screen`: the log ratio from which one block shows an arm slower;
-    `nodes`: the node set of each block (by_node_set); `doubtful`: arms of which a block is not believed, so
-    that they are not called slower.
+    `logs`: NaN where a strategy was not in a block; `active`: strategies in the comparison; `admissible`:
+    strategies that may lead because their score is known to be good; `served`: strategies with a parameter
+    server; `started`: the number of strategies that the comparison began with; `margin`: a comparison is
+    decided when nothing may be faster than its leader by more than this share; `screen`: the log ratio from
+    which one block shows a strategy slower; `nodes`: the node set of each block (by_node_set); `doubtful`:
+    strategies of which a block is not believed, so that they are not called slower.
 
     Where few nodes came again, blocks may depend on their predecessor, and a claim is about these nodes and
-    hours. So it takes FEWEST_ALIKE blocks, only arms beyond the margin are told apart, and intervals are as
-    much wider as the blocks are too much alike (dependence.py).
+    hours. So it takes MIN_ALIKE blocks, only strategies beyond the margin are told apart, and intervals are
+    as much wider as the blocks are too much alike (dependence.py).
     """
     logs = in_common(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)
@@ -153,15 +157,13 @@ def judge(
         wider * moderated.half_widths(variance, dof, found.repeats, tail) for tail in tails
     )
     bound = np.where(rivals, mean - half, np.inf)
-    waits = alike & (
-        (blocks < FEWEST_ALIKE) | ((unlike > dependence.SUSPECT) & (blocks < LOOKS[-1]))
-    )
+    waits = alike & ((blocks < MIN_ALIKE) | ((unlike > dependence.SUSPECT) & (blocks < LOOKS[-1])))
     screened = (blocks == 1)[..., None] & (mean > screen)
     least = np.where(waits, np.inf, np.where(alike, np.log1p(margin), 0.0))[..., None]
     slower = rivals & ((bound > least) | screened) & ~np.asarray(doubtful)
     at_most = np.maximum(0.0, -np.where(rivals & ~slower, bound, np.inf).min(-1))
     decided = (
-        (blocks >= FEWEST_BLOCKS)
+        (blocks >= MIN_BLOCKS)
         & ~waits
         & (at_most <= np.log1p(margin) + 1e-12)
         & at(admissible, leader)
@@ -174,7 +176,7 @@ def judge(
 
 
 def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variances moderated over all bouts of a study, and their degrees of freedom."""
+    """Variances moderated over all comparisons of a study, and their degrees of freedom."""
     shape = found.mean.shape
     flat = (*shape[:-2], -1)
     joined = moderated.Differences(*(part.reshape(flat) for part in found))
@@ -183,23 +185,24 @@ def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndar
 
 
 def reported_tail(started: np.ndarray) -> np.ndarray:
-    """The probability that the reported intervals of a bout leave out on each side.
+    """The probability that the reported intervals of a comparison leave out on each side.
 
-    All intervals of a bout that began with `started` arms hold together with 95 %, at all looks,
-    including those of dropped arms. The same blocks chose the leader, so every pair of arms counts.
+    All intervals of a comparison that began with `started` strategies hold together with 95 %, at all looks,
+    including those of dropped strategies. The same blocks chose the leader, so every pair of strategies
+    counts.
     """
     return moderated.ALPHA / (moderated.REPEATED_LOOKS * np.maximum(2, started * (started - 1)))
 
 
 def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
-    """The arms that leave the race after a look: those shown to be slower.
+    """The strategies that leave the comparison after a look: those shown to be slower.
 
-    A decided bout keeps them, for their intervals. Below FEWEST_BLOCKS the nearest rival stays, so
+    A decided comparison keeps them, for their intervals. Below MIN_BLOCKS the nearest rival stays, so
     that the next blocks still have something to compare.
     """
     near = index_of_fastest(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0
-    kept = (look.blocks < FEWEST_BLOCKS) & alone
+    kept = (look.blocks < MIN_BLOCKS) & alone
     stays = kept[..., None] & (np.arange(look.mean.shape[-1]) == near[..., None])
     return look.slower & ~stays & ~decided[..., None]
 
@@ -209,36 +212,40 @@ def next_look(blocks: int) -> int | None:
     return next((n for n in LOOKS if n > blocks), None)
 
 
-class Step(NamedTuple):
-    """The result of one round: a look at each bout that was open, and what followed from it."""
+class InterimResult(NamedTuple):
+    """The result of one round: a look at each comparison that was open, and what followed from it."""
 
     look: Look
-    judged: np.ndarray  # bouts that were open, shape [..., bouts]
-    dropped: np.ndarray  # arms shown to be slower, which left the race, shape [..., bouts, arms]
-    failed: np.ndarray  # arms that did not end a segment, the same shape
-    ended: np.ndarray  # bouts that ended, shape [..., bouts]
+    judged: np.ndarray  # comparisons that were open, shape [..., comparisons]
+    # strategies shown to be slower, which left the comparison, shape [..., comparisons, strategies]
+    dropped: np.ndarray
+    failed: np.ndarray  # strategies that did not end a segment, the same shape
+    ended: np.ndarray  # comparisons that ended, shape [..., comparisons]
 
 
-class Race:
-    """The state of all bouts of a study between rounds; a round gives each open bout its next blocks."""
+class SequentialAnalysis:
+    """The state of all comparisons of a study between rounds; a round gives each open comparison its next
+    blocks.
+    """
 
     def __init__(
         self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
     ) -> None:
-        """`served`: arms with a parameter server; `equal`: arms whose arithmetic equals DDP's; `there`:
-        arms that the bout has (others only pad the array); shape [..., bouts, arms]."""
+        """`served`: strategies with a parameter server; `equal`: strategies whose arithmetic equals DDP's;
+        `there`: strategies that the comparison has (others only pad the array); shape [..., comparisons,
+        strategies]."""
         self.served, self.margin = served, margin
         self.active = there.copy()
         self.admissible = equal & there
         self.started = there.sum(-1)
         self.open = self.started > 1
-        #: Bouts that a score has opened again; they are judged by the blocks that they have.
+        #: Comparisons that a score has opened again; they are judged by the blocks that they have.
         self.again = np.zeros(self.open.shape, dtype=bool)
         self.logs = np.empty((*there.shape, 0))
         self.nodes = np.empty((*self.open.shape, 0), dtype=int)
-        #: Blocks so far, and the leader at the last look, shape [..., bouts].
+        #: Blocks so far, and the leader at the last look, shape [..., comparisons].
         self.blocks, self.leader = np.zeros((2, *self.open.shape), dtype=int)
-        #: The leader that an arm was dropped against, -1 for none, shape [..., bouts, arms].
+        #: The leader that a strategy was dropped against, -1 for none, shape [..., comparisons, strategies].
         self.against = np.full(there.shape, -1)
 
     def advance(
@@ -248,14 +255,14 @@ class Race:
         nodes: np.ndarray,
         disagreement: np.ndarray | float = 0.0,
         doubtful: np.ndarray | bool = False,
-    ) -> Step:
-        """Judges the open bouts after their next blocks.
+    ) -> InterimResult:
+        """Judges the open comparisons after their next blocks.
 
-        `values`: shape [..., bouts, arms, blocks]; NaN beyond the `new` blocks of a bout, and where an
-        arm has no value: that arm then leaves the race. `nodes`: the node set of each of these blocks, shape
-        [..., bouts, blocks], the same number for the same nodes in all calls. `disagreement`: the difference
-        from which two segments of one arm in a first block disagree; no screen is below it. `doubtful`: as
-        in judge.
+        `values`: shape [..., comparisons, strategies, blocks]; NaN beyond the `new` blocks of a comparison,
+        and where an strategy has no value: that strategy then leaves the comparison. `nodes`: the node set of
+        each of these blocks, shape [..., comparisons, blocks], the same number for the same nodes in all
+        calls. `disagreement`: the difference from which two segments of one strategy in a first block
+        disagree; no screen is below it. `doubtful`: as in judge.
         """
         judged = self.open.copy()
         count = np.isfinite(values).sum(-1)
@@ -281,28 +288,32 @@ class Race:
         self.active &= ~left
         self.open &= ~ended
         self.again &= False
-        return Step(look, judged, left, failed, ended)
+        return InterimResult(look, judged, left, failed, ended)
 
-    def _put_out(self, arms: np.ndarray) -> np.ndarray:
-        """Takes arms out of the race, and returns the arms that come back.
+    def _put_out(self, strategies: np.ndarray) -> np.ndarray:
+        """Takes strategies out of the comparison, and returns the strategies that come back.
 
-        An arm comes back if it was dropped for being slower than one of those taken out.
+        A strategy comes back if it was dropped for being slower than one of those taken out.
         """
-        beaten = (self.against >= 0) & np.take_along_axis(arms, np.maximum(self.against, 0), -1)
-        self.active = (self.active & ~arms) | beaten
+        beaten = (self.against >= 0) & np.take_along_axis(
+            strategies, np.maximum(self.against, 0), -1
+        )
+        self.active = (self.active & ~strategies) | beaten
         self.against = np.where(beaten, -1, self.against)
         return beaten
 
     @property
     def unknown(self) -> np.ndarray:
-        """Arms whose score may change the answer: the fastest of each open bout, if its score is unknown."""
+        """Strategies whose score may change the answer: the fastest of each open comparison, if its score is
+        unknown.
+        """
         means = mean_logs(in_common(self.logs, self.active))
         ahead = np.arange(means.shape[-1]) == index_of_fastest(means, self.active)[..., None]
         known = np.isfinite(means) & self.active
         return ahead & known & ~self.admissible & self.open[..., None]
 
     def learn(self, good: np.ndarray, bad: np.ndarray) -> None:
-        """Records scores: arms that lose too much are out; shape [..., bouts, arms]."""
+        """Records scores: strategies that lose too much are out; shape [..., comparisons, strategies]."""
         self.admissible = (self.admissible | good) & ~bad
         changed = self._put_out(bad).any(-1) | at(bad, self.leader)
         self.again = ~self.open & (self.blocks > 0) & changed & self.active.any(-1)

@@ -18,14 +18,14 @@ from stratbench.cell.blocks import VERDICT_VERSION, why_broken
 from stratbench.cell.files import read_json
 from stratbench.strategies.base import Traits
 
-#: States of an arm that exclude it, with the words of the decision.
+#: States of a strategy that exclude it, with the words of the decision.
 EXCLUDING = EXCLUDED | {"score": "worse score"}
 #: The basis of times that were measured in paired blocks.
 PAIRED_BLOCKS = "measured in paired blocks"
 
 
 @dataclass(frozen=True)
-class Raced:
+class PairedResult:
     """The results of a verdict's blocks for a strategy on a number of workers."""
 
     times_s: pd.Series  # of the whole training, by block
@@ -35,7 +35,7 @@ class Raced:
     traits: Traits
     excluded: tuple[str, str] | None  # kind and why
     slower_than: tuple[str, str] | None  # the leader that it was dropped against, and why
-    claim: tuple[str, str] | None  # the claim on its bout and the confidence, if it leads one
+    claim: tuple[str, str] | None  # the claim on its comparison and the confidence, if it leads one
 
 
 def read_verdict(path: str) -> dict[str, Any] | None:
@@ -54,33 +54,35 @@ def read_verdict(path: str) -> dict[str, Any] | None:
     return verdict
 
 
-def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
-    """The results of a verdict for each strategy, model and number of workers in the race."""
+def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
+    """The results of a verdict for each strategy, model and number of workers in the comparison."""
     by_group = {}
-    for bout in verdict["bouts"]:
-        if bout["unusable"]:
+    for comparison in verdict["comparisons"]:
+        if comparison["unusable"]:
             continue
-        states = {ratio["strategy"]: ratio for ratio in bout["ratios"]}
-        for arm in bout["arms"]:
+        states = {ratio["strategy"]: ratio for ratio in comparison["ratios"]}
+        for strategy in comparison["strategies"]:
             times = {
-                f"block {number}": step_s * bout["full_steps"]
-                for number, step_s in enumerate(bout["step_s"].get(arm, ()), 1)
-                if step_s is not None and bout["full_steps"]
+                f"block {number}": step_s * comparison["full_steps"]
+                for number, step_s in enumerate(comparison["step_s"].get(strategy, ()), 1)
+                if step_s is not None and comparison["full_steps"]
             }
-            state = states[arm]
+            state = states[strategy]
             kind = EXCLUDING.get(state["state"])
-            leads = arm == bout["leader"] and bout["claimed"]
-            by_group[Group(bout["experiment"], arm, bout["model"], bout["gpus"])] = Raced(
+            leads = strategy == comparison["leader"] and comparison["claimed"]
+            by_group[
+                Group(comparison["experiment"], strategy, comparison["model"], comparison["gpus"])
+            ] = PairedResult(
                 times_s=pd.Series(times, dtype=float),
-                hosts=frozenset(bout["hosts"]),
-                on_cpu=bout["device"] == "cpu",
-                served=bool(bout.get("served", {}).get(arm)),
-                traits=traits_from(bout.get("traits", {}).get(arm, {})),
-                excluded=None if kind is None else (kind, f"in the race: {state['reason']}"),
-                slower_than=(state["against"], f"in the race: {state['reason']}")
-                if state["state"] in ("slower", "much slower") and state["against"] != arm
+                hosts=frozenset(comparison["hosts"]),
+                on_cpu=comparison["device"] == "cpu",
+                served=bool(comparison.get("served", {}).get(strategy)),
+                traits=traits_from(comparison.get("traits", {}).get(strategy, {})),
+                excluded=None if kind is None else (kind, f"in the comparison: {state['reason']}"),
+                slower_than=(state["against"], f"in the comparison: {state['reason']}")
+                if state["state"] in ("slower", "much slower") and state["against"] != strategy
                 else None,
-                claim=(bout["text"], bout["confidence"]) if leads else None,
+                claim=(comparison["text"], comparison["confidence"]) if leads else None,
             )
     return by_group
 
@@ -94,12 +96,12 @@ def traits_from(said: Mapping[str, Any]) -> Traits:
 class BlocksEvidence(Evidence):
     """A verdict's paired blocks: their times replace those of records on as many workers."""
 
-    def __init__(self, raced: Mapping[Group, Raced]):
-        self.raced = raced
+    def __init__(self, paired: Mapping[Group, PairedResult]):
+        self.paired = paired
 
     def measure(self, candidate: Candidate, group: Group) -> None:
-        """Give a candidate its times in blocks, and exclude it if it left the race."""
-        found = self.raced.get(group)
+        """Give a candidate its times in blocks, and exclude it if it left the comparison."""
+        found = self.paired.get(group)
         if found is None:
             return
         if found.excluded is not None:
@@ -112,17 +114,22 @@ class BlocksEvidence(Evidence):
         candidate.hosts, candidate.on_cpu = found.hosts, found.on_cpu
         candidate.traits, candidate.served = found.traits, found.served
         candidate.claim = found.claim
-        candidate.repeats_fixed = False  # a race looks after every block
+        candidate.repeats_fixed = False  # a verdict looks after every block
 
     def exclude(self, question: Question, found: Sequence[Candidate]) -> None:
-        """Exclude what the race found slower than a remaining candidate on as many workers."""
+        """Exclude what the verdict found slower than a remaining candidate on as many workers."""
         experiment, model = question
         left = {(c.strategy, c.gpus) for c in found if not c.kind}
         for c in found:
-            raced = self.raced.get(Group(experiment, c.strategy, model, c.gpus))
-            if c.projected or raced is None or raced.slower_than is None or not len(raced.times_s):
+            paired = self.paired.get(Group(experiment, c.strategy, model, c.gpus))
+            if (
+                c.projected
+                or paired is None
+                or paired.slower_than is None
+                or not len(paired.times_s)
+            ):
                 continue
-            leader, reason = raced.slower_than
+            leader, reason = paired.slower_than
             if (leader, c.gpus) in left:
                 c.exclude("slower", reason)
 
@@ -130,4 +137,4 @@ class BlocksEvidence(Evidence):
 def read_blocks(path: str, given: Constraints) -> Evidence:
     """Return the evidence of the verdict.json that counts; none without one."""
     verdict = read_verdict(path)
-    return Evidence() if verdict is None else BlocksEvidence(raced_groups(verdict))
+    return Evidence() if verdict is None else BlocksEvidence(paired_results(verdict))

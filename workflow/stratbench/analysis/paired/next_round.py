@@ -1,4 +1,4 @@
-"""The next round of a race: its blocks and full runs, what it may cost, and how many may follow."""
+"""The next round of a verdict: its blocks and full runs, what it may cost, and how many may follow."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from stratbench.analysis.race import judging
-from stratbench.analysis.race.costs import Costs
-from stratbench.analysis.race.evidence import RaceEvidence
-from stratbench.analysis.race.rounds import Course
-from stratbench.analysis.race.state import State
+from stratbench.analysis.paired import judging
+from stratbench.analysis.paired.costs import Costs
+from stratbench.analysis.paired.evidence import PairedEvidence
+from stratbench.analysis.paired.rounds import Course
+from stratbench.analysis.paired.state import State
 from stratbench.cell.block_rules import discarded_steps
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import counted
@@ -50,7 +50,7 @@ class NextRound:
         return {
             "schema_version": SCHEMA_VERSION,
             "round": self.number,
-            "bouts": list(self.blocks),
+            "comparisons": list(self.blocks),
             "full_runs": [cell.as_dict() for cell in self.full_runs],
             "done": self.done,
             "spent_gpu_hours": self.spent_gpu_hours,
@@ -60,7 +60,7 @@ class NextRound:
         }
 
 
-def next_round(evidence: RaceEvidence) -> NextRound:
+def next_round(evidence: PairedEvidence) -> NextRound:
     """The next round to run, from the evidence alone."""
     return round_of(Course(evidence))
 
@@ -76,12 +76,12 @@ def round_of(course: Course) -> NextRound:
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
     # The cost of an unmeasured round is not known: it is refused only once the budget is spent.
-    raced = any(state.looks for state in course.states)
-    reason = "everything is decided" if raced else "there is nothing to compare"
+    paired = any(state.looks for state in course.states)
+    reason = "everything is decided" if paired else "there is nothing to compare"
     if not pending and not all(decided(course, s) for s in course.states if s.last):
-        reason = f"the race is over: {judging.LOOKS[-1]} blocks are the most"
+        reason = f"the verdict is over: {judging.LOOKS[-1]} blocks are the most"
         if all(s.last is None or s.last.at_most <= most_allowed(evidence) for s in course.states):
-            reason = "the race is over: full runs contradict blocks"
+            reason = "the verdict is over: full runs contradict blocks"
     elif over:
         reason = (
             f"the next round would exceed the budget of {evidence.budget_gpu_hours:g} GPU-hours"
@@ -102,31 +102,31 @@ def round_of(course: Course) -> NextRound:
 
 
 def decided(course: Course, state: State) -> bool:
-    """Whether a bout has ended with the claim that it was asked for."""
+    """Whether a comparison has ended with the claim that it was asked for."""
     last = course.claimed(state)
     return last is not None and not state.open and last.at_most <= most_allowed(course.evidence)
 
 
-def most_allowed(evidence: RaceEvidence) -> float:
+def most_allowed(evidence: PairedEvidence) -> float:
     return math.log1p(evidence.margin) + 1e-9
 
 
 def entry(course: Course, state: State, number: int) -> dict[str, Any]:
     """A block of round.json."""
-    evidence, place = course.evidence, state.bout.place
+    evidence, place = course.evidence, state.comparison.place
     first = evidence.blocks.get((place, 1))
     steps = first.steps if first else None
     return {
         "experiment": place.experiment,
         "model": place.model,
-        "dataset": state.bout.dataset,
+        "dataset": state.comparison.dataset,
         "gpus": place.gpus,
         "block": number,
-        "arms": evidence.order(state.bout, number, state.active),
+        "strategies": evidence.order(state.comparison, number, state.active),
         "settings": {
             "steps": steps,
             "discard": None if steps is None else discarded_steps(steps),
             "disagreement": course.disagreement(state.last.blocks if state.last else 0),
         },
-        "seed": evidence.block_seed(state.bout, number),
+        "seed": evidence.block_seed(state.comparison, number),
     }

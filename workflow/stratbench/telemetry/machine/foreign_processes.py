@@ -1,7 +1,7 @@
-"""Who uses a GPU beside the cell: strangers, of whom its times and its memory would tell.
+"""Who uses a GPU beside the cell: foreign processes, of whom its times and its memory would tell.
 
 A process of the cell descends from its agent, as do the fork server and the workers. A program that
-draws on a screen is no stranger by itself, nor is the server of CUDA's MPS, through which others
+draws on a screen is no foreign process by itself, nor is the server of CUDA's MPS, through which others
 compute; the memory that they hold counts. Neither torch nor psutil until it is asked of a process.
 """
 
@@ -50,7 +50,7 @@ def is_broker(pid: int) -> bool:
         return False
 
 
-def is_stranger(pid: int, ancestor_pid: int) -> bool | None:
+def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
     """Whether a process that computes on a GPU does not descend from `ancestor_pid`, a process of the cell.
 
     None: it is a broker, or not known here; it has just ended, or is numbered in another way.
@@ -65,8 +65,8 @@ def is_stranger(pid: int, ancestor_pid: int) -> bool | None:
         return True
 
 
-class StrangerWatch:
-    """Notes in a file which strangers computed on the cell's GPUs of this node while it ran.
+class ForeignProcessWatch:
+    """Notes in a file which foreign processes computed on the cell's GPUs of this node while it ran.
 
     Only on GPUs where NVML names a process of the cell: in a container it may know all by numbers that
     say nothing there.
@@ -80,12 +80,12 @@ class StrangerWatch:
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
     def look(self, t_s: float) -> None:
-        """Ask NVML for the processes of each GPU; a new stranger is written down at once."""
+        """Ask NVML for the processes of each GPU; a new foreign process is written down at once."""
         known = len(self._found)
         for gpu in self._gpus:
             held_bytes = gpu.computing()
             for pid in held_bytes.keys() - self._foreign.keys():
-                self._foreign[pid] = is_stranger(pid, self._agent_pid)
+                self._foreign[pid] = is_foreign(pid, self._agent_pid)
             if not any(self._foreign[pid] is False for pid in held_bytes):
                 continue
             for pid in filter(self._foreign.get, held_bytes):
@@ -113,19 +113,19 @@ def others_on(
     """Who else uses the GPU of a worker that is out of memory, as the worker finds it; None: nobody.
 
     `allocated_bytes`: what PyTorch has taken of it for the worker; None where it has not begun to use it.
-    `processes`: strangers and the bytes that each holds. `others_bytes`: what is in use without the
+    `processes`: foreign processes and the bytes that each holds. `others_bytes`: what is in use without the
     worker's own; None where that is not known.
     """
     held_bytes = gpu.computing()
     own_bytes = held_bytes.get(own_pid)
-    strangers = {}
+    foreign_processes = {}
     if allocated_bytes is None or own_pid in held_bytes:  # else NVML numbers them in another way
-        strangers = {p: n for p, n in held_bytes.items() if is_stranger(p, ancestor_pid)}
+        foreign_processes = {p: n for p, n in held_bytes.items() if is_foreign(p, ancestor_pid)}
     used_bytes = gpu.memory_used_bytes()
     if own_bytes is None:
         own_bytes = 0 if allocated_bytes is None else allocated_bytes + OTHERS_BYTES
     others_bytes = None if used_bytes is None else max(0, used_bytes - own_bytes)
-    if not strangers and (others_bytes or 0) <= OTHERS_BYTES:
+    if not foreign_processes and (others_bytes or 0) <= OTHERS_BYTES:
         return None
-    listed = [{"pid": pid, "bytes": held} for pid, held in strangers.items()]
+    listed = [{"pid": pid, "bytes": held} for pid, held in foreign_processes.items()]
     return {"processes": listed, "others_bytes": others_bytes}

@@ -1,28 +1,28 @@
-"""The state of a race: what it has judged, dropped and still needs."""
+"""The state of a verdict: what it has judged, dropped and still needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stratbench.analysis.race.evidence import Bout
+from stratbench.analysis.paired.evidence import PairedComparison
 
 
 class Ratio(NamedTuple):
-    """Time of an arm over the leader's, as logarithms, like those in judging.Look."""
+    """Time of a strategy over the leader's, as logarithms, like those in judging.Look."""
 
     mean: float
     low: float  # of the interval that is reported
     high: float
-    bound: float  # lower bound, by which the arm is judged
+    bound: float  # lower bound, by which the strategy is judged
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A bout at one look: what its blocks show of each arm."""
+    """A comparison at one look: what its blocks show of each strategy."""
 
     blocks: int
-    counted: int  # blocks that all arms in the race are in
+    counted: int  # blocks that all strategies in the comparison are in
     alike: bool  # whether these are few, and came again
     unlike: float  # by how many standard deviations neighbouring blocks are too much alike
     leader: str
@@ -35,7 +35,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Drop:
-    """An arm that left the race: when, why, and its ratio then."""
+    """A strategy that left the comparison: when, why, and its ratio then."""
 
     strategy: str
     blocks: int
@@ -47,9 +47,9 @@ class Drop:
 
 @dataclass
 class State:
-    """The state of a bout: its course so far."""
+    """The state of a comparison: its course so far."""
 
-    bout: Bout
+    comparison: PairedComparison
     looks: list[Judged] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
     active: list[str] = field(default_factory=list)
@@ -62,5 +62,5 @@ class State:
 
     @property
     def compared(self) -> int:
-        """The number of arms compared by time: those in the race, and those dropped as slower."""
+        """The number of strategies compared by time: those in the comparison, and those dropped as slower."""
         return len(self.active) + sum(drop.against is not None for drop in self.drops)

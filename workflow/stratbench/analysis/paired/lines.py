@@ -11,38 +11,41 @@ from stratbench.cell.text.words import counted
 def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
     """The lines for a terminal, from the content of verdict.json."""
     titles: dict[str, list[dict[str, Any]]] = {"Decided": [], "Ended undecided": [], "Open": []}
-    for bout in verdict["bouts"]:
-        titles[title_of(bout)].append(bout)
+    for comparison in verdict["comparisons"]:
+        titles[title_of(comparison)].append(comparison)
     for title, found in titles.items():
         if found:
             yield f"{title}:"
-            for bout in found:
-                yield from bout_lines(bout)
+            for comparison in found:
+                yield from comparison_lines(comparison)
     yield from cost_lines(verdict)
     yield f"Noise: {verdict['noise']['text']}."
     yield from (f"Note: {note}" for note in verdict["notes"])
     yield from next_lines(verdict)
 
 
-def title_of(bout: dict[str, Any]) -> str:
-    """The title of a bout: open, decided, or ended without the claim that was asked for."""
-    if bout["open"]:
+def title_of(comparison: dict[str, Any]) -> str:
+    """The title of a comparison: open, decided, or ended without the claim that was asked for."""
+    if comparison["open"]:
         return "Open"
-    return "Decided" if bout["claim"] in ("fastest", "within", "only") else "Ended undecided"
+    return "Decided" if comparison["claim"] in ("fastest", "within", "only") else "Ended undecided"
 
 
-def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
-    """The lines of a bout: its claim, the confidence, and each other arm against the leader."""
-    yield f"  {bout['model']} on {bout['workers']} ({bout['experiment']}): {bout['text']}"
-    if bout["claimed"]:
-        yield f"    Confidence: {bout['confidence']}. {bout['confidence_reason']}"
-    for ratio in bout["ratios"]:
+def comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
+    """The lines of a comparison: its claim, the confidence, and each other strategy against the leader."""
+    yield (
+        f"  {comparison['model']} on {comparison['workers']} ({comparison['experiment']}): "
+        f"{comparison['text']}"
+    )
+    if comparison["claimed"]:
+        yield f"    Confidence: {comparison['confidence']}. {comparison['confidence_reason']}"
+    for ratio in comparison["ratios"]:
         if ratio["state"] != "leader" and (told := rival_words(ratio)):
             yield f"    {ratio['strategy']}: {told}"
 
 
 def rival_words(ratio: dict[str, Any]) -> str:
-    """A few words on an arm against the leader; empty if nothing is known."""
+    """A few words on a strategy against the leader; empty if nothing is known."""
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
     if ratio["reason"]:
         return "; ".join(filter(None, (f"{ratio['words']}: {ratio['reason']}", figures)))

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from stratbench.analysis.race import checks, dependence, judging
-from stratbench.analysis.race.costs import Costs
-from stratbench.analysis.race.next_round import NextRound, decided
-from stratbench.analysis.race.noise import Noise, noise_of
-from stratbench.analysis.race.rounds import Course
-from stratbench.analysis.race.state import Drop, Judged, State
-from stratbench.cell.block_rules import MATRIX_REPEATS, MOST_OFF
-from stratbench.cell.blocks import VERDICT_VERSION, Block, with_seal
+from stratbench.analysis.paired import checks, dependence, judging
+from stratbench.analysis.paired.costs import Costs
+from stratbench.analysis.paired.next_round import NextRound, decided
+from stratbench.analysis.paired.noise import Noise, noise_of
+from stratbench.analysis.paired.rounds import Course
+from stratbench.analysis.paired.state import Drop, Judged, State
+from stratbench.cell.block_rules import MATRIX_REPEATS, MAX_OFF
+from stratbench.cell.blocks import VERDICT_VERSION, PairedBlock, with_seal
 from stratbench.cell.files import finite
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.statistics.moderated import ROUGH
@@ -30,11 +30,15 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
     # In one order, so that sums have the same last digit whatever the order of files.
     blocks = [course.evidence.blocks[key] for key in sorted(course.evidence.blocks)]
     noise, margin = noise_of(blocks), course.evidence.margin
-    rivals = max((len(s.bout.arms) - 1 for s in course.states), default=1)
-    bouts = [bout_values(course, costs, state) for state in course.states]
+    rivals = max((len(s.comparison.strategies) - 1 for s in course.states), default=1)
+    comparisons = [comparison_values(course, costs, state) for state in course.states]
     unusable = [f"{b['experiment']}, {b['model']} on {b['gpus']}: {b['unusable']}"
-                for b in bouts if b["unusable"]]  # fmt: skip
-    matrix = [bout["matrix_gpu_hours"] for bout in bouts if len(bout["arms"]) > 1]
+                for b in comparisons if b["unusable"]]  # fmt: skip
+    matrix = [
+        comparison["matrix_gpu_hours"]
+        for comparison in comparisons
+        if len(comparison["strategies"]) > 1
+    ]
     return with_seal({
         "schema_version": VERDICT_VERSION,
         "study": course.evidence.study,
@@ -53,17 +57,17 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
             "full_runs": [str(c) for c in found.full_runs],
             "may_follow": found.may_follow,
         },
-        "bouts": bouts,
+        "comparisons": comparisons,
         "noise": vars(noise) | {"text": noise_text(noise, margin, rivals)},
         "notes": [*notes, *unusable],
     })  # fmt: skip
 
 
-def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
-    """The entry of a bout."""
-    last, bout = course.claimed(state), state.bout
+def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
+    """The entry of a comparison."""
+    last, comparison = course.claimed(state), state.comparison
     # A block that no look has judged yet supports no claim.
-    blocks = course.evidence.blocks_of(bout.place)[: last.blocks if last else None]
+    blocks = course.evidence.blocks_of(comparison.place)[: last.blocks if last else None]
     unusable = next(checks.why_unusable(blocks), None)
     claim, text = claim_of(course, state, blocks)
     if unusable and claim != "only":
@@ -72,15 +76,19 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
     doubts = list(doubts_on(course, state, blocks))
     level, reason = confidence_in(course, state, blocks, claim, doubts)
     return {
-        "experiment": bout.place.experiment,
-        "model": bout.place.model,
-        "dataset": bout.dataset,
-        "gpus": bout.place.gpus,
-        "workers": counted(bout.place.gpus, worker_noun({block.device for block in blocks[:1]})),
-        "arms": list(bout.arms),
-        "traits": {a: vars(t) for a, t in zip(bout.arms, bout.traits, strict=False)},
-        "served": dict(zip(bout.arms, bout.served, strict=True)),
-        "trained": dict(zip(bout.arms, bout.trained, strict=False)),
+        "experiment": comparison.place.experiment,
+        "model": comparison.place.model,
+        "dataset": comparison.dataset,
+        "gpus": comparison.place.gpus,
+        "workers": counted(
+            comparison.place.gpus, worker_noun({block.device for block in blocks[:1]})
+        ),
+        "strategies": list(comparison.strategies),
+        "traits": {
+            a: vars(t) for a, t in zip(comparison.strategies, comparison.traits, strict=False)
+        },
+        "served": dict(zip(comparison.strategies, comparison.served, strict=True)),
+        "trained": dict(zip(comparison.strategies, comparison.trained, strict=False)),
         "device": blocks[0].device if blocks else None,
         "hosts": sorted({host for block in blocks for host in block.hosts}),
         "node_sets": len({block.hosts for block in blocks}),
@@ -97,27 +105,32 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
         "confidence": level,
         "confidence_reason": reason,
         "doubts": doubts,
-        "ratios": [ratio_values(state, arm) for arm in bout.arms],
+        "ratios": [ratio_values(state, strategy) for strategy in comparison.strategies],
         "looks": [look_values(look) for look in state.looks],
-        "step_s": {arm: [finite(math.exp(b.value(arm))) for b in blocks] for arm in bout.arms},
-        "full_steps": bout.full_steps,
-        "scores": {arm: score_state(course, state, arm) for arm in bout.arms},
+        "step_s": {
+            strategy: [finite(math.exp(b.value(strategy))) for b in blocks]
+            for strategy in comparison.strategies
+        },
+        "full_steps": comparison.full_steps,
+        "scores": {
+            strategy: score_state(course, state, strategy) for strategy in comparison.strategies
+        },
         "block_gpu_hours": costs.blocks_s(state) / 3600,
         "full_run_gpu_hours": costs.runs_s(state) / 3600,
         "matrix_gpu_hours": None if matrix_s is None else matrix_s / 3600,
     }
 
 
-def doubts_on(course: Course, state: State, blocks: Sequence[Block]) -> Iterator[str]:
-    """Sentences on what speaks against a bout's blocks."""
-    for arm, logs in course.off_from_steps(state).items():
-        found = sorted(log for log in logs if abs(log) > MOST_OFF)
+def doubts_on(course: Course, state: State, blocks: Sequence[PairedBlock]) -> Iterator[str]:
+    """Sentences on what speaks against a comparison's blocks."""
+    for strategy, logs in course.off_from_steps(state).items():
+        found = sorted(log for log in logs if abs(log) > MAX_OFF)
         if found:
             ends = " to ".join(
                 f"{math.expm1(log):+.1%}" for log in dict.fromkeys(found[:1] + found[-1:])
             )
             yield (
-                f"{counted(len(found), 'full run')} of {arm} took {ends} against the steps times the "
+                f"{counted(len(found), 'full run')} of {strategy} took {ends} against the steps times the "
                 "blocks' step time"
             )
     if (moved := course.moved(state)) and (before := share_of(state.last.at_most)) < MUCH:
@@ -126,9 +139,9 @@ def doubts_on(course: Course, state: State, blocks: Sequence[Block]) -> Iterator
             f"{before:.1%}; the full runs let {moved.nearest} be"
         )
     for block in blocks:
-        for arm, factor in checks.far_from_full_run(course.evidence, state.bout, block):
+        for strategy, factor in checks.far_from_full_run(course.evidence, state.comparison, block):
             times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
-            yield f"a step of {arm} in block {block.number} takes {times} that of its own full run"
+            yield f"a step of {strategy} in block {block.number} takes {times} that of its own full run"
     last = state.last
     if last and last.unlike > dependence.CERTAIN:
         wider = ", so that the intervals are wider" if last.alike else ""
@@ -140,7 +153,7 @@ def noise_text(noise: Noise, margin: float, rivals: int) -> str:
     if noise.ratio is None:
         return "two blocks of a model and worker count are the fewest that tell of noise"
     needed = noise.blocks_for(margin, rivals)
-    takes = "needs more blocks than the race has here"
+    takes = "needs more blocks than the verdict has here"
     if needed is not None:
         takes = f"takes about {counted(needed, 'block')}"
     return (
@@ -150,20 +163,20 @@ def noise_text(noise: Noise, margin: float, rivals: int) -> str:
 
 
 def is_open(state: State) -> bool:
-    """Whether a bout with rivals has not ended."""
-    return state.open and len(state.bout.arms) > 1
+    """Whether a comparison with rivals has not ended."""
+    return state.open and len(state.comparison.strategies) > 1
 
 
 # ---------------------------------------------------------------- claims
 
 
-def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, str]:
+def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[str, str]:
     """The kind of the claim (one of CLAIMS, `only` or `none`), and its sentence."""
     last, margin = course.claimed(state), course.evidence.margin
-    if len(state.bout.arms) == 1:
+    if len(state.comparison.strategies) == 1:
         return (
             "only",
-            f"{state.bout.arms[0]} is the only strategy here: there is nothing to compare.",
+            f"{state.comparison.strategies[0]} is the only strategy here: there is nothing to compare.",
         )
     if last is None:
         return "none", "Nothing is known yet: no block was judged."
@@ -175,7 +188,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
             "none",
             f"No strategy is left: {'; '.join(f'{d.strategy} {d.reason}' for d in state.drops)}.",
         )
-    few = last.counted < judging.FEWEST_BLOCKS
+    few = last.counted < judging.MIN_BLOCKS
     if state.compared == 1 or (len(state.active) == 1 and few):
         return "only", f"{state.active[0]} is the only strategy left{where}."
     if not set(state.active) <= {last.leader, *last.ratios} or last.leader not in state.active:
@@ -184,7 +197,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
     if few:
         return "none", (
             f"{last.leader} leads after {counted(last.counted, 'block')}; nothing is claimed before "
-            f"{judging.FEWEST_BLOCKS}."
+            f"{judging.MIN_BLOCKS}."
         )
     if last.fastest:
         return "fastest", f"{last.leader} is the fastest of {state.compared}{where} {sure}."
@@ -202,10 +215,12 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
     return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} {sure}."
 
 
-def on_node(blocks: list[Block]) -> str:
-    """The words `` on node X`` where blocks ran on few sets of nodes: others may order arms differently."""
+def on_node(blocks: list[PairedBlock]) -> str:
+    """The words `` on node X`` where blocks ran on few sets of nodes: others may order strategies
+    differently.
+    """
     sets = sorted({block.hosts for block in blocks})
-    if not 0 < len(sets) < judging.FEWEST_SETS:
+    if not 0 < len(sets) < judging.MIN_SETS:
         return ""
     if len(sets) == 1:
         return f" on {'node' if len(sets[0]) == 1 else 'nodes'} {', '.join(sets[0])}"
@@ -213,10 +228,10 @@ def on_node(blocks: list[Block]) -> str:
     return f" on {node_sets(len(sets), sets)} alone, {named}"
 
 
-def of_how_many(blocks: Sequence[Block]) -> str:
+def of_how_many(blocks: Sequence[PairedBlock]) -> str:
     """The words ``, on 4 nodes`` of a claim that is about more than its own nodes."""
     sets = {block.hosts for block in blocks}
-    return f", on {node_sets(len(sets), sets)}" if len(sets) >= judging.FEWEST_SETS else ""
+    return f", on {node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
 
 
 def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
@@ -228,24 +243,26 @@ def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
     )
 
 
-def ratio_values(state: State, arm: str) -> dict[str, Any]:
-    """Values of an arm against the leader; of a dropped arm, from when it was dropped."""
+def ratio_values(state: State, strategy: str) -> dict[str, Any]:
+    """Values of a strategy against the leader; of a dropped strategy, from when it was dropped."""
     last = state.last
-    drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == arm), None)
+    drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == strategy), None)
     values: dict[str, Any] = {
-        "strategy": arm, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
+        "strategy": strategy, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
         "at_least": None, "blocks": last.blocks if last else 0, "reason": "",
     }  # fmt: skip
     found = None
     if drop is not None:
         values |= {"state": drop.kind, "blocks": drop.blocks, "reason": drop.reason}
         found, values["against"] = drop.ratio, drop.against
-    elif last is not None and arm == last.leader:
+    elif last is not None and strategy == last.leader:
         values |= {"state": "leader", "ratio": 1.0}
-    elif last is not None and arm in last.ratios:
-        kind = "slower" if arm in last.slower else "equal" if arm in last.equal else "open"
+    elif last is not None and strategy in last.ratios:
+        kind = (
+            "slower" if strategy in last.slower else "equal" if strategy in last.equal else "open"
+        )
         values |= {"state": kind, "against": last.leader}
-        found = last.ratios[arm]
+        found = last.ratios[strategy]
     if found is not None:
         names = ("ratio", "low", "high", "at_least")
         values |= {n: ratio_from(v) for n, v in zip(names, found, strict=True)}
@@ -255,7 +272,7 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
 
 
 def standing_words(ratio: dict[str, Any]) -> str:
-    """How an arm stands to the leader, in words."""
+    """How a strategy stands to the leader, in words."""
     if ratio["reason"]:
         return f"dropped after {counted(ratio['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
@@ -279,7 +296,9 @@ def ratio_from(log: float) -> float | None:
 
 def look_values(look: Judged) -> dict[str, Any]:
     """A look as JSON keeps it; `intervals`: ratio, low, high and the lower bound."""
-    intervals = {arm: [ratio_from(v) for v in values] for arm, values in look.ratios.items()}
+    intervals = {
+        strategy: [ratio_from(v) for v in values] for strategy, values in look.ratios.items()
+    }
     return {
         "blocks": look.blocks,
         "leader": look.leader,
@@ -304,19 +323,19 @@ def share_of(log: float) -> float:
 # ---------------------------------------------------------------- how sure
 
 
-def score_state(course: Course, state: State, arm: str) -> str:
-    """The state of an arm's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
-    if not state.bout.scored:
+def score_state(course: Course, state: State, strategy: str) -> str:
+    """The state of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
+    if not state.comparison.scored:
         return "no score"
-    if state.bout.equal[state.bout.arms.index(arm)]:
+    if state.comparison.equal[state.comparison.strategies.index(strategy)]:
         return "equal"
-    if not course.scores.runs_of(state.bout, arm):
+    if not course.scores.runs_of(state.comparison, strategy):
         return "not measured"
-    return "worse" if course.scores.why_failed(state.bout, arm) else "good"
+    return "worse" if course.scores.why_failed(state.comparison, strategy) else "good"
 
 
 def confidence_in(
-    course: Course, state: State, blocks: list[Block], claim: str, doubts: list[str]
+    course: Course, state: State, blocks: list[PairedBlock], claim: str, doubts: list[str]
 ) -> tuple[str, str]:
     """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules."""
     last = course.claimed(state)
@@ -324,11 +343,9 @@ def confidence_in(
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
     told, sure = [], True
     hosts = {host for block in blocks for host in block.hosts}
-    if (sets := len({block.hosts for block in blocks})) < judging.FEWEST_SETS:
+    if (sets := len({block.hosts for block in blocks})) < judging.MIN_SETS:
         sure = False
-        which = (
-            "" if sets == 1 else f", and {judging.FEWEST_SETS} are the fewest that tell of others"
-        )
+        which = "" if sets == 1 else f", and {judging.MIN_SETS} are the fewest that tell of others"
         told.append(
             f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently{which}."
         )
@@ -361,14 +378,14 @@ def confidence_in(
 def unsettled_score(course: Course, state: State) -> str | None:
     """The reason why the leader's score may not be good enough; None if there is none."""
     leader = state.last.leader
-    if not state.bout.scored:
+    if not state.comparison.scored:
         return "No score was measured (steps): equal scores are assumed."
     scores = course.scores
-    if state.bout.equal[state.bout.arms.index(leader)]:
-        if any(run.status == "ok" for run in scores.reference(state.bout)):
+    if state.comparison.equal[state.comparison.strategies.index(leader)]:
+        if any(run.status == "ok" for run in scores.reference(state.comparison)):
             return None
         return "No full run of its arithmetic has ended well yet."
-    loss = scores.loss_of(state.bout, leader)
+    loss = scores.loss_of(state.comparison, leader)
     if loss is None:
         return f"The score of {leader} is not known."
     if loss.settled:
