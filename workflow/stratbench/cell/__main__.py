@@ -1,6 +1,6 @@
-"""Lists the records of cells that ended in a given way, so that they can be trained again.
+r"""Lists the records of cells that ended in a given way, so that they can be trained again.
 
-    snakemake --profile profiles/local --forcerun \\
+snakemake --profile profiles/local --forcerun \
         $(python -m stratbench.cell --study demo --status oom,timeout)
 """
 

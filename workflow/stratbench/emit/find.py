@@ -18,6 +18,7 @@ def find_record(results: Path, study: str | None, cell: str | None) -> record.Re
     Args:
         results: The folder with the results of all studies.
         study: The study's name; None: the only one that has the cell.
+        cell: A path or a name; None: what `decide` chose.
 
     Raises:
         EmitError: It is not there, or several are meant.

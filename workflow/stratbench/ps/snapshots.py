@@ -40,7 +40,7 @@ def _notice_file(folder: Path, epoch: int, server: int) -> Path:
 
 
 def _save(path: Path, tensor: Tensor) -> None:
-    """numpy has no bfloat16, so the file holds the bytes; the notice names the dtype.
+    """Numpy has no bfloat16, so the file holds the bytes; the notice names the dtype.
 
     Not np.save, whose error on a full disk does not say so.
     """

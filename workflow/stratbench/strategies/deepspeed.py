@@ -309,7 +309,9 @@ def engine_config(
     """Return DeepSpeed's configuration (deepspeed.ai/docs/config-json) of a cell.
 
     Args:
-        stage, match_other_strategies, bucket_cap_mb: The strategy's options.
+        stage: Its option: the ZeRO stage.
+        match_other_strategies: Its option: whether buckets and overlap are as those of `ddp`.
+        bucket_cap_mb: Its option: the size of a bucket.
         s: The cell's settings.
         trained: Trainable parameters of the network.
         group: Parameters of its largest sharding group; None: not known, and left to DeepSpeed.

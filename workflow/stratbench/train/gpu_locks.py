@@ -168,7 +168,7 @@ def lock_names(gpus: list[str]) -> dict[str, str]:
 
 
 def show_only(gpus: list[str]) -> None:
-    """Make `gpus` the only ones that this process's children see, as devices 0, 1, …"""
+    """Make `gpus` the only ones that this process's children see, as devices 0, 1 and so on."""
     os.environ[VARIABLE] = ",".join(gpus)
 
 

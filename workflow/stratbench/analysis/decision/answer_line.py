@@ -7,7 +7,7 @@ from typing import Any
 
 
 def answer_line(answer: Mapping[str, Any]) -> str:
-    """An answer: `vgg16 (main): ddp × 4, 214 s. Fastest, in one run each. Confidence: low (...).`"""
+    """Return an answer: `vgg16 (main): ddp × 4, 214 s. Fastest, in one run each. Confidence: low (...)`."""
     short = answer["short"]
     choice = []
     if short["strategy"]:

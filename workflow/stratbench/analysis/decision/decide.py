@@ -74,7 +74,7 @@ class Decision:
 
     @property
     def headline(self) -> str:
-        """The choice and what is claimed of it: `ddp × 4. Fastest, in one run each.`"""
+        """The choice and what is claimed of it: `ddp × 4. Fastest, in one run each`."""
         return f"{self.short.name or 'Nothing can be recommended'}. {self.short.claim}"
 
 

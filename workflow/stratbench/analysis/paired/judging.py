@@ -233,7 +233,8 @@ class SequentialAnalysis:
     ) -> None:
         """`served`: strategies with a parameter server; `equal`: strategies whose arithmetic equals DDP's;
         `there`: strategies that the comparison has (others only pad the array); shape [..., comparisons,
-        strategies]."""
+        strategies].
+        """
         self.served, self.margin = served, margin
         self.active = there.copy()
         self.admissible = equal & there

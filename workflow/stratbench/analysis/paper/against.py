@@ -80,7 +80,7 @@ def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratio_or_difference(is_points: pd.Series, one: pd.Series, other: pd.Series) -> pd.Series:
-    """one / other; of accuracies in points one - other."""
+    """One / other; of accuracies in points one - other."""
     return (one - other).where(is_points, one / other)
 
 

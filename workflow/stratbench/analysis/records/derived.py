@@ -43,7 +43,7 @@ def score_error(record: Record) -> float | None:
 
 
 def perplexity(record: Record) -> float | None:
-    """e to the power of the score, if the score is in nats per token and the result is finite."""
+    """E to the power of the score, if the score is in nats per token and the result is finite."""
     final = value_at(record, "score.final")
     if final is None or value_at(record, "task.unit") != "nats/token" or final > 700:
         return None

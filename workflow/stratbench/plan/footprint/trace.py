@@ -277,7 +277,7 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 def _forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
-    """oneDNN computes in a blocked layout: it copies the input and the weight, and the result back."""
+    """OneDNN computes in a blocked layout: it copies the input and the weight, and the result back."""
     return [[_n_bytes(args[0]), _n_bytes(args[1]), _n_bytes(out)]]
 
 

@@ -45,7 +45,7 @@ def same_loss_per_doubling(points: Sequence[Measured], scaling: Scaling, workers
 
 
 def a_plus_b_over_n(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """t = a + b/N by least squares of relative errors; through both points where there are two.
+    """T = a + b/N by least squares of relative errors; through both points where there are two.
 
     In strong scaling this is Amdahl's law, in weak scaling the volume of a ring, (N-1)/N. The result
     may be negative far beyond the counts.

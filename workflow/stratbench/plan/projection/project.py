@@ -161,7 +161,7 @@ def _holding(interval: Interval, step_s: float) -> Interval:
 def _apart(
     one: Rule, other: Rule, points: Sequence[Measured], scaling: Scaling, workers: int
 ) -> float:
-    """ln of the ratio of what two rules say."""
+    """Ln of the ratio of what two rules say."""
     return naive.log_error(one(points, scaling, workers), other(points, scaling, workers))
 
 
@@ -214,7 +214,8 @@ def left_out_errors(
     rule: Rule, points: Sequence[Measured], scaling: Scaling
 ) -> list[tuple[float, float]]:
     """Each count projected from all others: ln(projected / measured), and the doublings between it and the
-    nearest of them."""
+    nearest of them.
+    """
     found = []
     for i, point in enumerate(points):
         others = [*points[:i], *points[i + 1 :]]

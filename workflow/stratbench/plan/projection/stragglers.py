@@ -67,7 +67,7 @@ def _middles(n: int) -> NDArray:
 
 
 def _log_slowest(times: NDArray, workers: int) -> float:
-    """ln of the largest of `workers` times, each any of `times`, over their mean."""
+    """Ln of the largest of `workers` times, each any of `times`, over their mean."""
     import numpy as np
 
     ordered = np.sort(times, axis=None)

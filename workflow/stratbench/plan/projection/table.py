@@ -139,7 +139,8 @@ def _times(
     evidence: ProjectionInputs, whole: Whole, workers: int, *step_s: float
 ) -> dict[str, float | None]:
     """Step, efficiency, time and cost of the training and to the target, from the step's low, middle and high
-    time."""
+    time.
+    """
     ideal_s = ideal(evidence.points[0], evidence.scaling, workers)
     trained = [t * whole.steps[workers] for t in step_s]
     # A long step is a low efficiency.

@@ -114,7 +114,7 @@ class Momentum:
             self.value.zero_()
 
     def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> Tensor:
-        """weights -= lr * direction, all shape [n]; returns the direction. Overwrites `grad`.
+        """Weights -= lr * direction, all shape [n]; returns the direction. Overwrites `grad`.
 
         Bit-identical to torch.optim.SGD's step: the first gradient becomes the buffer, weight decay
         is taken of the weights as they are now, Nesterov looks ahead along the new buffer.

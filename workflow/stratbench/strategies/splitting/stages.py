@@ -36,7 +36,8 @@ STATES = 4
 
 class MeasuredUnit(NamedTuple):
     """Of a unit of a network: operations of a sample's forward, bytes of its parameters, the shape of what
-    it gives for a sample, and bytes that its backward needs of a sample."""
+    it gives for a sample, and bytes that its backward needs of a sample.
+    """
 
     flops: int
     parameter_bytes: int
