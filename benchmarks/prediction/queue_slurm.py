@@ -27,7 +27,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules
-from stratbench.plan.queue.trainings import Checkpoints, ElasticTraining, Gang, Scaling, Training
+from stratbench.plan.queue.trainings import (
+    ElasticTraining,
+    Gang,
+    Scaling,
+    SimulatedCheckpoints,
+    Training,
+)
 
 OUT = Path(__file__).parents[1] / "results" / "elastic"
 DRAWS = 20
@@ -113,7 +119,7 @@ def simulate(
     )
     sim = Cluster(2, 8, arrivals, rules)
     probes: list[Training] = []
-    common = (WIDTH * PROBE_S, 120.0, WIDTH, Scaling(0.0), Checkpoints(1800.0, 0.0), 0.0)
+    common = (WIDTH * PROBE_S, 120.0, WIDTH, Scaling(0.0), SimulatedCheckpoints(1800.0, 0.0), 0.0)
     for at_s in moments:
         sim.run_until(at_s)
         probes.append(ElasticTraining(*common) if split else Gang(*common))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from stratbench.plan.queue.background import poisson
 from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules, SimulatedJob
-from stratbench.plan.queue.trainings import Checkpoints, ElasticTraining, Gang, Scaling
+from stratbench.plan.queue.trainings import ElasticTraining, Gang, Scaling, SimulatedCheckpoints
 
 FIFO, EASY = Rules(reserve=None), Rules(reserve=1)
-NEVER = Checkpoints(every_s=1800.0, takes_s=0.0)
+NEVER = SimulatedCheckpoints(every_s=1800.0, takes_s=0.0)
 
 
 def run(arrivals, nodes=1, gpus_per_node=4, rules=EASY, seed=0):
@@ -141,7 +141,7 @@ def test_a_slow_node_slows_all_synchronous_workers_and_of_the_others_itself():
 def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
     def done_s(synchronous: bool, from_peers: bool = False) -> float:
         sim = Cluster(1, 2, [Arrival(150, 1, 1000, 1000)], Rules())
-        how = Checkpoints(every_s=100.0, takes_s=0.0)
+        how = SimulatedCheckpoints(every_s=100.0, takes_s=0.0)
         split = ElasticTraining(
             400.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=synchronous, preemptible=True
         )
@@ -155,7 +155,7 @@ def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
 
 def test_a_lost_node_takes_what_was_done_since_the_last_checkpoint_though_peers_are_there():
     sim = Cluster(2, 1, [], Rules())
-    how = Checkpoints(every_s=20.0, takes_s=0.0)
+    how = SimulatedCheckpoints(every_s=20.0, takes_s=0.0)
     split = ElasticTraining(
         200.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=True, from_peers=True
     )
@@ -221,7 +221,9 @@ def test_a_gang_under_failures_takes_what_the_checkpoint_formula_says():
     period_s, mtbf_s, times = 1800.0, 4 * 3600.0, []
     for seed in range(250):
         sim = Cluster(1, 1, [], Rules(node_mtbf_s=mtbf_s, repair_s=0.0), seed)
-        gang = Gang(8 * period_s, 1e9, 1, Scaling(0.0), Checkpoints(period_s, 0.0), startup_s=0.0)
+        gang = Gang(
+            8 * period_s, 1e9, 1, Scaling(0.0), SimulatedCheckpoints(period_s, 0.0), startup_s=0.0
+        )
         times.append(trained(gang, sim).done_s)
     exact = 8 * mtbf_s * math.expm1(period_s / mtbf_s)
     error = statistics.stdev(times) / math.sqrt(len(times))

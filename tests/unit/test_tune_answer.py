@@ -12,7 +12,13 @@ from synthetic_files import Files
 from synthetic_paired import World
 
 from stratbench.tune import answer as answers
-from stratbench.tune.answer import Answer, Measured, answer_lines, effects_of, read_answer
+from stratbench.tune.answer import (
+    MeasuredCombination,
+    TuneAnswer,
+    answer_lines,
+    effects_of,
+    read_answer,
+)
 from stratbench.tune.page import page
 from stratbench.tune.sieves import MEASURED, TOO_SLOW, UNSUPPORTED, Sieved
 from stratbench.tune.space import Combination
@@ -23,12 +29,12 @@ ON = {"activation_checkpointing": True}
 
 def measured(
     combination: Combination, step_s: float, memory_gib: float = 1.0, blocks: int = 5
-) -> Measured:
+) -> MeasuredCombination:
     """A combination in the first `blocks` of five blocks, which scatter by half a percent."""
     rng = np.random.default_rng([blocks, len(combination.name)])
     steps = step_s * np.exp(rng.normal(0, 0.005, 5))
     known = tuple(float(s) if i < blocks else None for i, s in enumerate(steps))
-    return Measured(combination, known, int(memory_gib * GIB), "slower")
+    return MeasuredCombination(combination, known, int(memory_gib * GIB), "slower")
 
 
 MEASURED_ONES = (
@@ -68,7 +74,7 @@ def test_an_effect_is_of_pairs_that_differ_in_one_choice():
 
 
 def test_the_front_is_what_no_other_beats_in_time_and_memory():
-    answer = Answer({}, {}, "ddp", MEASURED_ONES, None)
+    answer = TuneAnswer({}, {}, "ddp", MEASURED_ONES, None)
     assert [m.name for m in answer.front] == [
         "fsdp_reshard-never",
         "fsdp",
@@ -136,7 +142,7 @@ def test_the_page_says_what_was_measured_and_what_was_not_looked_at(paired):
         assert text in html, text
 
 
-def rich_answer() -> tuple[Answer, list[Sieved]]:
+def rich_answer() -> tuple[TuneAnswer, list[Sieved]]:
     """An answer with the measured combinations from above."""
     ratios = [
         {
@@ -168,7 +174,7 @@ def rich_answer() -> tuple[Answer, list[Sieved]]:
         "done": True,
         "reason": "everything is decided",
     }
-    return Answer(verdict, comparison, "ddp", MEASURED_ONES, 24.0 * GIB), SIEVED
+    return TuneAnswer(verdict, comparison, "ddp", MEASURED_ONES, 24.0 * GIB), SIEVED
 
 
 @pytest.mark.parametrize("width", [1280, 420])

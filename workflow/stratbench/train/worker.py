@@ -133,7 +133,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-class Start(NamedTuple):
+class WorkerStart(NamedTuple):
     """What a worker has before its data and its network: its strategy, and what measures it."""
 
     strategy: Strategy
@@ -146,7 +146,7 @@ class Start(NamedTuple):
     started_s: float
 
 
-def begin(job: Job, number: int, local_rank: int) -> Start:
+def begin(job: Job, number: int, local_rank: int) -> WorkerStart:
     """Set up torch in the process of a worker, and what measures it; `number`: its rank, or its job's."""
     s = job.settings
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
@@ -155,7 +155,7 @@ def begin(job: Job, number: int, local_rank: int) -> Start:
     heartbeat = Heartbeat(job.folder.heartbeat(number))
     log = PhaseLog(job.folder.phases(number), number, job.origin_s, heartbeat.alive)
     strategy = make_strategy(s.strategy, s.options)
-    return Start(strategy, device, memory, heartbeat, log, Phases(device, log), job.elapsed_s)
+    return WorkerStart(strategy, device, memory, heartbeat, log, Phases(device, log), job.elapsed_s)
 
 
 class Built(NamedTuple):
@@ -412,7 +412,7 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device))
 
 
-def worker_result(result: loop.Result, start: Start, rank: int) -> dict[str, Any]:
+def worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[str, Any]:
     """What the worker measured, as its file in the run folder holds it."""
     clock, strategy = result.clock, start.strategy
     return {

@@ -20,7 +20,7 @@ from stratbench.tune.space import Combination
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCombination:
     """A combination that was measured: seconds of a step by block (None: not in it), and its memory.
 
     `memory_bytes`: the peak of a worker; None where no segment ended. `standing`: as the verdict calls it.
@@ -58,28 +58,28 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TuneAnswer:
     """What the blocks of a `tune` say so far."""
 
     verdict: Mapping[str, Any]
     comparison: Mapping[str, Any]
     baseline: str
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredCombination, ...]
     device_bytes: float | None
 
-    def of(self, name: str | None) -> Measured | None:
+    def of(self, name: str | None) -> MeasuredCombination | None:
         """Return a combination that was measured, by its name."""
         return next((m for m in self.measured if m.name == name), None)
 
     @property
-    def winner(self) -> Measured | None:
+    def winner(self) -> MeasuredCombination | None:
         """The one that leads; None before the first look."""
         return self.of(self.comparison["leader"])
 
     @property
-    def front(self) -> list[Measured]:
+    def front(self) -> list[MeasuredCombination]:
         """Those that no other beats in both time and memory, fastest first."""
-        found: list[Measured] = []
+        found: list[MeasuredCombination] = []
         least = math.inf
         for m in sorted(self.measured, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)):
             if m.step_s and m.memory_bytes and m.memory_bytes < least:
@@ -90,7 +90,7 @@ class Answer:
 
 def read_answer(
     results: Path, study: str, sieved: Sequence[Sieved], baseline: str
-) -> Answer | None:
+) -> TuneAnswer | None:
     """Return the answer of the study that measures what the sieves left; None if it has no verdict.
 
     Args:
@@ -112,7 +112,7 @@ def read_answer(
     )
     by_name = {s.combination.name: s.combination for s in sieved}
     measured = tuple(
-        Measured(
+        MeasuredCombination(
             by_name[strategy],
             tuple(comparison["step_s"][strategy]),
             peaks.get(strategy),
@@ -122,7 +122,7 @@ def read_answer(
         if strategy in by_name
     )
     room = next((s.device_bytes for s in sieved if s.device_bytes is not None), None)
-    return Answer(verdict, comparison, baseline, measured, room)
+    return TuneAnswer(verdict, comparison, baseline, measured, room)
 
 
 def read_peaks(study: Path) -> dict[str, int]:
@@ -136,7 +136,7 @@ def read_peaks(study: Path) -> dict[str, int]:
     return peaks
 
 
-def effects_of(measured: Sequence[Measured], baseline: str) -> list[Effect]:
+def effects_of(measured: Sequence[MeasuredCombination], baseline: str) -> list[Effect]:
     """Return the effect of each choice on a step's time, over pairs that differ in nothing else.
 
     Args:
@@ -186,7 +186,7 @@ def _said(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {json.dumps(value).strip(chr(34))}" for key, value in values.items())
 
 
-def answer_lines(answer: Answer) -> Iterator[str]:
+def answer_lines(answer: TuneAnswer) -> Iterator[str]:
     """Yield the answer on one screen."""
     winner = answer.winner
     if winner is None:
@@ -202,7 +202,7 @@ def answer_lines(answer: Answer) -> Iterator[str]:
         yield from (f"  {effect_text(effect)}" for effect in effects)
 
 
-def against_baseline(answer: Answer, winner: Measured) -> str:
+def against_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> str:
     """Return how much faster the winner is than the baseline."""
     name = answer.baseline
     if winner.name == name:
@@ -217,7 +217,7 @@ def against_baseline(answer: Answer, winner: Measured) -> str:
     return f"The baseline, {name}, takes {ratio['ratio']:.3f} times the time{of}{interval}."
 
 
-def memory_left(answer: Answer, winner: Measured) -> str:
+def memory_left(answer: TuneAnswer, winner: MeasuredCombination) -> str:
     """Return how much of a worker's memory the winner leaves."""
     peak, room = winner.memory_bytes, answer.device_bytes
     if peak is None:
@@ -231,7 +231,7 @@ def memory_left(answer: Answer, winner: Measured) -> str:
     return f"It takes {bytes_text(peak)} of {bytes_text(room)} per worker: {words}."
 
 
-def further_cost(answer: Answer) -> str:
+def further_cost(answer: TuneAnswer) -> str:
     """Return what may still be gained, and what finding it would cost."""
     comparison, verdict = answer.comparison, answer.verdict
     rivals = [r["strategy"] for r in comparison["ratios"] if r["state"] in ("open", "equal")]
@@ -259,6 +259,6 @@ def evidence_text(effect: Effect) -> str:
     return f" ({sure}{counted(effect.pairs, 'pair')}, {counted(effect.blocks, 'block')})"
 
 
-def time_text(m: Measured) -> str:
+def time_text(m: MeasuredCombination) -> str:
     """Return the time of a step, or why there is none."""
     return short_time(m.step_s) if m.step_s else m.standing

@@ -14,9 +14,9 @@ from stratbench.analysis.figures.marks import css_variables, mark_of, marks_by_s
 from stratbench.cell.text.pages import render
 from stratbench.cell.text.words import bytes_text, counted, short_time
 from stratbench.tune.answer import (
-    Answer,
     Effect,
-    Measured,
+    MeasuredCombination,
+    TuneAnswer,
     against_baseline,
     effects_of,
     further_cost,
@@ -36,7 +36,7 @@ FIXED = (
 )
 
 
-def page(answer: Answer, sieved: Sequence[Sieved], model: str) -> str:
+def page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
     """Return the page of an answer."""
     comparison = answer.comparison
     return render("tune.html.j2", TEMPLATES, values={
@@ -52,7 +52,7 @@ def page(answer: Answer, sieved: Sequence[Sieved], model: str) -> str:
     })  # fmt: skip
 
 
-def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
+def _facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
     winner = answer.winner
     if winner is not None:
         yield "Against the baseline", against_baseline(answer, winner)
@@ -63,11 +63,11 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "Cost so far", f"{verdict['spent_gpu_hours']:.3g} {verdict['hours']}.{ended}"
 
 
-def _by_time(measured: Sequence[Measured]) -> list[Measured]:
+def _by_time(measured: Sequence[MeasuredCombination]) -> list[MeasuredCombination]:
     return sorted(measured, key=lambda m: m.step_s or float("inf"))
 
 
-def _chart(answer: Answer) -> Markup:
+def _chart(answer: TuneAnswer) -> Markup:
     """Time over memory of all that was measured, by strategy, and the line of those that none beats."""
     strategies = dict.fromkeys(m.combination.strategy for m in answer.measured)
     marks = marks_by_strategy((name, name) for name in strategies)
@@ -96,7 +96,7 @@ def _effect_row(effect: Effect) -> dict[str, Any]:
     return vars(effect) | {"choice": f"{effect.choice}{over}", "ratio": ratio}
 
 
-def _row(answer: Answer, m: Measured) -> dict[str, str]:
+def _row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
     ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == m.name)
     return {
         "name": m.name,

@@ -105,7 +105,7 @@ def figures_of(first: Candidate) -> str:
         above = " above its base" if first.on_cpu else ""
         doubted = f" (doubted by the audit: {', '.join(first.memory_doubts)})"
         parts.append(
-            f"has a peak of {bytes_text(first.memory_bytes)} a worker{above}"
+            f"has a peak of {bytes_text(first.memory_bytes)} per worker{above}"
             f"{doubted if first.memory_doubts else ''}"
         )
     return f"{joined_with_and(parts)}."

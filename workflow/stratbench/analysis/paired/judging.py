@@ -260,7 +260,7 @@ class SequentialAnalysis:
         """Judges the open comparisons after their next blocks.
 
         `values`: shape [..., comparisons, strategies, blocks]; NaN beyond the `new` blocks of a comparison,
-        and where an strategy has no value: that strategy then leaves the comparison. `nodes`: the node set of
+        and where a strategy has no value: that strategy then leaves the comparison. `nodes`: the node set of
         each of these blocks, shape [..., comparisons, blocks], the same number for the same nodes in all
         calls. `disagreement`: the difference from which two segments of one strategy in a first block
         disagree; no screen is below it. `doubtful`: as in judge.

@@ -30,7 +30,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class SimulatedCheckpoints:
     """How often a synchronous training writes one, and how long that stops it."""
 
     every_s: float = 1800.0
@@ -44,7 +44,9 @@ class Checkpoints:
 
 #: Of a training whose workers have their state from each other: it is kept every minute for when nobody is
 #: left, beside the training. No measured cost stands against a gang's, so it is given the same share of time.
-BESIDE = Checkpoints(60.0, 60.0 * Checkpoints().takes_s / Checkpoints().every_s)
+BESIDE = SimulatedCheckpoints(
+    60.0, 60.0 * SimulatedCheckpoints().takes_s / SimulatedCheckpoints().every_s
+)
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Training:
     request_s: float
     workers: int
     scaling: Scaling = Scaling()
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: SimulatedCheckpoints = SimulatedCheckpoints()
     startup_s: float = STARTUP_S
     submit_s: float = math.nan
     done_s: float = math.nan
