@@ -305,7 +305,7 @@ def test_memory_that_the_audit_doubts_is_no_reason_for_a_choice(severity):
     assert doubted.headline == "ddp × 4. As fast as fsdp × 4 within 3 %."
     assert not any("less memory" in change for change in doubted.changes)
     alone = decided(rows[3:], [doubt])
-    assert "100 MiB a worker (doubted by the audit: some-rule)" in alone.reason
+    assert "100 MiB per worker (doubted by the audit: some-rule)" in alone.reason
     assert alone.short.memory_note == "doubted by the audit"
     note = decided(rows, [doubt | {"severity": "note"}])
     assert note.headline == sound.headline
@@ -359,7 +359,7 @@ def test_memory_and_deadline_exclude_and_say_what_would_change():
 
 def test_the_memory_of_a_small_network_is_told_in_a_unit_that_shows_it():
     found = decided([cell("ddp", 10.0, peak_memory_bytes=348 << 10, device_kind="cpu")])
-    assert "has a peak of 348 KiB a worker above its base." in found.reason
+    assert "has a peak of 348 KiB per worker above its base." in found.reason
 
 
 def test_a_price_ranks_by_cost():
@@ -648,7 +648,7 @@ def test_of_those_that_a_constraint_keeps_out_the_nearest_is_quoted(constraints,
 def test_the_least_that_is_needed_counts_the_reserve_that_keeps_it_out():
     found = decided([cell("ddp", 10.0)], gpu_memory_gib=1.0)
     assert "peak 0.98 GiB (a reserve of 10 % on top), and 1 GiB are given" in found.reason
-    assert "needs is 1.07 GiB a worker (ddp × 4, the reserve included)." in found.reason
+    assert "needs is 1.07 GiB per worker (ddp × 4, the reserve included)." in found.reason
 
 
 def test_where_every_training_diverged_it_is_said_with_what_steadies_one():

@@ -125,7 +125,7 @@ def test_where_nothing_fits_the_least_need_and_what_to_try_are_said():
     none = decided(rows, gpu_memory_gib=0.5).short
     assert none.strategy is None
     assert none.remedy.startswith(
-        "The least that any needs is 660 MiB a worker (fsdp × 4, the reserve included). More workers,"
+        "The least that any needs is 660 MiB per worker (fsdp × 4, the reserve included). More workers,"
     )
     assert not decided(rows).short.remedy
 

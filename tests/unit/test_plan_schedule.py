@@ -391,7 +391,7 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     )
     told = plan_text(plan)
     assert "GiB per worker" not in told
-    assert "MiB a worker that a cell needs" in told
+    assert "MiB per worker that a cell needs" in told
     assert "KiB that a worker sends in a step" in told
     assert "0-0 s" not in told
     assert "under 1 s" in told
