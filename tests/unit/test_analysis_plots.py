@@ -415,12 +415,12 @@ def test_a_doubted_figure_has_a_dagger_and_the_caption_says_what_it_means(tmp_pa
         found = draw(data, name, count)
         assert not any("†" in text for text in (*found.texts, found.caption)), name
     at = (data.summary["strategy"] == "fsdp") & data.summary["value"].notna()
-    data.summary.loc[at, "flags"] = "doubtful: some-rule"
+    data.summary.loc[at, "flags"] = "warning: some-rule"
     for name, count in names:
         found = draw(data, name, count)
         assert sum("†" in text for text in found.texts) == 1, name
         assert "†: warning, says the audit." in found.caption
-    data.summary.loc[at, "flags"] = "doubtful: some-rule; unusable: same-value-twice"
+    data.summary.loc[at, "flags"] = "warning: some-rule; unusable: same-value-twice"
     assert "†: unusable or warning, says the audit." in draw(data, "training_time").caption
 
 

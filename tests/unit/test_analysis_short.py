@@ -166,7 +166,11 @@ def test_memory_is_weighed_only_against_rivals_that_are_told_apart():
 
 
 def test_an_answer_on_text_has_tokens_per_second_in_total_and_per_worker():
-    text = {"throughput_samples_per_s": 10.05, "counts": "tokens", "counts_per_sample": 1024}
+    text = {
+        "throughput_samples_per_s": 10.05,
+        "throughput_unit": "tokens",
+        "counts_per_sample": 1024,
+    }
     decision = decided(runs("ddp", 100.0, **text, mfu=0.384))
     assert decision.short.value_note.endswith("; 10,300 tokens/s (2,570 per worker, MFU 38 %)")
     assert "It trains in 100.0 s at 10,300 tokens/s (2,570 per worker, MFU 38 %)" in decision.reason

@@ -450,7 +450,7 @@ def test_by_class_the_outermost_instances_and_an_unknown_class_is_told():
     said = OwnModel("mine", "a.B", {}, ["Unit", "Linear"])
     assert labels(sharding.groups_by_class(net, ["Unit", "Linear"], said)) == ["0.0", "0.1", "1"]
     with pytest.raises(
-        ModelError, match="shard names 'Blok', and it has no such module; its classes"
+        ModelError, match="wrap_classes names 'Blok', and it has no such module; its classes"
     ):
         sharding.groups_by_class(net, ["Blok"], said)
 

@@ -40,6 +40,7 @@ MAY_NAME = {
     "analysis/figures/marks.py",  # two extensions share a family, whose marks no deletion may move
     "plan/footprint/trace.py",  # torch's namespace of FSDP's operators
     "plan/estimate.py",  # what it takes where its caller names none
+    "train/commands/files.py",  # the name of the command's process
     "train/links/servers.py",  # a server that is timed by itself, of no study
 }
 

@@ -84,7 +84,7 @@ def test_what_is_not_for_want_of_memory(error: BaseException):
 
 @pytest.mark.parametrize("message", NO_ENGINE)
 @pytest.mark.parametrize(
-    ("free", "reserved", "allocated", "unsupported", "expected"),
+    ("free", "reserved", "allocated", "refused", "expected"),
     [
         (5, 90, 89, 0, True),  # nearly full
         (50, 40, 30, 0, False),  # an engine is missing for another reason

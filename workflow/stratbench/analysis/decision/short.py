@@ -121,7 +121,7 @@ def what_would_fit(found: Sequence[Candidate], margin: float) -> str:
     known = [(c.memory_bytes, c.name) for c in found if c.memory_bytes is not None]
     least = min(known, default=None)
     told = least and (
-        f"The least that any needs is {bytes_text(least[0] * (1 + margin))} a worker "
+        f"The least that any needs is {bytes_text(least[0] * (1 + margin))} per worker "
         f"({least[1]}{', the reserve included' if margin else ''}). "
     )
     tries = "More workers, activation checkpointing or a smaller batch need less"
