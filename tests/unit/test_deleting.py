@@ -189,3 +189,9 @@ def test_without_all_that_can_be_deleted_the_demo_is_planned(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^train_cell +\d+$", done.stdout, re.M)
     assert run(tmp_path, "-m", "stratbench.command", "--help").returncode == 0
+
+
+def test_the_declaration_in_the_docs_is_that_of_the_code():
+    code = (ROOT / "workflow/stratbench/extensions/checkpoints" / "__init__.py").read_text()
+    page = (ROOT / "docs" / "reference" / "extension-api.md").read_text()
+    assert code[code.index("EXTENSION = ") :] in page

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.analysis.records.columns import Row
-from stratbench.cell.extensions import installed, resolve
+from stratbench.cell.extensions import at
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text import pages
 
@@ -81,4 +81,4 @@ def render_section(template: str, **values: Any) -> Markup:
 
 def list_readings() -> dict[str, Reading]:
     """Return what each extension that is installed adds, in the order of the report's sections."""
-    return {name: resolve(e.reading) for name, e in installed().items() if e.reading}
+    return dict(at("reading"))
