@@ -36,7 +36,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
 # The extension API is read without PyTorch: the environment of the site stays small.
-autodoc_mock_imports = ["torch", "torchvision", "numpy", "pandas", "scipy"]
+autodoc_mock_imports = ["torch", "torchvision", "numpy", "pandas", "scipy", "psutil"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,13 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("[a](gone.md#x), [b](page.md), `[c](no.md)`, [d](https://x.org), [e](#here)")
     assert missing_targets(page) == ["gone.md"]
+
+
+def test_what_the_pages_describe_from_code_is_there():
+    named = re.compile(r"^\.\. auto(?:class|function):: ([\w.]+)\.(\w+)$", re.MULTILINE)
+    for page in PAGES:
+        for module, name in named.findall(page.read_text(encoding="utf-8")):
+            assert hasattr(import_module(module), name), f"{page.name}: {module}.{name}"
 
 
 def test_every_build_of_the_site_fails_on_a_warning():
