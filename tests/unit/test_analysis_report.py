@@ -304,7 +304,7 @@ def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path)
     assert "warning score below floor main, ddp, resnet50, 2 workers, repeat 0" in said
     assert "Rule score-below-floor; affects score." in said
     assert "main, ddp, resnet50, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
-    assert text.count('<sup><a href="#audit" title="doubtful: score-below-floor">') == 1
+    assert text.count('<sup><a href="#audit" title="warning: score-below-floor">') == 1
     assert "No rule was tripped" in write_page(tmp_path / "sound", cells, figures=False).read_text()
 
 

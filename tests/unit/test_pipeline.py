@@ -619,7 +619,7 @@ def test_cells_train_and_their_records_say_their_stages(
         assert sum(w["samples"] for w in made["workers"]) == 2 * 64
         assert made["communication"]["sent_bytes_per_step"] > 0
         details = made["strategy"]["details"]
-        assert [len(s["pieces"]) for s in details["stages"]] == [3, 4]
+        assert [len(s["pipeline_modules"]) for s in details["stages"]] == [3, 4]
         assert details["predicted_bubble_share"] == 1 / 5
         assert 0 < made["time"]["bubble_share"] < 1
         assert made["time"]["breakdown_ms"]["bubble"] > 0

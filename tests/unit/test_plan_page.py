@@ -205,7 +205,7 @@ def test_a_network_alone_is_planned_without_a_study(tmp_path, monkeypatch, capsy
     assert plan_main([*config, "--model", "vgg-compact", "--dataset", "digits"]) == 0
     said = capsys.readouterr().out
     assert "vgg-compact on A10G, digits, sgd, bf16, global batch 256" in said
-    assert "a worker that it needs, at 1, 2 workers (! does not fit, ? tight)" in said
+    assert "per worker that it needs, at 1, 2 workers (! does not fit, ? tight)" in said
     assert (tmp_path / "results/model-vgg-compact/plan.html").is_file()
     assert plan_main([*config, "--model", "vgg-compct"]) == 1
     assert "vgg-compct: is not a model." in capsys.readouterr().err

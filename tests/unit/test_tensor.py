@@ -355,7 +355,7 @@ def test_what_cannot_be_divided_is_refused_before_any_job():
 def prepared_cell(folder: Path, workers: int, positions: int = 16, **options: Any):
     """Settings of a cell that divides layers, and its data, prepared in `folder`."""
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
-            "sequence_parallel": positions}  # fmt: skip
+            "sequence": positions}  # fmt: skip
     prepare("text", folder, spec=spec)
     options = option_defaults("tensor") | options
     replicas = mesh_of("tensor", options, workers).replicas

@@ -48,7 +48,11 @@ class Combination:
 
 
 #: Shorter words for keys, in names.
-_SHORT = {"activation_checkpointing": "checkpointing", "reshard_after_forward": "reshard"}
+_SHORT = {
+    "activation_checkpointing": "checkpointing",
+    "gradient_accumulation_steps": "accumulate",
+    "reshard_after_forward": "reshard",
+}
 
 
 def _word(key: str, value: Any) -> str:

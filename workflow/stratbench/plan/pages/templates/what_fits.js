@@ -281,7 +281,7 @@ function verdict(f, device) {
 
 function hint(f) {
   const network = networkOf(S), workers = `${S.workers} worker${S.workers > 1 ? "s" : ""}`;
-  if (f.state === "fit") return `${S.strategy} on ${workers} trains ${S.network} with ${count(S.batch / f.entry.replicas)} samples a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}.`;
+  if (f.state === "fit") return `${S.strategy} on ${workers} trains ${S.network} with ${count(S.batch / f.entry.replicas)} samples per ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}.`;
   const better = strategiesOf(network).filter((strategy) => strategy !== S.strategy && figures({ ...S, strategy }, false).state === "fit");
   const others = better.length ? `On ${workers} ${listed(better.length > 3 ? [...better.slice(0, 3), `${better.length - 3} more`] : better)} would fit` : `No other strategy fits on ${workers}`;
   const most = !f.entry ? "" : f.most ? `; with ${S.strategy} the largest batch is ${count(f.most)}` : `; with ${S.strategy} no batch ${f.state === "tight" ? `leaves ${percent(D.margin)} free` : "fits"}`;
