@@ -484,7 +484,8 @@ def slowdown(told: Told) -> None:
             told.wrong(
                 f"breakdown_ms.slowdown is {slept_ms}, although workers were slowed: {asked}"
             )
-        elif stated and not told("restarts.count"):  # each attempt measures anew what it sleeps
+        # Each attempt and each incarnation of a worker measures anew what it sleeps.
+        elif stated and not (told("restarts.count") or told("elastic.incarnations")):
             least_ms = (stated["mean_factor"] - 1) * stated["step_without_ms"] / told.gpus
             told.most("what one slept, at most all", least_ms, slept_ms, CLOCKS)
             told.same("sigma and asked", stated["sigma"], asked.get("sigma", 0))
