@@ -186,7 +186,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def study_of(names: dict[str, list[str] | None], **changes):
-    """A config and its study of odd networks; `names`: each with the classes to wrap_classes by."""
+    """A config and its study of odd networks; `names`: each with the classes to shard by."""
     experiment = {
         "dataset": "digits", "models": list(names),
         "strategies": [*VARIANTS, "ddp", "fsdp", "zero1", "zero1-torch", "ps-sync"],
@@ -311,7 +311,7 @@ def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
     alike, different = outcomes["agreement"]
     assert alike is None
     assert (
-        "in step 2 the workers called different wrap_classes groups, or in another order"
+        "in step 2 the workers called different shard groups, or in another order"
         in different
     )
 
@@ -334,8 +334,8 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
     text = check_text(checked)
     for line in (
         "Unused on digits\n   970 parameters; takes images [batch, 1, 8, 8], gives scores for 10 classes",
-        "   wrap_classes groups, instances of Block: blocks.0 144, blocks.1 144; in none: 682",
-        "   ddp: refused with 1, 2 workers: spare.weight, spare.bias got no gradient in a step, and DDP",
+        "   shard groups, instances of Block: blocks.0 144, blocks.1 144; in none: 682",
+        "   ddp: unsupported with 1, 2 workers: spare.weight, spare.bias got no gradient in a step, and DDP",
         "   ps-sync: works with 1, 2 workers",
         "tied: blocks.0.outer.weight = again.weight is one parameter, and stays one",
         "buffers that forward writes: rank 0's are sent to all before each forward, and evaluated (ddp); ",
@@ -588,7 +588,7 @@ def test_every_strategy_that_the_settings_refuse_is_told_at_once():
             "Orders",
             "fsdp",
             8,
-            "the workers called different wrap_classes groups, or in another order",
+            "the workers called different shard groups, or in another order",
         ),
         ("Parts", "fsdp", 8, "fsdp cannot train it: forward reads blocks.0.inner.weight"),
         ("Normalises", "ddp", 1, "a worker's batch is one sample; use a larger batch"),
@@ -643,7 +643,7 @@ def alone() -> Iterator[None]:
 def by_policy(
     model: nn.Module, trial: Trial | None = None, world: int = 1, options=None, **changes
 ) -> tuple[Strategy, Worker]:
-    """FSDP with its own mixed precision and the wrap_classes groups of a user's network, before `setup`."""
+    """FSDP with its own mixed precision and the shard groups of a user's network, before `setup`."""
     options = option_defaults("fsdp") | {"mixed_precision": "policy"} | (options or {})
     changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
     s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)

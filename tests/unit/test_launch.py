@@ -248,7 +248,7 @@ import time
 from pathlib import Path
 from stratbench.telemetry.heartbeat import Heartbeat
 
-init, step = Pulse.__init__, Pulse.step
+init, step = Heartbeat.__init__, Heartbeat.step
 
 def keep(self, path):
     self.path = path
@@ -260,7 +260,7 @@ def step_and_sleep(self):
         Path({file!r}).touch()
         time.sleep(600)
 
-Pulse.__init__, Pulse.step = keep, step_and_sleep
+Heartbeat.__init__, Heartbeat.step = keep, step_and_sleep
 """
 
 

@@ -162,7 +162,7 @@ import time
 from pathlib import Path
 from stratbench.telemetry.heartbeat import Heartbeat
 
-step, folder = Pulse.step, Path({folder!r})
+step, folder = Heartbeat.step, Path({folder!r})
 
 def step_and_stay(self):
     step(self)
@@ -170,7 +170,7 @@ def step_and_stay(self):
     while (folder / "stay").exists():
         time.sleep(0.01)
 
-Pulse.step = step_and_stay
+Heartbeat.step = step_and_stay
 """
 
 

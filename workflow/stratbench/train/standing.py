@@ -206,7 +206,7 @@ def unlike_step(standings: Mapping[int, Standing]) -> int | None:
 
 
 def why_hung(standings: Mapping[int, Standing]) -> str | None:
-    """Who waits for whom, if every worker that ran was quiet for longer than `Beat.patience_s`; else None.
+    """Say who waits for whom, if all that ran were quiet for over `HeartbeatReading.patience_s`; else None.
 
     They wait for one another, or for something that does not come.
     """
