@@ -76,7 +76,7 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
 @pytest.mark.parametrize(("data", "on_cuda"), [("ddp", False), ("fsdp", True)])
 def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, on_cuda):
     """Activations are waited for. Ranks count through the tensor workers first, so replicas lie apart."""
-    schedule = scheduled_gpt("tensor", on_cuda, tensor_parallel_size=2, data=data)
+    schedule = scheduled_gpt("tensor", on_cuda, tensor_parallel_size=2, data_parallel=data)
     activations = [s for s in schedule.collectives if s.call.stride == 1]
     replicas = [s for s in schedule.collectives if s.call.stride == 2]
     assert {s.call.ranks for s in schedule.collectives} == {2}
