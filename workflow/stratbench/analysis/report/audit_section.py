@@ -9,7 +9,7 @@ import pandas as pd
 
 from stratbench.analysis.audit.across_cells.confounding import confounded_host
 from stratbench.analysis.records.columns import Row
-from stratbench.analysis.records.findings import SEVERITIES
+from stratbench.analysis.records.findings import SEVERITIES, format_tally
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.text.words import counted, names_text
 
@@ -41,9 +41,9 @@ def make_audit_sections(given: ReportInput) -> Iterator[Section]:
 
 
 def tally_text(findings: pd.DataFrame) -> str:
-    """Say how many findings there are: `2 doubtful, 1 note`."""
+    """Say how many findings there are: `2 warnings, 1 note`."""
     counts = {s: int((findings["severity"] == s).sum()) for s in SEVERITIES}
-    told = [counted(n, s) if s == "note" else f"{n} {s}" for s, n in counts.items() if n]
+    told = [format_tally(n, severity) for severity, n in counts.items() if n]
     return ", ".join(told) or "nothing found"
 
 
