@@ -310,10 +310,7 @@ def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
     """Their collectives are of equal size, so that nothing fails."""
     alike, different = outcomes["agreement"]
     assert alike is None
-    assert (
-        "in step 2 the workers called different shard groups, or in another order"
-        in different
-    )
+    assert "in step 2 the workers called different shard groups, or in another order" in different
 
 
 def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch):
