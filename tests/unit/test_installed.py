@@ -41,7 +41,7 @@ class Installed:
     def __init__(self, folder: Path) -> None:
         self.source = folder / "source"
         for name in (*PARTS, *OTHERS):
-            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc")
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc", "_build")
             shutil.copytree(ROOT / name, self.source / name, ignore=ignored)
         for name in FILES:
             shutil.copy(ROOT / name, self.source)
