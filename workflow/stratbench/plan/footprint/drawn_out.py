@@ -160,13 +160,6 @@ def _draw_moments(
     return moments
 
 
-def _parts_at(
-    both: tuple[Followed, Followed], batch: int, at: tuple[int, int]
-) -> list[dict[str, int]]:
-    """The bytes by part of both networks, each after so many events of the step of a batch."""
-    return [f.trace.parts_bytes(f.edges[batch] + n) for f, n in zip(both, at, strict=True)]
-
-
 def _draw_evaluation(both: tuple[Followed, Followed], first: int, further: int) -> MemoryPeak:
     """The peak of the evaluation, which has one batch."""
     a, b = (_segments_of_step(f, first, first + 1) for f in both)

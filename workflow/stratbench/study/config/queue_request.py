@@ -52,8 +52,8 @@ class QueueRequest:
     scaling_loss_per_worker: float = setting(0.02,
         "Share of a worker's speed that each further worker costs.", minimum=0, maximum=1)
     sample_efficiency: list[float] | None = setting(None,
-        "What samples of asynchronous workers are sample_efficiency, [low, high]: the samples that DDP needs "
-        "to the target over those that they need. null: unknown; the answer says what it would have to be.",
+        "Sample efficiency of asynchronous workers, [low, high]: the samples that DDP needs to the target, "
+        "over those that they need. null: unknown; the answer says what it would have to be.",
         minItems=2, maxItems=2, items={"type": "number", "minimum": 0.1, "maximum": 2})
     # fmt: on
 
