@@ -79,9 +79,7 @@ def confidence_in(
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         but = "others may order them differently"
         if is_beyond_hosts(ranking, hosts):
-            but = (
-                f"each rival takes over {share(ROUGH)} longer, and nodes of one kind differ by less"
-            )
+            but = f"another host may order them differently if its ratios differ by over {share(ROUGH)}"
         else:
             limits.append((1, f"{runs} on one host"))
         sentences.append(f"All {first.unit}s ran on {on}: {but}." if hosts else "")
@@ -106,7 +104,7 @@ def confidence_in(
 
 
 def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
-    """Whether the lead exceeds what nodes of one kind differ by, with every candidate on the same host."""
+    """Whether all ran on one host, and each rival takes over ROUGH longer by the low end of its interval."""
     lows = [c.ratio.low for c in ranking.compared]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
