@@ -37,7 +37,6 @@ PACKAGE = Path(strategies.__file__).parents[1]
 MAY_NAME = {
     *("analysis/paper/against.py", "analysis/tables/numbered.py", "analysis/records/measures.py"),
     "analysis/paper/metrics.py",
-    "analysis/figures/marks.py",  # two extensions share a family, whose marks no deletion may move
     "plan/footprint/trace.py",  # torch's namespace of FSDP's operators
     "plan/estimate.py",  # what it takes where its caller names none
     "train/commands/files.py",  # the name of the command's process

@@ -181,6 +181,9 @@ class Strategy:
             "other",
         ]
     ] = "other"
+    #: Its number among its family's marks, where several extensions share the family: deleting one leaves
+    #: the others' marks. None: the next free number, in the registry's order.
+    mark: ClassVar[int | None] = None
     #: One line for documentation and reports.
     summary: ClassVar[str]
     #: One line for reports: how an update of the weights W comes about. g: a gradient; velocity: SGD's

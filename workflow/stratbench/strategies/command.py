@@ -43,6 +43,7 @@ class Command(Strategy):
 
     kind = "own"
     family = "engines"
+    mark = 1
     summary: ClassVar[str] = "a trainer of your own, started as a command: its loop is not ours"
     rule: ClassVar[str] = "what the command does"
     collectives = ()

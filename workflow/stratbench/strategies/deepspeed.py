@@ -40,6 +40,7 @@ class DeepSpeed(Counted):
     """
 
     family = "engines"  # a library that owns backward and update
+    mark = 0
     rigid = base.STATE_IN_PARTS
     needs = ("deepspeed==0.19.8",)
     summary: ClassVar[str] = (

@@ -83,8 +83,6 @@ FILLS = {
 }
 #: Member i of a family has in figures filling i % 3 and DASHES[i % 5]: fifteen differ.
 DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
-#: Members that come of several extensions, in their order: deleting one leaves the others' marks.
-PLACES = {"engines": ("deepspeed", "command")}
 
 
 def mark_of(family: str, index: int) -> Mark:
@@ -94,14 +92,19 @@ def mark_of(family: str, index: int) -> Mark:
 
 
 @cache
-def _members() -> dict[str, list[str]]:
-    """The registered strategies of each family: those of PLACES, then others in the registry's order."""
-    members = {family: list(names) for family, names in PLACES.items()}
-    for name in REGISTRY:
-        family = members.setdefault(strategy_class(name).family, [])
-        if name not in family:
-            family.append(name)
+def _members() -> dict[str, dict[str, int]]:
+    """The numbers of registered strategies in each family: stated ones, then the next that are free."""
+    members: dict[str, dict[str, int]] = {}
+    for name in sorted(REGISTRY, key=lambda name: strategy_class(name).mark is None):
+        kind = strategy_class(name)
+        family = members.setdefault(kind.family, {})
+        family[name] = _next_free(family) if kind.mark is None else kind.mark
     return members
+
+
+def _next_free(family: dict[str, int]) -> int:
+    """Return the first number behind those of a family."""
+    return max(family.values(), default=-1) + 1
 
 
 def marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Mark]:
@@ -110,12 +113,12 @@ def marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Mark
     Registered strategies look the same in every study. Variants are further members of their strategy's
     family (`other` if that is unknown), in alphabetical order.
     """
-    taken = {family: len(members) for family, members in _members().items()}
+    taken = {family: _next_free(members) for family, members in _members().items()}
     marks = {}
     for name, base in sorted(dict(names).items()):
         if name in REGISTRY:
             family = strategy_class(name).family
-            marks[name] = mark_of(family, _members()[family].index(name))
+            marks[name] = mark_of(family, _members()[family][name])
         else:
             family = strategy_class(base).family if base in REGISTRY else "other"
             marks[name] = mark_of(family, taken.get(family, 0))
