@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stratbench.workload.data import generated, sources
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.own_data import is_own, own_data
-from stratbench.workload.data.sources import DataError
+from stratbench.workload.data.sources import DataError, Source
 
 #: Sources that take a spec, and the keys of each with their defaults: whole numbers, positive but for
 #: `seed`.
@@ -142,49 +142,44 @@ def _synthetic(values: Mapping[str, int]) -> Dataset:
 
 
 def _markov_text(values: Mapping[str, int]) -> Dataset:
-    return Dataset(
-        shape=(values["sequence"],),
-        classes=values["vocabulary"],
-        train_samples=values["train_samples"],
-        test_samples=values["test_samples"],
-        open_source=lambda root, downloads: generated.markov_text(**values),
-    )
+    shape, classes = (values["sequence"],), values["vocabulary"]
+    return _made(values, generated.markov_text, shape, classes)
 
 
 def _masked_markov_text(values: Mapping[str, int]) -> Dataset:
     _check_least(values, vocabulary=3, sequence=3)
-    return Dataset(
-        shape=(values["sequence"],),
-        classes=values["vocabulary"],
-        train_samples=values["train_samples"],
-        test_samples=values["test_samples"],
-        open_source=lambda root, downloads: generated.masked_markov_text(**values),
-        task="masked-token",
-    )
+    shape, classes = (values["sequence"],), values["vocabulary"]
+    return _made(values, generated.masked_markov_text, shape, classes, task="masked-token")
 
 
 def _labelled_markov_text(values: Mapping[str, int]) -> Dataset:
     _check_least(values, classes=2)
-    return Dataset(
-        shape=(values["sequence"],),
-        classes=values["classes"],
-        train_samples=values["train_samples"],
-        test_samples=values["test_samples"],
-        open_source=lambda root, downloads: generated.labelled_markov_text(**values),
-        task="text-classification",
-        vocabulary=values["vocabulary"],
-    )
+    more = {"task": "text-classification", "vocabulary": values["vocabulary"]}
+    shape, classes = (values["sequence"],), values["classes"]
+    return _made(values, generated.labelled_markov_text, shape, classes, **more)
 
 
 def _tones(values: Mapping[str, int]) -> Dataset:
     _check_least(values, classes=2, length=2 * values["classes"] + 2)
+    shape, classes = (values["channels"], values["length"]), values["classes"]
+    return _made(values, generated.tones, shape, classes, floats=True)
+
+
+def _made(
+    values: Mapping[str, int],
+    make: Callable[..., Source],
+    shape: tuple[int, ...],
+    classes: int,
+    **more: Any,
+) -> Dataset:
+    """A data set that `make` generates from the values of its spec."""
     return Dataset(
-        shape=(values["channels"], values["length"]),
-        classes=values["classes"],
+        shape=shape,
+        classes=classes,
         train_samples=values["train_samples"],
         test_samples=values["test_samples"],
-        open_source=lambda root, downloads: generated.tones(**values),
-        floats=True,
+        open_source=lambda root, downloads: make(**values),
+        **more,
     )
 
 
