@@ -45,7 +45,7 @@ def write(choice: Choice, called: str) -> str:
         deepspeed_config(choice)  # it takes what the other file says
         note_checkpointing(choice)
         choice.note(
-            "deepspeed.json, beside this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
+            "deepspeed.json, next to this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
         )
         choice.note(f"in the script, {optimizer_call(choice)}", "optimizer", "lr")
         if schedule_lines(choice):

@@ -42,15 +42,15 @@ def powersgd_state(choice: Choice) -> str:
 def note_ddp_options(choice: Choice) -> None:
     """Note DDP's options as what a script gives to Accelerator."""
     arguments, hook = ddp_arguments(choice), hook_of(choice)
-    stated = [f"{key}={value!r}" for key, value in arguments.items()]
+    keywords = [f"{key}={value!r}" for key, value in arguments.items()]
     if hook is not None:
         kind = {"fp16": "FP16", "bf16": "BF16", "powersgd": "POWER_SGD"}[choice.options["compress"]]
-        stated.append(f"comm_hook=DDPCommunicationHookType.{kind}")
+        keywords.append(f"comm_hook=DDPCommunicationHookType.{kind}")
         if kind == "POWER_SGD":
-            stated.append(
+            keywords.append(
                 f"comm_state_option={{'matrix_approximation_rank': {choice.options['powersgd_rank']}, "
                 f"'start_powerSGD_iter': {choice.options['powersgd_start_step']}}}"
             )
     choice.note(
-        f"in the script, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(stated)})])"
+        f"in the script, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(keywords)})])"
     )

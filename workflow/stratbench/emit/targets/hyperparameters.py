@@ -43,8 +43,8 @@ def implementation_of(choice: Choice) -> str:
 def optimizer_call(choice: Choice, parameters: str = "model.parameters()") -> str:
     """Return the optimizer as a call."""
     kind, arguments = optimizer_arguments(choice)
-    stated = "".join(f", {key}={value!r}" for key, value in arguments.items())
-    return f"torch.optim.{kind}({parameters}{stated})"
+    keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    return f"torch.optim.{kind}({parameters}{keywords})"
 
 
 def schedule_lines(choice: Choice) -> list[str]:

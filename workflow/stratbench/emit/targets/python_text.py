@@ -35,5 +35,5 @@ def folded_call(line: str) -> str:
             arguments.append("")
         else:
             arguments[-1] += letter
-    stated = "".join(f"{indent}    {argument.strip()},\n" for argument in arguments)
-    return f"{head}(\n{stated}{indent})"
+    keywords = "".join(f"{indent}    {argument.strip()},\n" for argument in arguments)
+    return f"{head}(\n{keywords}{indent})"

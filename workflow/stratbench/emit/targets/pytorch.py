@@ -119,9 +119,9 @@ def state_wrapping(choice: Choice, called: str, imports: list[str]) -> list[str]
     if not called:
         return lines
     imports.append("from torch.nn.parallel import DistributedDataParallel")
-    stated = "".join(f", {key}={value!r}" for key, value in ddp_arguments(choice).items())
+    keywords = "".join(f", {key}={value!r}" for key, value in ddp_arguments(choice).items())
     devices = "" if choice.device == "cpu" else ", device_ids=[device]"
-    lines.append(f"model = DistributedDataParallel(model{devices}{stated})")
+    lines.append(f"model = DistributedDataParallel(model{devices}{keywords})")
     if hook := hook_of(choice):
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
         imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
@@ -138,13 +138,15 @@ def state_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str
     kind, arguments = optimizer_arguments(choice)
     whole = choice.take_option("parameters_as_bucket_view", True)
     arguments = {"parameters_as_bucket_view": whole, **arguments}
-    stated = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
     if choice.settings.strategy == "zero1":
         choice.note(
             "the cell ran stratbench's zero1, which divides the state number by number and sends less; "
             "torch's ZeroRedundancyOptimizer gives whole tensors to workers"
         )
-    return [f"optimizer = {called}(model.parameters(), optimizer_class=torch.optim.{kind}{stated})"]
+    return [
+        f"optimizer = {called}(model.parameters(), optimizer_class=torch.optim.{kind}{keywords})"
+    ]
 
 
 def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:

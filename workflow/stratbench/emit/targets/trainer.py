@@ -48,7 +48,7 @@ def write(choice: Choice, called: str) -> str:
     if called == "ddp":
         arguments["ddp_bucket_cap_mb"] = ddp_arguments(choice)["bucket_cap_mb"]
         choice.note(
-            "the Trainer's DDP keeps gradients beside the buckets: a copy more",
+            "the Trainer's DDP keeps gradients in addition to the buckets: a copy more",
             "gradient_as_bucket_view",
         )
         if hook := hook_of(choice):
@@ -99,7 +99,7 @@ def state_optimizer(choice: Choice) -> dict[str, Any]:
             "the Trainer gives norms and biases no weight decay; the cell decays all",
             "weight_decay",
         )
-    stated = {"learning_rate": choice.take("lr"), "weight_decay": choice.take("weight_decay")}
+    keywords = {"learning_rate": choice.take("lr"), "weight_decay": choice.take("weight_decay")}
     wanted, sharded = implementation_of(choice), s.strategy == "fsdp"
     fused = s.optimizer == "adamw" and wanted == "fused"
     runs = "foreach" if choice.device == "cuda" and not sharded else "for-loop"  # torch's default
@@ -114,13 +114,13 @@ def state_optimizer(choice: Choice) -> dict[str, Any]:
     if s.optimizer == "adamw":
         return {
             "optim": "adamw_torch_fused" if fused else "adamw_torch",
-            **stated,
+            **keywords,
             "adam_beta1": s.betas[0],
             "adam_beta2": s.betas[1],
             "adam_epsilon": s.eps,
         }
     texts = f"momentum={s.momentum},nesterov={s.nesterov}"
-    return {"optim": "sgd", **stated, "optim_args": texts}
+    return {"optim": "sgd", **keywords, "optim_args": texts}
 
 
 def state_schedule(choice: Choice) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class SimulatedCheckpoints:
 
 
 #: Of a training whose workers have their state from each other: it is kept every minute for when nobody is
-#: left, beside the training. No measured cost stands against a gang's, so it is given the same share of time.
+#: left, during the training. No measured cost stands against a gang's, so it is given the same share of time.
 BESIDE = SimulatedCheckpoints(
     60.0, 60.0 * SimulatedCheckpoints().takes_s / SimulatedCheckpoints().every_s
 )

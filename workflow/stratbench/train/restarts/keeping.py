@@ -25,7 +25,7 @@ from stratbench.workload.generators import Generators
 class CheckpointWriter(Beside):
     """Keeps a worker's state every so many steps. All workers of a cell do so after the same ones.
 
-    A checkpoint is copied while the clock stands, and written beside the training.
+    A checkpoint is copied while the clock stands, and written during the training.
     """
 
     strategy: Collective
@@ -79,7 +79,7 @@ class CheckpointWriter(Beside):
             facts = {
                 "counts": self.strategy.counts(),
                 "clock": clock,
-                "epochs": list(self._epochs),  # written beside the training, which adds to it
+                "epochs": list(self._epochs),  # written during the training, which adds to it
                 "losses": len(kept),
                 "loss_dtype": str(kept.dtype).removeprefix("torch."),
                 "kept": own | {"count": own["count"] + 1},

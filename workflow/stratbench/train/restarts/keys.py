@@ -19,7 +19,7 @@ class Checkpoints(Keys):
     checkpoint_every: int | None = setting(None, minimum=1,
         help="Steps after which each worker keeps its state on the disk, so that a cell whose node is lost, "
         "or whose job is ended, goes on from there when it is tried again (docs/checkpoints.md). Keeping it "
-        "is in no training time, but what is written beside the training may disturb it. null: such a cell "
+        "is in no training time, but what is written during the training may disturb it. null: such a cell "
         "begins anew.")
     # fmt: on
 
