@@ -55,7 +55,7 @@ demo: $(RUN_STAMP)
 	$(BIN)/snakemake --profile profiles/local --config study=demo
 	@echo "report: results/demo/report.html"
 
-# Side by side as tests/conftest.py says; `pytest tests/unit/test_x.py` runs one file in one process.
+# Side by side as tests/conftest.py says; `pytest tests/core/test_x.py` runs one file in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(DEV_STAMP)
@@ -105,9 +105,9 @@ $(DEEPSPEED_STAMP): envs/requirements-deepspeed.txt envs/requirements.txt envs/r
 
 # Its own tests, and of those of every strategy what they say of it.
 test-deepspeed: $(DEEPSPEED_STAMP)
-	$(DEEPSPEED_VENV)/bin/python -m pytest tests/unit/test_deepspeed.py $(ARGS)
-	$(DEEPSPEED_VENV)/bin/python -m pytest -k deepspeed tests/unit/test_emit_trains.py tests/unit/test_saved_state.py tests/unit/test_frozen.py \
-	  tests/unit/test_slowdown.py tests/unit/test_data_placement.py $(ARGS)
+	$(DEEPSPEED_VENV)/bin/python -m pytest tests/extensions/deepspeed/test_deepspeed.py $(ARGS)
+	$(DEEPSPEED_VENV)/bin/python -m pytest -k deepspeed tests/extensions/emit/test_emit_trains.py tests/core/test_saved_state.py tests/whole/test_frozen.py \
+	  tests/core/test_slowdown.py tests/whole/test_data_placement.py $(ARGS)
 
 $(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt envs/requirements-dev.txt envs/constraints.txt | $(TRANSFORMERS_VENV)/bin/python
 	@echo "installing envs/requirements-transformers.txt into $(TRANSFORMERS_VENV), with all that the tests run on"
@@ -116,7 +116,7 @@ $(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt 
 
 # Nothing is downloaded from a hub of models.
 test-transformers: $(TRANSFORMERS_STAMP)
-	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/unit/test_transformers.py tests/unit/test_emit_trains.py $(ARGS)
+	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/whole/test_transformers.py tests/extensions/emit/test_emit_trains.py $(ARGS)
 	$(TRANSFORMERS_VENV)/bin/python -m pytest tests/workflow/test_tutorials.py -k transformers $(ARGS)
 
 # ARGS: `oldest` or `newest` alone.

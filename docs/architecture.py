@@ -16,19 +16,18 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from extensions import find_extension
+from extensions import find_extension, read_known
 from stratbench.cell.extensions import installed
 
 ROOT = Path(__file__).parents[1]
 MADE_BY = "<!-- made by docs/architecture.py (make docs) -->"
 PACKAGE = ROOT / "workflow" / "stratbench"
-WINGS = ("plan", "train", "analysis")
+WINGS = ("train", "analysis")
 #: The floors from top to bottom, each with its parts. A part imports from the floors below its own. The
 #: wings never import each other; on the ground floor a part imports those before it.
 FLOORS = [
-    ("What the core runs without: the names of what each adds", ["extensions"]),
-    ("The command line, and what it asks of several wings", ["command", "tune"]),
-    ("What passes between users, and to other trainers", ["sets", "emit"]),
+    ("What the core runs without", ["extensions"]),
+    ("The command line", ["command"]),
     ("The wings, one for each thing a user does", [*WINGS]),
     ("A config becomes cells", ["study"]),
     ("Ways to train with many workers", ["strategies"]),
@@ -37,12 +36,32 @@ FLOORS = [
 ]
 #: The parts that train and record. They import none that plans, judges or shows.
 MEASURING = ("report", "cell", "telemetry", "workload", "ps", "strategies", "study", "train")
-#: It judges blocks by their evidence alone: neither it nor the other rooms of its part import each other.
-PAIRED = "analysis.paired"
+#: It judges blocks by their evidence alone: it imports nothing that shows, nor is it imported by that.
+PAIRED = "extensions.verdict.paired"
+SHOWING = (
+    "analysis",
+    "extensions.verdict.full_runs",
+    "extensions.verdict.paired_results",
+    "extensions.verdict.reading",
+    "extensions.verdict.section",
+)
 #: The most files side by side in a folder.
 FLAT = 16
 #: What no part may import, at the top of a file or inside a function.
-NO_TORCH = ("extensions", "sets", "analysis", "study", "cell", "statistics")
+NO_TORCH = (
+    "analysis",
+    "study",
+    "cell",
+    "statistics",
+    "extensions.audit",
+    "extensions.explore",
+    "extensions.paper",
+    "extensions.projection.shown",
+    "extensions.sets",
+    PAIRED,
+)
+#: The extensions that run beside training, and may import it.
+TRAINING = ("checkpoints", "commands", "elastic", "links", "verdict")
 #: The files that a newcomer reads first, in this order, and what each says.
 FIRST_FILES = {
     "config.yaml": "the study `demo`: experiments, strategies, models, numbers of workers",
@@ -129,6 +148,17 @@ def part_of(module: str) -> str:
     return module.split(".")[0]
 
 
+def lies_in(module: str, *places: str) -> bool:
+    """Whether a module is one of these parts, rooms or modules, or lies in one."""
+    return any(f"{module}.".startswith(f"{place}.") for place in places)
+
+
+def unit_of(module: str) -> str:
+    """The part of a module, or the extension that it belongs to."""
+    name = find_extension(module)
+    return part_of(module) if name is None else f"extensions.{name}"
+
+
 def floor_of(part: str) -> int:
     """The floor of a part, 0 at the top."""
     for number, (_, parts) in enumerate(FLOORS):
@@ -149,22 +179,26 @@ def import_faults() -> list[str]:
     for module, targets in edges.items():
         here = part_of(module)
         parts = FLOORS[floor_of(here)][1]
+        may_train = here != "extensions" or find_extension(module) in TRAINING
         for target in sorted(targets):
             there = part_of(target)
-            if floor_of(there) < floor_of(here):
+            if floor_of(there) < floor_of(here) and f"{module} -> {target}" not in read_known():
                 found.append(f"{module} imports {target}, which lies above it")
+            elif there == "train" and not may_train:
+                found.append(f"{module} imports {target}, which this extension does without")
             elif there in parts and there != here:
                 if here in WINGS:
                     found.append(f"{module} imports {target}: wings do not import each other")
                 elif parts.index(there) > parts.index(here):
                     found.append(f"{module} imports {target}, which comes after it on its floor")
     for module, path in modules().items():
-        if part_of(module) in NO_TORCH and imports_torch(path):
-            found.append(f"{module} imports torch, which {part_of(module)} does without")
+        without = [p for p in NO_TORCH if lies_in(module, p)]
+        if without and imports_torch(path):
+            found.append(f"{module} imports torch, which {without[0]} does without")
     for module, targets in edges.items():
         for target in sorted(targets):
-            rooms = {room_of(module), room_of(target)}
-            if part_of(module) == part_of(target) and PAIRED in rooms and len(rooms) > 1:
+            pair = (module, target)
+            if any(lies_in(a, PAIRED) and lies_in(b, *SHOWING) for a, b in (pair, pair[::-1])):
                 found.append(f"{module} imports {target}: what passes is verdict.json")
             if part_of(module) in MEASURING and part_of(target) not in MEASURING:
                 found.append(f"{module} imports {target}, which is no part that measures")
@@ -184,8 +218,9 @@ def circle(edges: dict[str, set[str]], what: str) -> list[str]:
 
 def room_of(module: str) -> str:
     """The inner room of a module: its part and the folder in it; of a module outside one, itself."""
-    names = module.split(".")
-    return ".".join(names[:2]) if (PACKAGE / Path(*names[:2])).is_dir() else module
+    unit = unit_of(module)
+    names = module.split(".")[: unit.count(".") + 2]
+    return ".".join(names) if (PACKAGE / Path(*names)).is_dir() else module
 
 
 def between_rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -193,7 +228,7 @@ def between_rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, targets in edges.items():
         here = room_of(module)
-        there = {room_of(t) for t in targets if part_of(t) == part_of(module)}
+        there = {room_of(t) for t in targets if unit_of(t) == unit_of(module)}
         found.setdefault(here, set()).update(there - {here})
     return found
 
@@ -310,7 +345,8 @@ def page() -> str:
         "between them is files, described by `workflow/schemas/`.",
         "Inside a part, folders import each other in no",
         f"circle, and none has more than {FLAT} files side by side.",
-        f"{', '.join(f'`{part}`' for part in NO_TORCH)} never import torch. A test holds all of this.",
+        f"{', '.join(f'`{part}`' for part in NO_TORCH)}",
+        "never import torch. A test holds all of this.",
         "",
         "| floor | parts | what for |",
         "|---|---|---|",
@@ -370,19 +406,28 @@ def _extension_rows() -> list[str]:
     counts = Counter(map(find_extension, modules()))
     return [
         "The core shall run without any of these. Each says in `workflow/stratbench/extensions/NAME` what it",
-        "adds. To delete one, delete that folder, its line in `extensions/__init__.py` and its modules.",
-        "`docs/known_dependencies.txt` lists the imports that still forbid it; `tests/unit/test_deleting.py`",
-        "lets the list only shrink.",
+        "adds. To delete one, delete that folder, its rules, `tests/extensions/NAME` and its line in",
+        "`extensions/__init__.py`.",
+        "`docs/known_dependencies.txt` lists the imports that still forbid it;",
+        "`tests/whole/test_deleting.py` lets the list only shrink.",
         "",
-        "| extension | what for | modules | needs |",
-        "|---|---|--:|---|",
+        "| extension | what for | modules | needs | imports of the core |",
+        "|---|---|--:|---|---|",
         *(
-            f"| {name} | {e.says} | {counts[name]} | {', '.join(e.needs)} |"
+            f"| {name} | {e.says} | {counts[name]} | {', '.join(e.needs)} | {', '.join(_core_parts(name))} |"
             for name, e in installed().items()
         ),
         "",
         f"The core has {counts[None]} modules.",
     ]
+
+
+def _core_parts(name: str) -> list[str]:
+    """The parts of the core that the modules of an extension import."""
+    targets = (
+        t for module, all_ in graph().items() if find_extension(module) == name for t in all_
+    )
+    return sorted({part_of(t) for t in targets} - {"extensions"})
 
 
 def _matrix(parts: list[str], between: dict[str, set[str]]) -> list[str]:

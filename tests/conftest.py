@@ -30,13 +30,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import hypothesis
 import pytest
 
-from launching import TINY, WORKFLOW, LaunchedCell, sharing
+from launching import FOLDERS, TINY, WORKFLOW, LaunchedCell, sharing
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.train import forkserver
 from stratbench.workload.data.prepare import prepare
 
+# Tests of extensions import what others of them and of the core need to set up.
+sys.path += [str(path) for path in FOLDERS if str(path) not in sys.path]
 #: What runs on PyTorch's CUDA build alone; `make test-gpu-path` names the folder, and so collects it.
 collect_ignore = ["software_gpu"]
 #: A test may take so many times as long as its mark says: that is for a machine that does nothing else.

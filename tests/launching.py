@@ -25,6 +25,12 @@ from stratbench.train import forkserver
 
 Found = TypeVar("Found")
 WORKFLOW = Path(__file__).parents[1] / "workflow"
+#: The folders of the tests whose modules others import.
+FOLDERS = [
+    Path(__file__).parent,
+    *(Path(__file__).parent / name for name in ("core", "whole")),
+    *sorted(path for path in Path(__file__).parent.glob("extensions/*") if path.is_dir()),
+]
 FOREVER = 1_000_000  # epochs
 #: The longest that anything is waited for: it takes seconds, but minutes on a very busy machine.
 LIMIT_S = 900.0

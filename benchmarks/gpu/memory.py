@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stage import Stage, in_child
 from stratbench.cell.settings import Settings
-from stratbench.plan.against_records import measured_peak_bytes
-from stratbench.plan.device_rates import CONTEXT_SHARE
-from stratbench.plan.footprint.fake import replaced
-from stratbench.plan.footprint.footprint import Footprint, make_footprint
-from stratbench.plan.footprint.request import Request, data_bytes
+from stratbench.extensions.plan.against_records import measured_peak_bytes
+from stratbench.extensions.plan.device_rates import CONTEXT_SHARE
+from stratbench.extensions.plan.footprint.fake import replaced
+from stratbench.extensions.plan.footprint.footprint import Footprint, make_footprint
+from stratbench.extensions.plan.footprint.request import Request, data_bytes
 from stratbench.study.config.schema import schema
 from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.train import worker as worker_process

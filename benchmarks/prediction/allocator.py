@@ -37,10 +37,10 @@ sys.path[:0] = [str(BENCHMARKS / "gpu"), str(REPOSITORY / "workflow")]
 
 from stratbench.cell.files import read_json, write_atomic  # noqa: E402
 from stratbench.cell.text.words import MIB  # noqa: E402
-from stratbench.plan.against_records import measured_peak_bytes  # noqa: E402
-from stratbench.plan.check import rehearsals_of  # noqa: E402
-from stratbench.plan.device_rates import find_gpu  # noqa: E402
-from stratbench.plan.footprint.request import Request, data_bytes  # noqa: E402
+from stratbench.extensions.plan.against_records import measured_peak_bytes  # noqa: E402
+from stratbench.extensions.plan.check import rehearsals_of  # noqa: E402
+from stratbench.extensions.plan.device_rates import find_gpu  # noqa: E402
+from stratbench.extensions.plan.footprint.request import Request, data_bytes  # noqa: E402
 from stratbench.strategies import strategy_class  # noqa: E402
 from stratbench.workload.data.datasets import describe  # noqa: E402
 from stratbench.workload.data.prepare import prepare  # noqa: E402

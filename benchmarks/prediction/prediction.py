@@ -29,10 +29,10 @@ from typing import Any
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench.plan.against_records import prediction_rows  # noqa: E402
-from stratbench.plan.check import check_study  # noqa: E402
-from stratbench.plan.pages.table import write_rows  # noqa: E402
-from stratbench.plan.schedule import make_plan, records_by_cell  # noqa: E402
+from stratbench.extensions.plan.against_records import prediction_rows  # noqa: E402
+from stratbench.extensions.plan.check import check_study  # noqa: E402
+from stratbench.extensions.plan.pages.table import write_rows  # noqa: E402
+from stratbench.extensions.plan.schedule import make_plan, records_by_cell  # noqa: E402
 from stratbench.study.config import config as configuration  # noqa: E402
 from stratbench.workload.data.prepare import prepare  # noqa: E402
 

@@ -10,8 +10,8 @@ node is left out). Where a series' step times contradict its throughput, the ste
 of a series has several placements, the one on the fewest nodes counts.
 The smallest counts of each series are fitted (`--fit` says how many), and every count that is exactly 2, 4 or
 8 times the largest fitted one is projected. No collective is measured in such a file, so that the rule is
-a + b/N (`plan/projection/project.py`). Numbers beyond 1e-30 and 1e30, and counts above a million, are taken
-for mistakes.
+a + b/N (`extensions/projection/project.py`). Numbers beyond 1e-30 and 1e30, and counts above a million,
+are taken for mistakes.
 
 Prints, by source and by factor: median, 90th percentile and signed error, how often the interval of 80 %
 holds the measured time, the median errors of the other naive rules, and how many cells were refused.
@@ -36,8 +36,8 @@ import pandas as pd
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench.plan.projection.naive import Measured, Scaling  # noqa: E402
-from stratbench.plan.projection.project import project  # noqa: E402
+from stratbench.extensions.projection.naive import Measured, Scaling  # noqa: E402
+from stratbench.extensions.projection.project import project  # noqa: E402
 
 FACTORS = (2, 4, 8)
 #: A source discriminates where a + b/N is off by more than this at x2 (or, without such cells, at all).

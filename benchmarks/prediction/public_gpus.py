@@ -24,8 +24,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "workflow")]
 from public_plans import Planner, read_configurations  # noqa: E402
 
 from stratbench.cell.text.words import GIB  # noqa: E402
-from stratbench.plan import public_runs  # noqa: E402
-from stratbench.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Planned  # noqa: E402
+from stratbench.extensions.plan import public_runs  # noqa: E402
+from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Planned  # noqa: E402
 
 #: What the source of a measured peak read, and how it is called in the table.
 KINDS = {

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import yaml
 
-from stratbench.plan.check import Checked, CheckResult, Network, Rehearsal, try_footprint
-from stratbench.plan.footprint.footprint import Footprint
-from stratbench.plan.footprint.processes import prepare
-from stratbench.plan.footprint.request import Request
-from stratbench.plan.needs import Subject, subject_of
-from stratbench.plan.schedule import Planned, make_plan
+from stratbench.extensions.plan.check import Checked, CheckResult, Network, Rehearsal, try_footprint
+from stratbench.extensions.plan.footprint.footprint import Footprint
+from stratbench.extensions.plan.footprint.processes import prepare
+from stratbench.extensions.plan.footprint.request import Request
+from stratbench.extensions.plan.needs import Subject, subject_of
+from stratbench.extensions.plan.schedule import Planned, make_plan
 from stratbench.study.config.config import Study, load_config
 
 HERE = Path(__file__).parent

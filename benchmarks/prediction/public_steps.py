@@ -24,8 +24,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "workflow")]
 
 from public_plans import Planner, read_configurations  # noqa: E402
 
-from stratbench.plan import public_runs  # noqa: E402
-from stratbench.plan.footprint.footprint import Affine, Footprint  # noqa: E402
+from stratbench.extensions.plan import public_runs  # noqa: E402
+from stratbench.extensions.plan.footprint.footprint import Affine, Footprint  # noqa: E402
 
 COMMAND = "PYTHONPATH=workflow python benchmarks/prediction/public_steps.py"
 #: Blocks of the networks that are followed.

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stratbench.plan.footprint.request import Request
-from stratbench.tune.differences import SELECTIVE_SHARE
+from stratbench.extensions.plan.footprint.request import Request
+from stratbench.extensions.tune.differences import SELECTIVE_SHARE
 
 
 def llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, **more: Any) -> dict:

@@ -28,9 +28,9 @@ from public_plans import Planner  # noqa: E402
 from public_sweep_runs import MODELS, Run, equal_blocks, read_runs  # noqa: E402
 
 from stratbench.cell.text.words import GIB  # noqa: E402
-from stratbench.plan.device_rates import find_gpu  # noqa: E402
-from stratbench.plan.schedule import DOES_NOT_FIT, FITS, TIGHT  # noqa: E402
-from stratbench.tune.differences import (  # noqa: E402
+from stratbench.extensions.plan.device_rates import find_gpu  # noqa: E402
+from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT  # noqa: E402
+from stratbench.extensions.tune.differences import (  # noqa: E402
     KINDS,
     PUBLIC_SWEEPS,
     Margins,
@@ -39,7 +39,7 @@ from stratbench.tune.differences import (  # noqa: E402
     fit_margins,
     read_sweeps,
 )
-from stratbench.tune.sieves import MEMORY_FACTOR  # noqa: E402
+from stratbench.extensions.tune.sieves import MEMORY_FACTOR  # noqa: E402
 
 Row = Mapping[str, str]
 #: Sources whose sweeps ran PyTorch's own DDP, FSDP and tensor parallelism.

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
-from stratbench.plan.queue.simulator import ALL, Arrival, Cluster, Rules
-from stratbench.plan.queue.trainings import (
+from stratbench.extensions.queue.simulator import ALL, Arrival, Cluster, Rules
+from stratbench.extensions.queue.trainings import (
     ElasticTraining,
     Gang,
     Scaling,

@@ -1,7 +1,7 @@
 """Synthetic studies for the decision's own functions: true times, noise, and what is claimed of them.
 
 Arrays of log times have the shape [studies, models, candidates, repeats]. `decision.py` makes the tables,
-tests/unit/test_false_decisions.py holds their most telling rows.
+tests/core/test_false_decisions.py holds their most telling rows.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from stratbench.analysis.records.groups import Group
-from stratbench.sets.comparing import regression
-from stratbench.sets.comparing.comparison import ComparedCell, Side
-from stratbench.sets.comparing.matching import Match
+from stratbench.extensions.sets.comparing import regression
+from stratbench.extensions.sets.comparing.comparison import ComparedCell, Side
+from stratbench.extensions.sets.comparing.matching import Match
 
 NOISE, TURNS, SEED = 0.01, 200, 20
 SHAPE = (4, 3, 2)

@@ -4,8 +4,8 @@
 
 True and planned effects of each choice are those of pairs in public sweeps (workflow/reference/
 public_sweeps.csv); a study's own sweeps are left out of the margins that drop its combinations. The sieve is
-`stratbench.tune.sieves`, the verdict `stratbench.analysis.paired.judging`. Nothing is measured. Seeds are
-fixed, so that the page comes out the same again. About a minute of one core.
+`stratbench.extensions.tune.sieves`, the verdict `stratbench.extensions.verdict.paired.judging`.
+Nothing is measured. Seeds are fixed, so that the page comes out the same again. About a minute of one core.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "workflow")]
 import verdict_simulation as simulated  # noqa: E402
-from stratbench.tune.differences import KINDS, MIN_MARGIN, by_sweep, fit_margins, read_sweeps  # noqa: E402
-from stratbench.tune.sieves import (  # noqa: E402
+from stratbench.extensions.tune.differences import (  # noqa: E402
+    KINDS,
+    MIN_MARGIN,
+    by_sweep,
+    fit_margins,
+    read_sweeps,
+)
+from stratbench.extensions.tune.sieves import (  # noqa: E402
     MEASURED,
     MEMORY_FACTOR,
     OUT_OF_MEMORY,
     Sieved,
     drop_slow,
 )
-from stratbench.tune.space import Combination  # noqa: E402
+from stratbench.extensions.tune.space import Combination  # noqa: E402
 from verdict_simulation import PROFILES, Costs, Noise, Studies  # noqa: E402
 
 STUDIES, GPUS, STEP_S = 200, 8, 0.25

@@ -149,8 +149,9 @@ def page() -> Iterator[str]:
     yield "Made, with fixed seeds, by"
     script, out = "benchmarks/statistics/verdict.py", "benchmarks/results/verdict/simulation.md"
     yield f"`PYTHONPATH=workflow python {script} > {out}`,"
-    yield "through the functions that judge a study (`stratbench.analysis.paired.judging`). Nothing was"
-    yield "measured: true times and noise are drawn (`benchmarks/statistics/verdict_simulation.py` says how)."
+    yield "through the functions that judge a study (`stratbench.extensions.verdict.paired.judging`)."
+    yield "Nothing was measured: true times and noise are drawn."
+    yield "`benchmarks/statistics/verdict_simulation.py` says how."
     yield ""
     yield (
         f"A row of error rates stands for {COMPARISONS} comparisons (a model on a number of workers), of "

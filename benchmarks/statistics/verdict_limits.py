@@ -2,8 +2,8 @@
 
     PYTHONPATH=workflow python benchmarks/statistics/verdict_limits.py > benchmarks/results/verdict/limits.md
 
-Ten minutes of one core. Seeds are fixed, so that the page comes out the same again. The tables on nodes
-and on dependence go through `stratbench.analysis.paired.judging`; the others through the whole verdict
+Ten minutes of one core. Seeds are fixed, so that the page comes out the same again. The tables on nodes and
+on dependence go through `stratbench.extensions.verdict.paired.judging`; the others through the whole verdict
 (`next_round`, then `verdict_of`), on blocks and full runs that are drawn.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
-from stratbench.analysis.paired import judging
-from stratbench.analysis.paired.evidence import FullRun, PairedComparison, PairedEvidence
-from stratbench.analysis.paired.next_round import next_round, round_of
-from stratbench.analysis.paired.rounds import Course
-from stratbench.analysis.paired.verdict import verdict_of
-from stratbench.cell.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.cell.coordinates import Cell
+from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Segment
+from stratbench.extensions.verdict.paired import judging
+from stratbench.extensions.verdict.paired.evidence import FullRun, PairedComparison, PairedEvidence
+from stratbench.extensions.verdict.paired.next_round import next_round, round_of
+from stratbench.extensions.verdict.paired.rounds import Course
+from stratbench.extensions.verdict.paired.verdict import verdict_of
 
 MARGIN = 0.03
 #: Comparisons behind a row of the comparison alone, and of the whole verdict.

@@ -2,7 +2,7 @@
 
 Noise of a segment's log time: allocation + strategy x allocation + drift + start of the process + within the
 segment + bursts; the profiles say how much of each. `verdict.py` makes the table of error
-rates, tests/unit/test_verdict_rates.py holds its most telling rows.
+rates, tests/extensions/verdict/test_verdict_rates.py holds its most telling rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.paired import judging
-from stratbench.cell.block_rules import disagreement_limit, discarded_steps
+from stratbench.extensions.verdict.block_rules import disagreement_limit, discarded_steps
+from stratbench.extensions.verdict.paired import judging
 from stratbench.statistics import moderated
 
 MARGIN = 0.03

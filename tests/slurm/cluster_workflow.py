@@ -155,7 +155,9 @@ class ClusterWorkflow(Workflow):
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
-                ours = "stratbench.train.block" in command and process.cwd() == str(self.folder)
+                ours = "stratbench.extensions.verdict.block" in command and process.cwd() == str(
+                    self.folder
+                )
                 if ours and f"/blocks/{experiment}/" in command[command.index("--out") + 1]:
                     return process
         return None

@@ -12,7 +12,7 @@ from cluster_workflow import NEVER_S, ClusterWorkflow, study
 
 from launching import until
 from stratbench.cell.run_folder import RunFolder
-from stratbench.ps.elastic.journal import read_journal
+from stratbench.extensions.elastic.servers.journal import read_journal
 
 #: A cell of two workers.
 SPLIT = {"strategies": ["ddp"], "gpus": [2], "elastic": True, "warmup_steps": 1}
@@ -67,7 +67,7 @@ class Elastic:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             is_worker = words[-2:] == [job, str(number)] and "srun" not in words[0]
-            if is_worker and "stratbench.train.elastic.worker" in words:
+            if is_worker and "stratbench.extensions.elastic.worker" in words:
                 return process
         raise AssertionError(f"worker {number} has no process")
 

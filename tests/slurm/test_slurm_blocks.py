@@ -37,7 +37,7 @@ def racing(folder: Path, cluster: SlurmCluster) -> ClusterWorkflow:
         "colocated": {"strategy": "ps-async", "server_placement": "colocated"}
     }
     workflow = ClusterWorkflow(folder, config, cluster)
-    rules = "workflow/stratbench/cell/block_rules.py"
+    rules = "workflow/stratbench/extensions/verdict/block_rules.py"
     workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 4, 6")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
     workflow.change_code(

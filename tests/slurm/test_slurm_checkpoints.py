@@ -12,7 +12,7 @@ from cluster_workflow import ClusterWorkflow, study
 
 from launching import assert_gone, until
 from stratbench.cell.run_folder import RunFolder
-from stratbench.train.restarts import attempts
+from stratbench.extensions.checkpoints import attempts
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -12,13 +12,13 @@ from design import COUNTS, INSTALLED, Planned, cells_of, design, precisions, wis
 from machine import Machine
 
 from launching import OF_THE_MACHINE
-from stratbench.analysis.audit import memory, traffic, workers
-from stratbench.analysis.audit.across_cells import machines
-from stratbench.analysis.audit.rule import AuditData, Rule
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import software_gpu
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
+from stratbench.extensions.audit import memory, traffic, workers
+from stratbench.extensions.audit.across_cells import machines
+from stratbench.extensions.audit.rule import AuditData, Rule
 from stratbench.workload.data.prepare import prepare
 
 pytestmark = pytest.mark.timeout(900)

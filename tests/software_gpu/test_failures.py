@@ -15,11 +15,11 @@ from design import IMAGES
 from machine import Machine
 
 from launching import LaunchedCell, settings, train_one_epoch, until
-from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.rule import AuditData
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.settings import Settings
+from stratbench.extensions.audit.audit import RULES
+from stratbench.extensions.audit.rule import AuditData
 
 pytestmark = pytest.mark.timeout(900)
 LIMIT_S = 540

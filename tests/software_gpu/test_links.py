@@ -10,14 +10,14 @@ from pathlib import Path
 from machine import Machine
 
 from launching import WORKFLOW
-from stratbench.train.links.timing import KINDS
+from stratbench.extensions.links.timing import KINDS
 
 LIMIT_S = 540
 
 
 def test_every_kind_is_measured_between_gpus(machine: Machine, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "stratbench.train.links.measure", "--gpus", "--workers", "2", "4",
+        sys.executable, "-m", "stratbench.extensions.links.measure", "--gpus", "--workers", "2", "4",
         "--largest-mib", "1", "--repeats", "1", "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=WORKFLOW, capture_output=True, text=True, timeout=LIMIT_S)
@@ -32,7 +32,7 @@ def test_every_kind_is_measured_between_gpus(machine: Machine, tmp_path: Path) -
 
 def test_more_workers_than_gpus_are_refused(machine: Machine, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "stratbench.train.links.measure", "--gpus", "--workers", "8",
+        sys.executable, "-m", "stratbench.extensions.links.measure", "--gpus", "--workers", "8",
         "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=WORKFLOW, capture_output=True, text=True, timeout=LIMIT_S)

@@ -13,9 +13,9 @@ from test_cells import data_sets, findings  # noqa: F401  (a fixture)
 
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
-from stratbench.plan import against_records
-from stratbench.plan.check import check_study
-from stratbench.plan.schedule import make_plan
+from stratbench.extensions.plan import against_records
+from stratbench.extensions.plan.check import check_study
+from stratbench.extensions.plan.schedule import make_plan
 from stratbench.strategies.mesh import Mesh
 from stratbench.study.config.config import load_config
 

@@ -19,9 +19,9 @@ from machine import Machine
 from tiny_study import Workflow
 
 from stratbench.cell import record, software_gpu
-from stratbench.plan.against_records import prediction_rows
-from stratbench.plan.check import check_study
-from stratbench.plan.schedule import make_plan
+from stratbench.extensions.plan.against_records import prediction_rows
+from stratbench.extensions.plan.check import check_study
+from stratbench.extensions.plan.schedule import make_plan
 from stratbench.strategies import strategy_class
 from stratbench.study.config.config import load_config
 
@@ -151,7 +151,7 @@ def test_it_cannot_be_bundled(study: Workflow) -> None:
 
 
 def test_a_verdicts_blocks_run_and_decide_nothing(study: Workflow) -> None:
-    rules = "workflow/stratbench/cell/block_rules.py"
+    rules = "workflow/stratbench/extensions/verdict/block_rules.py"
     study.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 4, 6")
     study.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
     done = study.run(

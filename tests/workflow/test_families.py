@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_study import Workflow, tiny_config
 
-from stratbench.plan.against_records import sent_bytes_of_record
-from stratbench.plan.footprint.footprint import make_footprint
-from stratbench.plan.needs import subject_of
+from stratbench.extensions.plan.against_records import sent_bytes_of_record
+from stratbench.extensions.plan.footprint.footprint import make_footprint
+from stratbench.extensions.plan.needs import subject_of
 from stratbench.study.config.config import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

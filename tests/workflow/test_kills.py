@@ -215,8 +215,11 @@ def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
     ("target", "module"),
     [
         ("results/data/tiny-images/meta.json", "workload/data/prepare.py"),
-        ("check", "plan/footprint/fake.py"),  # in the process that all others are forked from
-        ("plan", "plan/footprint/footprint.py"),
+        (
+            "check",
+            "extensions/plan/footprint/fake.py",
+        ),  # in the process that all others are forked from
+        ("plan", "extensions/plan/footprint/footprint.py"),
         ("decide", "analysis/decision/candidates.py"),
         ("results/tiny/cells.json", "study/listing.py"),
     ],

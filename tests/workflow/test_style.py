@@ -55,7 +55,7 @@ def test_the_studies_of_the_config_expand(workflow, study):
         ("import stratbench.train.launch", FOR_CELLS),
         (
             "from stratbench.analysis.decision import decide; "
-            "from stratbench.analysis.paper import against; "
+            "from stratbench.extensions.paper import against; "
             "from stratbench.analysis.report import report; "
             "from stratbench.analysis.tables import tables",
             FOR_STAGES,

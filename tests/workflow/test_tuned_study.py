@@ -33,10 +33,10 @@ def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
     }
     config["tune"] = {"include": ["ddp"], "keep_within": 100}
     workflow = Workflow(tmp_path_factory.mktemp("tuning"), config)
-    rules = "workflow/stratbench/cell/block_rules.py"
+    rules = "workflow/stratbench/extensions/verdict/block_rules.py"
     workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 8, 12")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
-    race = "workflow/stratbench/analysis/paired/judging.py"
+    race = "workflow/stratbench/extensions/verdict/paired/judging.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2)")
     return workflow
 

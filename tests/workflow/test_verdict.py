@@ -27,10 +27,10 @@ def racing(folder: Path) -> Workflow:
     experiments["first"] |= {"strategies": ["ddp", "same"], "gpus": [2], "threads": 1, "lr": 0.01}
     config["studies"]["tiny"]["variants"] = {"same": {"strategy": "ddp"}}
     workflow = Workflow(folder, config)
-    rules = "workflow/stratbench/cell/block_rules.py"
+    rules = "workflow/stratbench/extensions/verdict/block_rules.py"
     workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 4, 6")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
-    race = "workflow/stratbench/analysis/paired/judging.py"
+    race = "workflow/stratbench/extensions/verdict/paired/judging.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2, 3)")
     workflow.hold()
     return workflow

@@ -24,7 +24,7 @@ onerror:
 # A simulation, where `decide` asks for one: the way of a training through a cluster's queue.
 QUEUE_STAGE = (
     {
-        "queue": "-m stratbench.plan.queue --config @queue --out {params.out:q}/queue.json"
+        "queue": "-m stratbench.extensions.queue --config @queue --out {params.out:q}/queue.json"
     }
     if CONFIG["decide"].get("queue")
     else {}
@@ -32,7 +32,7 @@ QUEUE_STAGE = (
 # A number of GPUs that an experiment lacks is projected to before a decision, from the records that are there.
 ASK_PROJECTION, USE_PROJECTION = (
     (
-        "-m stratbench.plan.projection --config @asking"
+        "-m stratbench.extensions.projection --config @asking"
         f" --most {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
         " --evidence projection={params.out:q}/asked_projection.csv",
     )
@@ -48,7 +48,7 @@ STAGES = {
     " --skipped @skipped --targets @targets --study @trained"
     " --records-root {params.study:q}/cells"
     " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv",
-    "audit": "-m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
+    "audit": "-m stratbench.extensions.audit --cells {params.out:q}/cells.csv"
     " --study-dir {params.study:q} --out {params.out:q}/audit.csv",
     "tables": "-m stratbench.analysis.tables.tables --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
@@ -65,7 +65,7 @@ STAGES = {
     " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
     " --answers {params.out:q}/answers.json"
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
-    "against": "-m stratbench.analysis.paper.against --cells {params.out:q}/cells.csv"
+    "against": "-m stratbench.extensions.paper.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
     " --claims-out {params.out:q}/against_claims.csv",
     "report": "-m stratbench.analysis.report.report --folder {params.out:q}"

@@ -1,4 +1,4 @@
-from stratbench.study.slurm.worker_job import WorkerJob
+from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 
 
 def worker_job_of(cell, resources):

@@ -38,7 +38,7 @@ rule links_measured:
         f"measure the links for the study {STUDY.name}, on nodes: {{resources.nodes}}; log: {{log}}"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.train.links.measure {params.arguments:q} --out {params.folder:q} 2>&1 | tee {log:q} && touch {output:q}"
+        "-m stratbench.extensions.links.measure {params.arguments:q} --out {params.folder:q} 2>&1 | tee {log:q} && touch {output:q}"
 
 
 # And what they cost, in words; the report shows it with figures.
@@ -57,4 +57,4 @@ rule links:
     shell:
         "rm {input:q}; "
         f"{PROGRAM}"
-        "-m stratbench.analysis.report.links --folder {params.folder:q} 2>&1 | tee {log:q}"
+        "-m stratbench.extensions.links.section --folder {params.folder:q} 2>&1 | tee {log:q}"

@@ -1,5 +1,5 @@
-from stratbench.plan.device_rates import named_gpus
-from stratbench.plan.start_check import faults_of_networks
+from stratbench.extensions.plan.device_rates import named_gpus
+from stratbench.extensions.plan.start_check import faults_of_networks
 
 or_workflow_error(named_gpus, CLUSTER)
 START_CHECKS.append(faults_of_networks)
@@ -25,7 +25,7 @@ rule plan:
         f"plan the study {STUDY.name}"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.plan --config @config --partition {params.partition:q}"
+        "-m stratbench.extensions.plan --config @config --partition {params.partition:q}"
         " 2>&1 | tee {log:q}"
 
 
@@ -46,7 +46,7 @@ rule check:
         f"check the networks of the study {STUDY.name}"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.plan --check --config @config --partition {params.partition:q}"
+        "-m stratbench.extensions.plan --check --config @config --partition {params.partition:q}"
         " 2>&1 | tee {log:q}"
 
 
@@ -76,5 +76,5 @@ rule compare_with_prediction:
         "compare what the plan predicts of {wildcards.study} with what was measured"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.plan.against_records --config @config --out {output:q}"
+        "-m stratbench.extensions.plan.against_records --config @config --out {output:q}"
         " > {log:q} 2>&1"

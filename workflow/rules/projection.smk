@@ -19,5 +19,5 @@ rule project:
         f"project the study {STUDY.name} to more workers"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.plan.projection --config @config"
-        " -m stratbench.analysis.report.projection --table {params.table:q} 2>&1 | tee {log:q}"
+        "-m stratbench.extensions.projection --config @config"
+        " -m stratbench.extensions.projection.shown.section --table {params.table:q} 2>&1 | tee {log:q}"

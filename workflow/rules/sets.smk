@@ -1,6 +1,6 @@
 # Result sets: the records of a study as one file, and sets beside each other. Nothing here trains, and
 # nothing has an output that Snakemake knows of, so that it always runs.
-from stratbench.study.config.result_sets import existing_sets
+from stratbench.extensions.sets.keys import existing_sets
 
 
 # `snakemake bundle`: records, timelines, resolved config and environment in results/<study>/<study>.stratbench.zip.
@@ -27,7 +27,7 @@ rule bundle:
         f"bundle the records of {STUDY.name}"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.sets bundle --study-dir {params.study:q} --config @config"
+        "-m stratbench.extensions.sets bundle --study-dir {params.study:q} --config @config"
         " --hosts {params.hosts:q} 2>&1 | tee {log:q}"
 
 
@@ -48,7 +48,7 @@ rule compare:
         "compare result sets"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.sets compare --sets @sets --compare @compare"
+        "-m stratbench.extensions.sets compare --sets @sets --compare @compare"
         " --constraints @constraints --out {params.out:q} 2>&1 | tee {log:q}"
 
 
@@ -72,6 +72,6 @@ rule export:
         f"export the records of {STUDY.name}"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.sets export {params.study:q} --to {params.formats:q}"
+        "-m stratbench.extensions.sets export {params.study:q} --to {params.formats:q}"
         " --skipped @skipped --targets @targets --study @trained"
         " --out {params.study:q}/export 2>&1 | tee {log:q}"

@@ -13,4 +13,4 @@ rule tune:
     message:
         f"sieve the combinations of the study {STUDY.name}"
     shell:
-        f"{PROGRAM}{VALUES}-m stratbench.tune --config @config 2>&1 | tee {{log:q}}"
+        f"{PROGRAM}{VALUES}-m stratbench.extensions.tune --config @config 2>&1 | tee {{log:q}}"

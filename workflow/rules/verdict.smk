@@ -42,7 +42,7 @@ rule run_block:
         " workers: {wildcards.gpus}; log: {log}"
     shell:
         f"{FIND_PACKAGE}"
-        f"exec python -m stratbench.train.block --parent $PPID {VALUES}"
+        f"exec python -m stratbench.extensions.verdict.block --parent $PPID {VALUES}"
         "--block @block --settings @settings --data @data --logs @logs"
         " --out {params.out:q} --time-limit-s {resources.time_limit_s}"
         " --nodes {resources.nodes} --cpus-per-node {resources.cpus_per_task}"
@@ -66,4 +66,4 @@ rule verdict:
         f"tell what is decided of the study {STUDY.name}. {{params.outlook}}"
     shell:
         f"{PROGRAM}{VALUES}"
-        "-m stratbench.analysis.paired tell --config @config 2>&1 | tee {log:q}"
+        "-m stratbench.extensions.verdict.paired tell --config @config 2>&1 | tee {log:q}"

@@ -1,9 +1,9 @@
 # Helpers of verdict.smk: the round, its blocks, and what of them is done before and after all jobs.
-from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
-from stratbench.study.verdict_round import Round
+from stratbench.extensions.verdict.blocks import BLOCK_FILE, BLOCK_PATTERN
+from stratbench.extensions.verdict.verdict_round import Round
 
 BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
-NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.paired next".split()]
+NEXT_ROUND = [sys.executable, *"-m stratbench.extensions.verdict.paired next".split()]
 ROUND = Round(
     STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not internals.is_main(workflow)
 )

@@ -26,7 +26,8 @@ def option(
     """A field of `Options` that says what it means (`help`) and between which limits numbers lie.
 
     `tried`: values that `tune` tries beside the default. They change speed or memory, and not what is learnt.
-    `kind`: the kind of difference that these make (stratbench.tune.differences); None: one without evidence.
+    `kind`: the kind of difference that these make (extensions/tune/differences.py).
+    None: one without evidence.
     """
     metadata = {
         "help": help,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.analysis.records.columns import Row
 from stratbench.cell.extensions import at
-from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text import pages
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
     from stratbench.analysis.decision.constraints import Constraints
     from stratbench.analysis.decision.evidence import Evidence
-
-TEMPLATES = PACKAGE / "analysis" / "report" / "templates"
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,11 @@ class Reading:
     evidence: Callable[[str, Constraints], Evidence] | None = None
 
 
-def render_section(template: str, **values: Any) -> Markup:
-    """Fill in a section's template."""
+def render_section(template: Path, **values: Any) -> Markup:
+    """Fill in a section's template, a file in the folder of its extension."""
     from markupsafe import Markup
 
-    return Markup(pages.render(template, TEMPLATES, values=values))
+    return Markup(pages.render(template.name, template.parent, values=values))
 
 
 def list_readings() -> dict[str, Reading]:

@@ -19,10 +19,10 @@ from stratbench.analysis.records.findings import SEVERITIES, read_audit
 from stratbench.analysis.records.groups import GROUP, Group
 from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, marked, measures_of
 from stratbench.analysis.records.score import score_of
-from stratbench.analysis.tables.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import counted, worker_noun
+from stratbench.extensions.paper.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
 from stratbench.statistics.intervals import QUARTILES_FROM
 
 _LATEX = {

@@ -6,5 +6,5 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="which figures not to believe",
-    reading="stratbench.analysis.report.audit_section:READING",
+    reading="stratbench.extensions.audit.section:READING",
 )

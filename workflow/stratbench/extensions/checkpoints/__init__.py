@@ -6,7 +6,7 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="cells that resume after a kill",
-    keys={"experiment": "stratbench.train.restarts.keys:Checkpoints"},
-    runner="stratbench.train.restarts.runner:RestartRunner",
-    beside="stratbench.train.restarts.keeping:CheckpointWriter",
+    keys={"experiment": "stratbench.extensions.checkpoints.keys:Checkpoints"},
+    runner="stratbench.extensions.checkpoints.runner:RestartRunner",
+    beside="stratbench.extensions.checkpoints.keeping:CheckpointWriter",
 )

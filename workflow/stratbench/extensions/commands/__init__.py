@@ -8,10 +8,10 @@ EXTENSION = Extension(
     says="a trainer of the user's own as a strategy",
     needs=("audit",),
     strategies={
-        "command": "stratbench.strategies.command:Command",
+        "command": "stratbench.extensions.commands.strategy:Command",
     },
-    runner="stratbench.train.commands.runner:CommandRunner",
-    judge="stratbench.analysis.records.same_work:judge_same_work",
-    audited=("stratbench.analysis.audit.commands",),
-    reading="stratbench.analysis.records.same_work:READING",
+    runner="stratbench.extensions.commands.runner:CommandRunner",
+    judge="stratbench.extensions.commands.same_work:judge_same_work",
+    audited=("stratbench.extensions.commands.audit_rules",),
+    reading="stratbench.extensions.commands.same_work:READING",
 )

@@ -7,6 +7,6 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="DeepSpeed as an engine",
     strategies={
-        "deepspeed": "stratbench.strategies.deepspeed:DeepSpeed",
+        "deepspeed": "stratbench.extensions.deepspeed.strategy:DeepSpeed",
     },
 )

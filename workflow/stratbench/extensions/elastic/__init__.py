@@ -7,7 +7,7 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="workers that come and go",
     needs=("checkpoints",),
-    keys={"experiment": "stratbench.train.elastic:Elastic"},
+    keys={"experiment": "stratbench.extensions.elastic.keys:Elastic"},
     rules=("elastic.smk",),
-    runner="stratbench.train.elastic.runner:ElasticRunner",
+    runner="stratbench.extensions.elastic.runner:ElasticRunner",
 )

@@ -7,5 +7,5 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="a cell as a file for a trainer of the user's own",
     needs=("deepspeed",),
-    commands="stratbench.emit.subcommand:add_subcommand",
+    commands="stratbench.extensions.emit.subcommand:add_subcommand",
 )

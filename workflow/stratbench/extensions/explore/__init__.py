@@ -6,5 +6,5 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="a page to browse cells",
-    reading="stratbench.analysis.report.explore:READING",
+    reading="stratbench.extensions.explore.explore:READING",
 )

@@ -10,7 +10,7 @@ EXTENSION = Extension(
     says="how fast links between workers are, measured",
     rules=("links.smk",),
     commands="stratbench.extensions.links:add_subcommands",
-    reading="stratbench.analysis.report.links:READING",
+    reading="stratbench.extensions.links.section:READING",
 )
 
 

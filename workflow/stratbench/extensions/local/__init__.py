@@ -7,8 +7,8 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="local SGD, DiLoCo and gossip",
     strategies={
-        "local-sgd": "stratbench.strategies.local.local_sgd:LocalSGD",
-        "diloco": "stratbench.strategies.local.diloco:DiLoCo",
-        "gossip": "stratbench.strategies.local.gossip:Gossip",
+        "local-sgd": "stratbench.extensions.local.local_sgd:LocalSGD",
+        "diloco": "stratbench.extensions.local.diloco:DiLoCo",
+        "gossip": "stratbench.extensions.local.gossip:Gossip",
     },
 )

@@ -7,5 +7,5 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="the published tables and claims beside a study's own",
     needs=("audit",),
-    reading="stratbench.analysis.report.paper_section:READING",
+    reading="stratbench.extensions.paper.section:READING",
 )

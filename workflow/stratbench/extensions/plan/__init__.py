@@ -8,5 +8,5 @@ EXTENSION = Extension(
     says="what a cell will hold, send, take and cost",
     rules=("plan.smk",),
     commands="stratbench.extensions.plan.subcommands:add_subcommands",
-    reading="stratbench.analysis.report.prediction_section:READING",
+    reading="stratbench.extensions.plan.pages.prediction_section:READING",
 )

@@ -67,7 +67,7 @@ def plan_model(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench plan --model NAME`: with the config of this folder, if there is one."""
     import yaml
 
-    from stratbench.plan.__main__ import main as make_plan
+    from stratbench.extensions.plan.__main__ import main as make_plan
     from stratbench.study.config.messages import ConfigError
     from stratbench.study.config.yaml_traps import check_duplicate_keys, check_syntax
 

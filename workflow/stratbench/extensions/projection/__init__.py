@@ -11,7 +11,7 @@ EXTENSION = Extension(
     needs=("plan", "links"),
     rules=("projection.smk",),
     commands="stratbench.extensions.projection:add_subcommands",
-    reading="stratbench.analysis.report.projection:READING",
+    reading="stratbench.extensions.projection.shown.section:READING",
 )
 
 

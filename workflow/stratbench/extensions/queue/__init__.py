@@ -6,6 +6,6 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="time to a result with the cluster's queue in it",
-    keys={"decide": "stratbench.study.config.queue_request:DecideQueue"},
-    reading="stratbench.analysis.report.queue_section:READING",
+    keys={"decide": "stratbench.extensions.queue.request:DecideQueue"},
+    reading="stratbench.extensions.queue.section:READING",
 )

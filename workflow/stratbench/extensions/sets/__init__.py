@@ -8,9 +8,9 @@ EXTENSION = Extension(
     says="result sets: one file per study, compared and exported",
     needs=("audit", "explore", "paper", "plan"),
     keys={
-        "top": "stratbench.study.config.result_sets:Sets",
-        "compare": "stratbench.study.config.result_sets:Compare",
-        "bundle": "stratbench.study.config.result_sets:Bundle",
+        "top": "stratbench.extensions.sets.keys:Sets",
+        "compare": "stratbench.extensions.sets.keys:Compare",
+        "bundle": "stratbench.extensions.sets.keys:Bundle",
     },
     rules=("sets.smk",),
     commands="stratbench.extensions.sets.subcommands:add_subcommands",

@@ -94,7 +94,7 @@ def run_on_set(
 
 def decide_set(given: argparse.Namespace) -> int:
     """`stratbench decide SET`."""
-    from stratbench.command import from_set
+    from stratbench.extensions.sets import from_set
 
     return from_set.decide(given.set, pairs(given), given.out)
 
@@ -102,8 +102,8 @@ def decide_set(given: argparse.Namespace) -> int:
 def plan_set(given: argparse.Namespace) -> int:
     """`stratbench plan BUNDLE`."""
     require("torch")
-    from stratbench.command import from_set
     from stratbench.extensions.plan.subcommands import refuse_question
+    from stratbench.extensions.sets import from_set
 
     if given.model is not None:
         refuse([given.set])
@@ -113,7 +113,7 @@ def plan_set(given: argparse.Namespace) -> int:
 
 def check_set(given: argparse.Namespace) -> int:
     """`stratbench check SET`."""
-    from stratbench.command import from_set
+    from stratbench.extensions.sets import from_set
 
     refuse(pairs(given))
     return from_set.check(given.set)
@@ -125,7 +125,7 @@ def run_compare(given: argparse.Namespace, others: list[str]) -> int:
     limit = [] if given.fail_above is None else [f"compare={{fail_above: {given.fail_above:.9f}}}"]
 
     def compare_named(given: argparse.Namespace) -> int:
-        from stratbench.command import from_set
+        from stratbench.extensions.sets import from_set
 
         return from_set.compare(given.set, [*pairs(given), *limit], given.out)
 
@@ -134,7 +134,7 @@ def run_compare(given: argparse.Namespace, others: list[str]) -> int:
 
 def checked_formats(given: argparse.Namespace) -> list[str]:
     """Return the formats of `--to`; CommandError for one that there is not."""
-    from stratbench.sets.export import EXPORTS
+    from stratbench.extensions.sets.export import EXPORTS
 
     if unknown := [name for name in given.to if name not in EXPORTS]:
         raise CommandError(f"--to {unknown[0]}: is not one of {', '.join(EXPORTS)}")
@@ -143,7 +143,7 @@ def checked_formats(given: argparse.Namespace) -> list[str]:
 
 def export_set(given: argparse.Namespace) -> int:
     """`stratbench export SET`."""
-    from stratbench.command import from_set
+    from stratbench.extensions.sets import from_set
 
     refuse(pairs(given))
     return from_set.export(given.set, checked_formats(given), given.out)

@@ -7,7 +7,7 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="tensor and pipeline parallelism",
     strategies={
-        "tensor": "stratbench.strategies.splitting.tensor:TensorParallel",
-        "pipeline": "stratbench.strategies.splitting.pipeline:Pipeline",
+        "tensor": "stratbench.extensions.splitting.tensor:TensorParallel",
+        "pipeline": "stratbench.extensions.splitting.pipeline:Pipeline",
     },
 )

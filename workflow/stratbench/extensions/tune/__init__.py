@@ -7,7 +7,7 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="the combinations of strategies and settings that are worth measuring",
     needs=("plan", "verdict"),
-    keys={"tune": "stratbench.tune.keys:Tune"},
+    keys={"tune": "stratbench.extensions.tune.keys:Tune"},
     rules=("tune.smk",),
-    commands="stratbench.tune.subcommand:add_subcommand",
+    commands="stratbench.extensions.tune.subcommand:add_subcommand",
 )

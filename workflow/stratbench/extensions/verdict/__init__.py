@@ -11,8 +11,8 @@ EXTENSION = Extension(
     needs=("audit", "plan"),
     rules=("verdict_common.smk", "verdict.smk"),
     commands="stratbench.extensions.verdict:add_subcommands",
-    audited=("stratbench.analysis.audit.across_cells.full_runs",),
-    reading="stratbench.analysis.report.verdict:READING",
+    audited=("stratbench.extensions.verdict.full_runs",),
+    reading="stratbench.extensions.verdict.reading:READING",
 )
 
 

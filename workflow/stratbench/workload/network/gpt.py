@@ -107,7 +107,7 @@ def gpt2_small(classes: int, shape: tuple[int, ...]) -> GPT:
     return GPT(classes, *shape, layers=12, heads=12, width=768)
 
 
-#: How workers divide a GPT's layers, by paths of modules; `strategies/splitting/tensor.py` knows the words.
+#: How workers divide a GPT's layers, by paths of modules; `extensions/splitting/tensor.py` knows the words.
 TENSOR_PLAN = {
     "embedding": "embedding",
     "blocks.0": "first",

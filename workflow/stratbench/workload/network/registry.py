@@ -15,7 +15,7 @@ class Family:
     `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
     `reads_text`: whether its input is tokens, and not images. None: not known before it is built.
     `tensor_plan`: how workers divide its layers, as `module:NAME` of a dictionary from the paths of
-    modules to how each is divided (`strategies/splitting/tensor.py`); None: nobody has said so.
+    modules to how each is divided (`extensions/splitting/tensor.py`); None: nobody has said so.
     `pipeline_modules`: its forward as a chain that can be cut into stages, as `module:NAME` of a plan
     (`workload/network/pieces.py`).
     """

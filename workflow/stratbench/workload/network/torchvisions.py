@@ -35,7 +35,7 @@ VIT: Plan = (
     (class_scores, ("encoder.ln", "heads")),
 )
 
-#: How workers divide a vision transformer's layers (`strategies/splitting/tensor.py`). Its scores are whole.
+#: How workers divide a vision transformer's layers (`extensions/splitting/tensor.py`). Its scores are whole.
 VIT_TENSOR_PLAN = {
     "encoder.layers.*.self_attention": "heads",
     "encoder.layers.*.mlp.0": "colwise",

@@ -1,0 +1,76 @@
+"""Processes that tests fork, among them process groups on gloo of 1, 2 and 4, which run a file's function."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launching import FOLDERS, WORKFLOW
+
+WORLDS = (1, 2, 4)
+
+
+def forking() -> ForkServerContext:
+    """Of `multiprocessing`, a context whose processes have imported PyTorch and all strategies.
+
+    One list for all tests: the first of them to start a process starts the server that imports it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["stratbench.workload.with_torch", "pytest", "stratbench.train.worker", "ps_harness"]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # What it cannot find it leaves out without a word, and before Python 3.13 it has no other path.
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (WORKFLOW, *FOLDERS))))
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        forkserver.ensure_running()
+    return context
+
+
+def found_by_groups(
+    work: Callable[[int, int], dict[str, Any]], folder: Path, limit_s: float
+) -> dict[int, dict[str, Any]]:
+    """What `work(world, rank)` returned to rank 0 of each group, by the group's size.
+
+    `work` is a function of a module. The largest group comes first, and the others are of its
+    processes. Where all takes longer than `limit_s`, they are killed and the test fails.
+    """
+    context = forking()
+    group = [
+        context.Process(target=_member, args=(work, rank, str(folder)), daemon=True)
+        for rank in range(max(WORLDS))
+    ]
+    for process in group:
+        process.start()
+    deadline = time.monotonic() + limit_s
+    for process in group:
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in group]
+    for process in group:
+        process.kill()
+    assert codes == [0] * len(group)
+    return {w: torch.load(folder / f"found{w}.pt", weights_only=True) for w in WORLDS}
+
+
+def _member(work: Callable[[int, int], dict[str, Any]], rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    for world in sorted(WORLDS, reverse=True):
+        if rank >= world:
+            break
+        store = dist.FileStore(f"{folder}/store{world}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        found = work(world, rank)
+        if rank == 0:
+            torch.save(found, f"{folder}/found{world}.pt")
+        dist.barrier()
+        dist.destroy_process_group()

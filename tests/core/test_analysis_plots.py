@@ -1,0 +1,501 @@
+"""Figures: every cell is drawn or told in words, the choice stands out, nothing leaves the sheet."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import fixture_records as fixture
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex, to_rgb
+from PIL import Image
+from test_marks import EYES, THEMES, contrast, linear, oklab
+
+from stratbench.analysis.decision import decide
+from stratbench.analysis.figures import curves, marks, plots, rows, sheet
+from stratbench.analysis.figures.figure_list import INDEX, PLOTS
+from stratbench.analysis.figures.measured import notes_of
+from stratbench.analysis.figures.scales import Scale, padded
+from stratbench.analysis.figures.sheet import WIDTH
+from stratbench.analysis.figures.tradeoffs import ABOVE, NAME, PARTS, REST, free_place
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.score import Score
+from stratbench.analysis.tables.summary import summarise
+from stratbench.extensions.audit import audit
+
+
+def analysed(root, cells, statuses=None, device="cuda", change=None):
+    """The figures' data of constructed records of one model, and the study's folder."""
+    study_dir = fixture.write_study(root, cells, statuses, device, change)
+    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    given = ["--cells", str(study_dir / "cells.csv")]
+    audit.main([*given, "--out", str(study_dir / "audit.csv")])
+    audited = [*given, "--audit", str(study_dir / "audit.csv"), "--out", str(study_dir / "d.csv")]
+    decide.main([*audited, "--answers-out", str(study_dir / "answers.json")])
+    findings = read_audit(study_dir / "audit.csv")
+    summary = summarise(read_cells(study_dir / "cells.csv"), findings)
+    summary.to_csv(study_dir / "summary.csv", index=False)
+    tables = (study_dir / f"{name}.csv" for name in ("cells", "epochs", "summary"))
+    return plots.read_figure_data(*tables, study_dir / "answers.json", None)[0], study_dir
+
+
+@pytest.fixture
+def draw():
+    figures = []
+
+    def of(data, name, count=None):
+        with plt.rc_context(sheet.RC):
+            drawn = plots.draw_figure(name, data, count)
+        figures.append(drawn.figure)
+        return SimpleNamespace(
+            axes=drawn.figure.axes[0],
+            figure=drawn.figure,
+            caption=drawn.caption,
+            texts=[t.get_text() for t in drawn.figure.axes[0].texts],
+        )
+
+    yield of
+    for figure in figures:
+        plt.close(figure)
+
+
+def all_figures(data):
+    return list(plots.figures_of(data))
+
+
+@pytest.mark.parametrize("name", ["training_time", "memory"])
+def test_every_cell_is_a_point_or_told_in_words(tmp_path, draw, name):
+    cells = fixture.expand(models=("vgg16",))
+    data, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
+    found = draw(data, name)
+    points = sum(t.get_zorder() == 6 for t in found.axes.texts)  # the numbers in marks
+    measured = data.rows(name)["value"].notna().sum()
+    assert points == measured < len(cells)
+    words = "; ".join(t for t in found.texts if " on " in t)
+    told = sum(len(part.rpartition(" on ")[2].split(", ")) for part in words.split("; "))
+    assert told == len(data.rows(name)) - measured
+
+
+def test_a_card_that_nothing_fits_is_told_in_words_in_every_row(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    statuses = {(s, "vgg16", n): "oom" for s in ("ddp", "fsdp") for n in (1, 2, 4)}
+    data, _ = analysed(tmp_path, cells, statuses)
+    assert data.choice is None
+    found = draw(data, "training_time")
+    assert found.texts.count("OOM on 1, 2, 4") == 2
+    assert not any(text.endswith(" s") for text in found.texts)  # no axis without data
+    assert "none has a value" in found.caption
+    assert "Logarithmic" not in found.caption
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda", True), ("cpu", False)])
+def test_model_states_are_marked_only_where_the_peak_holds_them(tmp_path, draw, device, told):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",))
+    data, _ = analysed(tmp_path, cells, device=device)
+    assert ("model states" in draw(data, "memory").caption) == told
+
+
+def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+    chosen = data.choice[0]
+    families = {s: marks.FAMILIES[data.marks[s].family].light for s in data.strategies}
+    for name in ("training_time", "speedup"):
+        found = draw(data, name)
+        bold = {t.get_text() for t in found.axes.texts if t.get_fontweight() == "bold"}
+        assert {chosen} == bold & set(data.strategies), name
+        drawn = {line.get_color() for line in found.axes.lines}
+        drawn |= {to_hex(patch.get_facecolor()) for patch in found.axes.patches}
+        assert families[chosen][0] in drawn
+        rivals = [s for s in data.strategies if families[s] != families[chosen]]
+        assert not drawn & {families[s][0] for s in rivals}
+    lines = draw(data, "speedup").axes.lines
+    widths = {line.get_color(): line.get_linewidth() for line in lines if len(line.get_xdata()) > 2}
+    thick = widths.pop(families[chosen][0])
+    assert thick >= 2 * max(w for c, w in widths.items() if c in {q for _, q in families.values()})
+
+
+def test_a_caption_tells_of_intervals_that_are_wider_than_their_mark(tmp_path, draw):
+    """Neither of one repeat's, nor of a spread that the mark covers."""
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), repeats=3)
+    data, _ = analysed(tmp_path, cells)
+    value = data.summary["value"]
+    for spread, told in ((None, False), (0.001, False), (0.3, True)):
+        low, high = (float("nan") if spread is None else value * (1 + s * spread) for s in (-1, 1))
+        scattered = replace(data, summary=data.summary.assign(low=low, high=high))
+        assert ("Lines: from the lowest" in draw(scattered, "training_time").caption) == told
+        assert ("Bars: 95 % intervals" in draw(scattered, "speedup").caption) == told
+
+
+def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+    for name in ("speedup", "speedup_vs_single"):
+        found = draw(data, name)
+        best = data.rows(name)["value"].max()
+        ideal = [
+            n for n in found.axes.lines if n.get_color() == sheet.RULE and len(n.get_xdata()) == 2
+        ]
+        top = min(min(n.get_ydata()) for n in found.axes.lines if n.get_color() != sheet.RULE)
+        assert min(min(n.get_ydata()) for n in ideal) >= top - 1 or best > data.counts[-1]
+        assert f"The most is {best:.2f}" in found.caption
+
+
+def test_scores_that_round_to_one_value_are_drawn_as_one(tmp_path, draw):
+    """Differences of 0.001 points: no two ticks with one text, and the line joins only the fastest."""
+
+    def all_but_equal(cell, record):
+        last = record["score"]["per_epoch"][-1]
+        record["score"]["final"] = last["score"] = 0.97 + 1e-5 * (cell.strategy == "fsdp")
+        return record
+
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    data, _ = analysed(tmp_path, cells, change=all_but_equal)
+    found = draw(data, "tradeoff")
+    assert len(found.texts) == len(set(found.texts))
+    assert sum(" × " in text for text in found.texts) == 1
+
+
+def test_a_name_lies_over_no_point_and_no_other_name():
+    above, below = (196, 94, 10, 10), (150, 118, 100, 10)
+    left, top = free_place((200, 120), 60, [(195, 115, 10, 10)])
+    assert (left, top + NAME / 2) == (196, 120 - ABOVE)
+    for taken in ([above], [above, below]):
+        left, top = free_place((200, 120), 60, [(195, 115, 10, 10), *taken])
+        assert all(
+            left + 60 <= x or x + w <= left or top + NAME <= y or y + h <= top
+            for x, y, w, h in taken
+        )
+    # At the right edge it ends at its point, and where all is taken it lies somewhere all the same.
+    assert free_place((WIDTH - 5, 120), 60, [])[0] == WIDTH - 5 + 4 - 60
+    left, top = free_place((200, 120), 60, [(0, 0, WIDTH, 600)])
+    assert 0 <= left <= WIDTH - 60
+
+
+def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    data, _ = analysed(tmp_path, cells, {("ddp", "vgg16", 1): "oom"})
+    assert "ddp: OOM on 1; 1 worker: OOM on 2, 4" in draw(data, "speedup").texts
+    assert "ddp: OOM on 1" in draw(data, "throughput").texts
+    assert "ddp: OOM" in draw(data, "score", 1).texts
+
+
+def test_a_list_of_many_cells_without_a_score_is_cut():
+    assert curves.noted(["a"]) == ["a"]
+    many = curves.noted([f"s{i}: missing" for i in range(26)])
+    assert len(many) == curves.MAX_NOTES
+    assert many[-1] == "and 21 more: see the table"
+
+
+@pytest.mark.slow
+def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
+    """Whatever names are; no title, legend or hatch; no text below 12 pixels."""
+    cells = fixture.expand(models=("vgg16",), repeats=2)
+    data, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
+    long = {"ddp": "a-variant-of-ddp-with-quite-a-long-name-of-its-own"}
+    renamed = {
+        name: getattr(data, name).replace({"strategy": long})
+        for name in ("cells", "epochs", "summary")
+    }
+    variant = data.marks | {long["ddp"]: data.marks["ddp"]}
+    data = plots.FigureData(**renamed, marks=variant, choice=(long["ddp"], 2))
+    for name, count in all_figures(data):
+        found = draw(data, name, count)
+        assert found.figure.get_figwidth() * 96 == sheet.WIDTH
+        assert not found.figure.legends
+        assert found.axes.get_title() == ""
+        found.figure.draw_without_rendering()
+        pixels = found.figure.bbox
+        for text in found.axes.texts:
+            if not text.get_text():
+                continue
+            assert text.get_fontsize() >= 12 * sheet.PX, name
+            box = text.get_window_extent()
+            assert box.x0 >= -2, (name, text.get_text())
+            assert box.x1 <= pixels.x1 + 2, (name, text.get_text())
+            assert box.y0 >= -2, (name, text.get_text())
+            assert box.y1 <= pixels.y1 + 2, (name, text.get_text())
+        assert not any(patch.get_hatch() for patch in found.axes.patches)
+
+
+def test_names_beside_lines_keep_their_distance():
+    wanted = [100.0, 101.0, 102.0, 20.0, 158.0, 160.0]
+    places = curves.spread(wanted, 8, 160)
+    assert all(b - a >= curves.APART - 1e-9 for a, b in pairwise(sorted(places)))
+    assert min(places) >= 8
+    assert max(places) <= 160
+    assert sorted(wanted, key=lambda w: places[wanted.index(w)]) == sorted(wanted)
+
+
+def test_of_many_strategies_the_choice_is_named():
+    lines = [
+        curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], chosen=i == 5) for i in range(60)
+    ]
+    shown = curves.Curves(lines, {c.strategy: marks.mark_of("other", 0) for c in lines}, "workers")
+    with plt.rc_context(sheet.RC):
+        figure, unnamed = curves.draw_curves(shown)
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    plt.close(figure)
+    assert "s5" in texts
+    assert 30 < unnamed < 50
+    assert sum(t.startswith("s") for t in texts) == 60 - unnamed
+
+
+def test_the_chosen_name_is_not_cut_where_its_column_was_made_for_it(draw):
+    for name in ("ps-async", "fsdp-zero2", "ps-staleness-lr", "a"):
+        column = rows.name_column([(name, True)])
+        assert sheet.shortened(name, column - 26, True) == name
+
+
+def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
+    row = rows.FigureRow("a", [rows.Point(v, number="1") for v in (1.0, 1.01, 1.02, 5.0)])
+    lanes = list(rows.lanes_of(row, Scale(1, 6, 100, 300)))
+    assert lanes == [0, 1, 2, 0]
+    assert rows.height_of(row, lanes) == rows.ROW + 2 * rows.LANE
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log"), [(0.8, 14, True), (211, 372, True), (0.97, 1.04, True), (0, 0.031, False)]
+)  # fmt: skip
+def test_ticks_are_few_round_and_apart(low, high, log):
+    scale = padded([low, high], 100, 300, 10, log)
+    ticks = scale.labelled(scale.ticks(), "s")
+    assert 2 <= len(ticks) <= 7
+    for (a, one), (b, other) in pairwise(ticks):
+        assert b - a >= (sheet.text_width(one) + sheet.text_width(other)) / 2
+    assert ticks[-1][1].endswith(" s")
+    assert all(100 <= at <= 300 for at, _ in ticks)
+
+
+def test_names_from_records_are_no_formulas(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",), (1, 2)))
+    name = r"a $\frac{$"
+    changed = {
+        n: getattr(data, n).replace({"strategy": {"ddp": name}}) for n in ("cells", "summary")
+    }
+    data = plots.FigureData(epochs=data.epochs, marks={name: data.marks["ddp"]}, **changed)
+    figure = draw(data, "training_time").figure
+    with plt.rc_context(sheet.RC):
+        assert r"\frac{$" in sheet.svg_of(figure)
+
+
+#: Figures of constructed records of `ddp` alone: none of servers, of `single` or of samplers.
+OF_DDP = {
+    *("training_time", "throughput", "speedup", "memory", "breakdown", "score_over_time"),
+    *("tradeoff", "score_on_1", "score_on_2", "score_on_4"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("statuses", "left"),
+    [({}, OF_DDP), ({("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}, {"training_time"})],
+)
+def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, statuses, left):
+    """Also where no cell of an experiment has a result; one of an earlier run does not stay."""
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",))
+    _, study_dir = analysed(tmp_path, cells, statuses)
+    inputs = [f"--{n}={study_dir}/{n}.csv" for n in ("cells", "epochs", "summary")]
+    inputs.append(f"--answers={study_dir}/answers.json")
+    stale = tmp_path / "a" / "main" / "vgg16" / "staleness.svg"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    assert plots.main([*inputs, "--out-dir", str(tmp_path / "a")]) == 0
+    drawn = {path.stem for path in stale.parent.iterdir()}
+    assert drawn == left
+    index = json.loads((tmp_path / "a" / INDEX).read_text())
+    assert {figure["file"] for figure in index} == {f"main/vgg16/{name}.svg" for name in left}
+    for figure in index:
+        with Image.open((tmp_path / "a" / figure["file"]).with_suffix(".png")) as image:
+            assert image.size[0] == 2 * sheet.WIDTH
+    assert plots.main([*inputs, "--out-dir", str(tmp_path / "b")]) == 0
+    for path in (tmp_path / "a").rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes()
+
+
+@pytest.mark.parametrize("count", ["4", "128"])
+def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
+    """Matplotlib leaves out of pictures what it takes to have no length."""
+    own = rows.FigureRow(
+        "ddp", [rows.Point(2.0, number=count, chosen=True), rows.Point(9.0, number="1")]
+    )
+    shown = rows.Rows([own], {"ddp": marks.mark_of("replicas", 0)})
+    with plt.rc_context(sheet.RC):
+        figure = rows.draw_rows(shown)
+        (disc, ring) = [patch.get_extents() for patch in figure.axes[0].patches]
+        sheet.save_figure(figure, tmp_path / "f")
+    with Image.open(tmp_path / "f.png") as image:
+        pixels = np.asarray(image.convert("RGB"))
+    full, quiet = (
+        tuple(round(255 * part) for part in to_rgb(c)) for c in marks.FAMILIES["replicas"].light
+    )
+    for box, colour in ((disc, full), (ring, quiet)):
+        x, y = 2 * box.x0 + 2, pixels.shape[0] - (box.y0 + box.y1)  # two dots a pixel
+        near = pixels[int(y) - 2 : int(y) + 3, int(x) - 3 : int(x) + 4].reshape(-1, 3)
+        assert np.abs(near - colour).sum(axis=1).min() < 30
+
+
+def test_one_svg_serves_both_themes(tmp_path, draw):
+    """Every colour in it is a variable, which has a value for light and one for dark paper."""
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+    for name, count in all_figures(data):
+        with plt.rc_context(sheet.RC):
+            svg = sheet.svg_of(draw(data, name, count).figure)
+        style, body = re.search(r"<style>(.*?)</style>(.*)", svg, re.DOTALL).groups()
+        assert not re.search(r"#[0-9a-f]{6}", body), name
+        light, dark = style.split("@media")
+        used = set(re.findall(r"var\(--([a-z0-9-]+)\)", body))
+        for theme in (light, dark):
+            assert used <= set(re.findall(r"--([a-z0-9-]+):", theme)), name
+        assert f'width="{sheet.WIDTH}"' in svg
+
+
+def test_numbers_in_texts_keep_their_digits():
+    """Places in the picture need two; a time of 0.819 s is none of 0.81 s."""
+    assert (
+        sheet.compact('<text x="1.23456">0.819 s</text> <!-- no -->')
+        == '<text x="1.23">0.819 s</text> '
+    )
+
+
+def test_texts_and_areas_stand_out_from_both_papers():
+    """Texts with 4.5 : 1, areas and outlines with 3 : 1; grid lines and bands carry nothing alone."""
+    parts = {name for _, name, *_ in PARTS} | {REST[1]}
+    for at, paper in enumerate(THEMES.values()):
+        for name, least in {
+            "ink": 4.5,
+            "muted": 4.5,
+            "bad": 4.5,
+            **dict.fromkeys(parts, 3.0),
+        }.items():
+            assert contrast(sheet.THEME[name][at], paper) >= least, (name, at)
+
+
+@pytest.mark.parametrize("eyes", EYES)
+def test_the_filled_phases_of_a_step_are_told_apart_whoever_looks(eyes):
+    filled = [name for _, name, is_filled, _ in PARTS if is_filled]
+    for at in range(len(THEMES)):
+        seen = [oklab(EYES[eyes] @ linear(sheet.THEME[name][at])) for name in filled]
+        for one, other in pairwise(seen):  # of bars beside each other
+            assert np.linalg.norm(one - other) >= 0.08
+
+
+def test_a_light_colour_has_one_dark_counterpart():
+    light = list(sheet.THEME.values())
+    light += [
+        pair for hue in marks.FAMILIES.values() for pair in zip(hue.light, hue.dark, strict=True)
+    ]
+    known = {}
+    for one, dark in light:
+        assert known.setdefault(one, dark) == dark
+
+
+def test_many_worker_counts_are_drawn_on_logarithmic_axes(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(1, 4, 16, 64))
+    data, _ = analysed(tmp_path, cells)
+    found = draw(data, "speedup")
+    centred = [t for t in found.axes.texts if t.get_ha() == "center"]
+    ticks = {t.get_text(): t.get_position()[0] for t in centred}
+    steps = np.diff([ticks[n] for n in ("1", "4", "16", "64")])
+    assert steps == pytest.approx(steps[0])
+
+
+def test_a_doubted_figure_has_a_dagger_and_the_caption_says_what_it_means(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    data, _ = analysed(tmp_path, cells)
+    names = (("training_time", None), ("throughput", None), ("score", 2))
+    data.summary["flags"] = ""
+    for name, count in names:
+        found = draw(data, name, count)
+        assert not any("†" in text for text in (*found.texts, found.caption)), name
+    at = (data.summary["strategy"] == "fsdp") & data.summary["value"].notna()
+    data.summary.loc[at, "flags"] = "warning: some-rule"
+    for name, count in names:
+        found = draw(data, name, count)
+        assert sum("†" in text for text in found.texts) == 1, name
+        assert "†: warning, says the audit." in found.caption
+    data.summary.loc[at, "flags"] = "warning: some-rule; unusable: same-value-twice"
+    assert "†: unusable or warning, says the audit." in draw(data, "training_time").caption
+
+
+def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
+    peak = data.cells["peak_memory_bytes"].max()
+    for card, drawn in ((1.2 * peak, True), (40 * peak, False)):
+        data.cells["device_memory_bytes"] = card
+        found = draw(data, "memory")
+        assert ("the card" in found.texts) == drawn
+        assert "The card has" in found.caption
+
+
+def test_numbers_of_updates_and_epochs_have_whole_ticks():
+    assert all(t == int(t) for t in Scale(1, 3, 0, 100, whole=True).ticks())
+
+
+def test_a_new_strategy_needs_nothing_to_be_drawn(tmp_path, draw):
+    """Nobody knows it: it is drawn as another one, with its name."""
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
+    own = {name: getattr(data, name).assign(strategy="mine") for name in ("epochs", "summary")}
+    own["cells"] = data.cells.assign(strategy="mine", strategy_base="mine")
+    (data,) = plots.figure_data_of(**own)
+    assert data.marks["mine"].family == "other"
+    for name, count in all_figures(data):
+        assert any("mine" in text for text in draw(data, name, count).texts), name
+
+
+def test_captions_speak_of_what_is_drawn_alone(tmp_path, draw):
+    """On GPUs, without failures and repeats: no CPU, no loss, no median, no servers."""
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
+    for name, count in all_figures(data):
+        caption = draw(data, name, count).caption
+        for absent in ("cross", "CPU", "Dotted", "median", "server", "Lines", "†"):
+            assert absent not in caption, (name, absent)
+    on_cpu, _ = analysed(tmp_path / "c", fixture.expand(("ddp",), ("vgg16",)), device="cpu")
+    assert "CPU" in draw(on_cpu, "training_time").caption
+
+
+def test_a_figure_over_epochs_is_not_called_by_the_last_one():
+    assert PLOTS["score"].title_of(Score()) == "Accuracy by epoch"
+    assert PLOTS["throughput"].title_of(Score()) == "Training throughput (samples/s)"
+
+
+def test_tables_of_no_epochs_draw_no_scores(tmp_path):
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
+    empty = plots.FigureData(data.cells, data.epochs.iloc[:0], data.summary, data.marks)
+    assert not {name for name, _ in all_figures(empty)} & {"score", "score_over_time"}
+    assert isinstance(empty.epochs, pd.DataFrame)
+
+
+@pytest.mark.parametrize("bold", [True, False])
+def test_a_name_that_has_just_its_room_is_whole(bold):
+    for letters in range(1, 40):
+        name, margin = "n" * letters, 26
+        room = margin + sheet.text_width(name, bold) - margin
+        assert sheet.shortened(name, room, bold) == name
+        if letters > 5:
+            assert sheet.shortened(name + "n", room, bold) != name + "n"
+
+
+def test_repeats_without_a_score_are_named_below_the_curves_of_the_others():
+    rows = pd.DataFrame(
+        [
+            {"strategy": "ddp", "gpus": 4, "cells": 3, "ok": 3, "value": 0.9, "outcome": ""},
+            {
+                "strategy": "fsdp",
+                "gpus": 4,
+                "cells": 3,
+                "ok": 1,
+                "value": 0.9,
+                "outcome": "2 × div.",
+            },
+            {"strategy": "ps-sync", "gpus": 4, "cells": 3, "ok": 0, "value": float("nan")}
+            | {"outcome": "3 × OOM", "text": "OOM"},
+        ]
+    )
+    assert list(notes_of(rows)) == ["fsdp: 2 of 3 div.", "ps-sync: OOM"]

@@ -1,0 +1,237 @@
+"""The measurement of links: the fit on made-up times, and real processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import LIMIT_S, WORKFLOW
+from stratbench.cell.text import pages
+from stratbench.extensions.links import measure as links
+from stratbench.extensions.links.collective_cost import (
+    ALGORITHMS,
+    LinkLayout,
+    LinkModel,
+    Time,
+    fitted_links,
+    served,
+)
+from stratbench.extensions.links.processes import run_all
+from stratbench.extensions.links.section import TEMPLATE, links_section
+from stratbench.extensions.links.timing import KINDS, Sweep
+from stratbench.extensions.projection.links import Unmeasured, read_links
+from stratbench.telemetry.collectives import CollectiveCall
+
+SIZES = [1 << i for i in range(10, 27, 2)]
+TRUE = {"within": LinkModel(20e-6, 5e9), "between": LinkModel(100e-6, 1e9)}
+
+
+def made_up(kind: str, layouts: list[LinkLayout], algorithm=None, library="gloo") -> list[Time]:
+    algorithm = algorithm or ALGORITHMS[library][kind][0]
+    return [
+        Time(library, kind, at.workers, at.nodes, size, repeat, cost.seconds(TRUE) * noise)
+        for at in layouts
+        for size in SIZES
+        for cost in [algorithm(kind, size, at)]
+        for repeat, noise in enumerate((0.95, 1.0, 1.9))  # one of three repeats was disturbed
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latency_and_rate_are_recovered_in_spite_of_disturbed_repeats(kind):
+    (link,) = fitted_links(made_up(kind, [LinkLayout(2), LinkLayout(4)]))
+    assert link.level == "within"
+    assert link.alpha_s == pytest.approx(20e-6, rel=1e-3)
+    assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
+    assert link.knee_bytes == pytest.approx(1e5, rel=1e-2)
+    assert 0.2 < link.log_sd < 0.6
+
+
+def test_levels_are_told_apart():
+    times = made_up(
+        "all_reduce", [LinkLayout(2), LinkLayout(4), LinkLayout(4, 2), LinkLayout(8, 2)]
+    )
+    found = {link.level: link for link in fitted_links(times)}
+    for level, true in TRUE.items():
+        assert found[level].alpha_s == pytest.approx(true.alpha_s, rel=1e-2)
+        assert found[level].bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-2)
+
+
+ONE_NODE = [LinkLayout(2), LinkLayout(4), LinkLayout(8)]
+RING, HIERARCHICAL, TREE = ALGORITHMS["nccl"]["all_reduce"]
+
+
+def fastest(*algorithms):
+    """A library that takes the fastest of these for each tensor."""
+    return lambda *call: min((a(*call) for a in algorithms), key=lambda cost: cost.seconds(TRUE))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "layouts", "named"),
+    [
+        (RING, ONE_NODE, "ring"),
+        (RING, [*ONE_NODE, LinkLayout(16, 2), LinkLayout(32, 4)], "ring"),
+        (TREE, ONE_NODE, "tree"),
+        (HIERARCHICAL, [LinkLayout(8), LinkLayout(16, 2)], "hierarchical"),
+        (HIERARCHICAL, [*ONE_NODE, LinkLayout(16, 2), LinkLayout(32, 4)], "hierarchical"),
+        (fastest(RING, TREE), ONE_NODE, "fastest"),
+        (fastest(RING, TREE, HIERARCHICAL), [*ONE_NODE, LinkLayout(16, 2)], "fastest"),
+    ],
+)
+def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers(
+    algorithm, layouts, named, tmp_path
+):
+    """Links that were fitted by one algorithm and priced by another were up to 2.3 times off."""
+    times = made_up("all_reduce", layouts, algorithm, "nccl")
+    assert fitted_links(times)[0].algorithm == named
+    links.write_links(tmp_path, times, 1.0)
+    read = read_links(tmp_path / "links.csv", "nccl")
+    last = layouts[-1]
+    for at in (*layouts, LinkLayout(2 * last.workers, 2 * last.nodes if last.nodes > 1 else 1)):
+        for size in SIZES:
+            seconds, _ = read.chosen(CollectiveCall("all_reduce", size), at)
+            true_s = algorithm("all_reduce", size, at).seconds(TRUE)
+            assert seconds == pytest.approx(true_s, rel=0.01), (at, size)
+
+
+@pytest.mark.parametrize("algorithm", [RING, TREE])
+def test_one_count_tells_ring_and_tree_not_apart_and_the_longer_is_said_beyond(algorithm, tmp_path):
+    links.write_links(tmp_path, made_up("all_reduce", [LinkLayout(8)], algorithm, "nccl"), 1.0)
+    read = read_links(tmp_path / "links.csv", "nccl")
+    for workers, most in ((8, 1.01), (16, 2.0)):
+        at = LinkLayout(workers)
+        for size in SIZES:
+            seconds, _ = read.chosen(CollectiveCall("all_reduce", size), at)
+            true_s = algorithm("all_reduce", size, at).seconds(TRUE)
+            assert 0.99 * true_s < seconds < most * true_s
+
+
+def test_a_server_takes_the_pushes_of_all_workers():
+    times = made_up(
+        "push_pull", [LinkLayout(1), LinkLayout(2), LinkLayout(4)], served, "servers-tcp"
+    )
+    (link,) = fitted_links(times)
+    assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
+
+
+def test_what_does_not_depend_on_its_bytes_has_no_rate():
+    times = [Time("gloo", "send", 2, 1, size, 0, 1e-4) for size in SIZES[:3]]
+    (link,) = fitted_links(times)
+    assert link.alpha_s == pytest.approx(1e-4, rel=1e-3)
+    assert link.bytes_per_s > 1e12
+
+
+def test_sizes_go_from_a_kibibyte_to_the_largest():
+    sizes = Sweep((2,), 100 << 20, 1).sizes()
+    assert (sizes[0], sizes[-1]) == (1024, 100 << 20)
+    assert sizes == sorted(set(sizes))
+    assert Sweep((2,), 1024, 1).sizes() == [1024]
+
+
+def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
+    assert links_section(tmp_path) is None
+    both = [LinkLayout(2), LinkLayout(4), LinkLayout(4, 2), LinkLayout(8, 2)]
+    calm = [Time("gloo", "send", 2, 1, size, 0, 1e-4 + size / 1e9) for size in SIZES]
+    links.write_links(tmp_path, made_up("all_reduce", both) + calm, 1.25)
+    section = links_section(tmp_path)
+    assert [(r["name"], r["level"], r["doubtful"]) for r in section["rows"]] == [
+        ("all-reduce by gloo", "in a node", True),
+        ("all-reduce by gloo", "between nodes", True),
+        ("send by gloo", "in a node", False),
+    ]
+    assert section["rows"][0]["alpha"] == "20 µs"
+    section["charts"][0]["name"] = "<b>"
+    html = pages.render(TEMPLATE.name, TEMPLATE.parent, values={"links": section})
+    assert html.count("<figure>") == 2
+    assert "<b>&lt;b&gt;</b>" in html
+    assert "1.25 times as slow" in html
+    assert "4 workers, 2 nodes" in html
+    # The longest name has room beside the lines.
+    widths = [float(w) for w in re.findall(r'viewBox="0 0 (\d+)', html)]
+    starts = [float(x) for x in re.findall(r'<text class="n" x="(\d+)"', html)]
+    assert widths[0] - max(starts) > 6.8 * len("4 workers, 2 nodes")
+    table = tmp_path / "links.csv"
+    table.write_text(table.read_text().replace(",ring,", ",<script>,"))
+    with pytest.raises(ValueError, match="are no measured links"):
+        links_section(tmp_path)
+
+
+def test_links_are_read_back_for_the_projection(tmp_path):
+    links.write_links(tmp_path, made_up("all_reduce", [LinkLayout(2), LinkLayout(4)]), 1.25)
+    read = read_links(tmp_path / "links.csv", "gloo")
+    assert read.kappa == 1.25
+    expected = ALGORITHMS["gloo"]["all_reduce"][0]("all_reduce", 1e7, LinkLayout(16)).seconds(TRUE)
+    assert read.chosen(CollectiveCall("all_reduce", 1e7), LinkLayout(16))[0] == pytest.approx(
+        expected, rel=1e-3
+    )
+    with pytest.raises(Unmeasured, match="no links of nccl"):
+        read_links(tmp_path / "links.csv", "nccl")
+    table = (tmp_path / "links.csv").read_text()
+    (tmp_path / "links.csv").write_text(table.replace(",ring,", ",bus,"))
+    with pytest.raises(ValueError, match="algorithm 'bus', expected one of ring, tree"):
+        read_links(tmp_path / "links.csv", "gloo")
+    (tmp_path / "links.csv").write_text("library,kind\ngloo,send\n")
+    with pytest.raises(ValueError, match=r"is no links\.csv"):
+        read_links(tmp_path / "links.csv", "gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
+    command = [
+        sys.executable, "-m", "stratbench.extensions.links.measure",
+        "--workers", "2", "3", "--largest-mib", "1", "--repeats", "1",
+        "--servers", "tcp", "--out", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=WORKFLOW, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "collectives: round 1 of 1" in done.stdout
+    assert "servers: round 1 of 1" in done.stdout
+    with (tmp_path / "times.csv").open() as file:
+        times = list(csv.DictReader(file))
+    measured = {(t["library"], t["kind"], int(t["workers"])) for t in times}
+    assert measured == {("gloo", k, n) for k in KINDS for n in (2, 3)} | {
+        ("servers-tcp", "push_pull", n) for n in (1, 2, 3)
+    }
+    assert all(0 < float(t["seconds"]) < 60 for t in times)
+    found = read_links(tmp_path / "links.csv", "gloo")
+    assert found.kappa >= 1
+    large, small = (
+        found.chosen(CollectiveCall("all_reduce", n), LinkLayout(2))[0] for n in (1 << 23, 1 << 10)
+    )
+    assert large >= small
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_process_that_fails_ends_the_others(tmp_path):
+    with pytest.raises(RuntimeError, match="ended with code"):
+        run_all([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
+
+
+def _fails() -> None:
+    sys.exit(3)
+
+
+def _waits(path: str) -> None:
+    import threading
+
+    Path(path).write_text(json.dumps(math.pi))
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--workers", "1"], "two ends"), (["--workers", "2", "--repeats", "0"], "1 or more")],
+)
+def test_impossible_requests_are_refused_with_a_sentence(arguments, told, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        links.main([*arguments, "--out", str(tmp_path)])
+    assert told in capsys.readouterr().err

@@ -1,0 +1,309 @@
+"""`stratbench plan --model NAME --gpus N`, and `stratbench.estimate` for a module of one's own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from importlib import util
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+
+import stratbench
+from stratbench.cell.text.words import COLUMNS
+from stratbench.command.__main__ import main as stratbench_main
+from stratbench.extensions.plan import model_answer, one_network, public_runs
+from stratbench.extensions.plan.__main__ import main as plan_main
+from stratbench.extensions.plan.device_rates import find_gpu, gpu_device
+from stratbench.extensions.plan.footprint import drawn_out, equal_blocks
+from stratbench.extensions.plan.footprint.footprint import make_footprint
+from stratbench.extensions.plan.model_answer import Question, answer_for, choose_batch
+from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.pages.model_answer import answer_text
+from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
+from stratbench.study.config.messages import ConfigError
+
+TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 8, "vocabulary": 64}
+CONFIG = {"datasets": {"text": {**TEXT, "sequence": 32}}}
+TOGETHER = ["fsdp-zero3", "ddp", "tensor-{node}"]
+QUESTION = Question("gpt-compact", 2, "A10G", dataset="text", sequence=64, price=2.0)
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Fewer strategies, and results in a folder of the test's own."""
+    given = yaml.safe_load(model_answer.TEMPLATE.read_text(encoding="utf-8").replace("{node}", "N"))
+    names = [f"{', '.join(given['strategies']['together'])}".replace("-N", "-{node}")]
+    text = model_answer.TEMPLATE.read_text(encoding="utf-8")
+    assert names[0] in text
+    path = tmp_path / "small.yaml"
+    path.write_text(text.replace(names[0], ", ".join(TOGETHER)), encoding="utf-8")
+    monkeypatch.setattr(model_answer, "TEMPLATE", path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(small):
+    first = []
+    answer = answer_for(CONFIG | {"results": "results"}, QUESTION, first.append)
+    assert {c.strategy for c in first[0].choices} == {"fsdp-zero3"}
+    found = {(c.strategy, c.checkpointing): c for c in answer.choices}
+    names = {"fsdp-zero3", "ddp", "tensor-2"}
+    assert set(found) == {(name, ckpt) for name in names for ckpt in (False, True)}
+    assert [c.verdict for c in answer.choices] == [FITS] * 6
+    rates = [c.samples_per_s[2] for c in answer.choices]
+    assert rates == sorted(rates, reverse=True)
+    for c in answer.choices:
+        low, high, usual = c.samples_per_s
+        assert low <= usual <= high
+        assert c.memory.allocated_bytes <= c.memory.reserved_bytes < c.memory.shown_bytes
+        assert (c.memory.reserved_bytes > c.memory.allocated_bytes) == (c.strategy == "fsdp-zero3")
+    for name in names:
+        assert found[name, True].micro_batch > found[name, False].micro_batch
+    text = answer_text(answer)
+    assert "gpt-compact (" in text.splitlines()[0]
+    assert "on 2 x A10G 24 GiB: texts of 64 tokens, adamw, bf16" in text.splitlines()[0]
+    best = answer.choices[0]
+    assert f"{best.strategy} fits with {best.micro_batch} texts at once" in text.replace("\n ", "")
+    hours = 1e9 / (64 * best.samples_per_s[2]) / 3600
+    assert f"{2 * hours:.2g} GPU-hours, which cost {4 * hours:.2g}" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= COLUMNS
+    assert text.count("variants: {fsdp-zero3: {strategy: fsdp, mixed_precision: policy}") == 1
+
+
+def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_least(tmp_path):
+    config = CONFIG | {"results": str(tmp_path)}
+    given = model_answer._template_for(QUESTION, config)
+    config, study, left_out = one_network.study_of(config, "gpt-compact", "text", 64, given)
+    assert left_out == []
+    cell = next(c for c in study.cells if c.strategy == "ddp")
+    s = model_answer._unevaluated(subject_of(config, study, cell))
+    footprint, cluster = make_footprint(s.request), config["cluster"]
+    device = gpu_device(find_gpu("A10G"), "bf16", cluster)
+    chosen = choose_batch(s, footprint, device, cluster)
+    more = choose_batch(s, footprint, device, cluster, batch=chosen.micro_batch + 1)
+    assert chosen.verdict == FITS
+    room_bytes = device.room_bytes(cluster["memory_margin"])
+    assert chosen.memory.allocated_bytes <= room_bytes < more.memory.allocated_bytes
+    assert chosen.global_batch == 2 * chosen.micro_batch
+    full = choose_batch(s, footprint, device, cluster | {"memory_margin": 1e6}, least=3)
+    assert full.micro_batch == 3
+    huge = choose_batch(s, footprint, device, cluster, batch=1 << 20)
+    assert huge.verdict == DOES_NOT_FIT
+
+
+def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monkeypatch):
+    known = public_runs.band()
+    monkeypatch.setattr(public_runs, "band", lambda: known._replace(least_s=0.0))
+    question = replace(QUESTION, gpu="H100 80GB", gpus=1)
+    config = CONFIG | {"results": str(tmp_path)}
+    given = model_answer._template_for(replace(question, gpus=2), config)
+    config, study, _ = one_network.study_of(config, "gpt-compact", "text", 64, given)
+    choices = {}
+    for name in ("ddp", "fsdp-zero3", "fsdp-offload"):
+        cell = next(c for c in study.cells if c.strategy == name)
+        s = model_answer._unevaluated(subject_of(config, study, cell))
+        device = gpu_device(find_gpu(question.gpu), "bf16", config["cluster"])
+        if name == "fsdp-zero3":  # no time goes by on links
+            device = replace(device, link_bytes_per_s=1e15, network_bytes_per_s=1e15)
+        choices[name] = choose_batch(s, make_footprint(s.request), device, config["cluster"])
+    sources = {name: c.time_source for name, c in choices.items()}
+    assert sources == {"ddp": "", "fsdp-zero3": known.source, "fsdp-offload": ""}
+    best_s, worst_s, usual_s = choices["fsdp-zero3"].step_s
+    assert (best_s, worst_s) == pytest.approx((usual_s * known.low, usual_s * known.high))
+    best_s, worst_s, usual_s = choices["ddp"].step_s
+    assert worst_s / best_s > known.high / known.low
+    sheet = find_gpu(question.gpu)
+    text = answer_text(
+        model_answer.Answer(question, sheet, config["cluster"], s.data, "adamw", "bf16", 10**6,
+                            [choices["fsdp-zero3"], choices["ddp"]], given["variants"], [])
+    )  # fmt: skip
+    assert f"from {known.source})." in " ".join(text.split())
+    assert f"and the range, with * from {known.source};" in " ".join(text.split())
+    rows = {line.split()[0]: line for line in text.splitlines() if "fits" in line.split()[:4]}
+    assert ")*" in rows["fsdp-zero3"]
+    assert ")*" not in rows["ddp"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"gpu": "H1"}, "--gpu = 'H1': is not in the table of GPUs: P40"),
+        ({"gpu": None}, "--gpu: name the GPU, such as 'H100 80GB'; known are P40"),
+        ({"model": "gpt-compct"}, "--model gpt-compct: is not a model. Did you mean"),
+        ({"samples": 5}, "--samples 5: gpt-compact is trained on texts; give --tokens"),
+        (
+            {"model": "resnet50", "dataset": None},
+            "--sequence 64: the data set imagenet-sized has no texts whose length can be set; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_answered_is_told_by_its_option(changes, told, tmp_path):
+    question = Question(**vars(QUESTION) | changes)
+    with pytest.raises(ConfigError) as error:
+        answer_for(CONFIG | {"results": str(tmp_path)}, question)
+    assert str(error.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--model", "gpt-compact", "--gpus", "0"],
+            "--gpus: 0: is no whole number; give one above",
+        ),
+        (["--model", "gpt-compact", "--gpus", "1", "--tokens", "x"], "--tokens: x: is no number"),
+        (["--model", "gpt-compact", "--price", "2"], "--price is for --model NAME --gpus N; add"),
+        (["--gpus", "2"], "--gpus is for --model NAME --gpus N"),
+        (
+            ["--model", "gpt-compact", "--gpus", "2", "--out", "x"],
+            "--out is for a page, and --gpus",
+        ),
+    ],
+)
+def test_an_option_out_of_place_is_told_with_code_two(options, told, capsys):
+    try:
+        code = stratbench_main(["plan", *options])
+    except SystemExit as exit_:  # as argparse ends
+        code = exit_.code
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_question_ends_with_code_one(capsys, tmp_path):
+    options = ["--model", "gpt-compact", "--gpus", "2", "--gpu", "H1"]
+    assert plan_main(["--config", json.dumps(CONFIG), *options]) == 1
+    assert capsys.readouterr().err.startswith("error: --gpu = 'H1'")
+
+
+@pytest.mark.skipif(util.find_spec("transformers") is None, reason="pip install transformers")
+@pytest.mark.parametrize(
+    ("entry", "vocabulary"),
+    [
+        ({"transformers": "LlamaForCausalLM", "arguments": {"vocab_size": 300}}, 300),
+        ({"transformers": "GPT2LMHeadModel"}, 50257),
+    ],
+)
+def test_a_model_of_transformers_is_planned_on_texts_of_its_own_vocabulary(entry, vocabulary):
+    _, study, _ = one_network.study_of({"models": {"mine": entry}}, "mine", sequence=16)
+    (name,) = study.datasets
+    assert study.dataset(name).shape == (16,)
+    assert study.dataset(name).classes == vocabulary
+
+
+# --- stratbench.estimate --------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """A plain module: scores of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x)
+
+
+def tokens(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.zeros(samples, 16, dtype=torch.int64) for _ in range(2))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1", "ps-sync"])
+def test_a_module_of_ones_own_is_estimated_and_left_as_it_is(strategy):
+    model = Tokens()
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
+    gpus = 1 if strategy == "single" else 2
+    found = stratbench.estimate(model, tokens(4), gpus=gpus, gpu="A10G", strategy=strategy)
+    assert found.verdict == FITS
+    assert found.batch == 4 < found.largest_batch
+    assert sum(found.parts_bytes.values()) == pytest.approx(found.allocated_bytes, abs=8)
+    shards = 2 if strategy == "fsdp" else 1
+    held = sum(-(-p.numel() // shards) * 4 for p in model.parameters())
+    assert found.parts_bytes["parameters"] == pytest.approx(held, abs=512 * len(before))
+    low_s, high_s = found.step_range_s
+    assert low_s <= found.step_s <= high_s
+    assert strategy in str(found)
+    assert dict(model.named_parameters()).keys() == before.keys()
+    assert all(
+        model.get_parameter(n) is p and torch.equal(p, was) for n, (p, was) in before.items()
+    )
+    assert not dist.is_initialized()
+
+
+def test_a_larger_batch_and_the_largest_are_estimated_alike():
+    model, gpu = Tokens().to("meta"), "T4"
+    largest = stratbench.estimate(model, tokens(4), gpu=gpu).largest_batch
+    assert stratbench.estimate(model, tokens(1), gpu=gpu).largest_batch == largest
+    many = torch.zeros(largest, 16, dtype=torch.int64, device="meta")
+    more = torch.zeros(largest + 1, 16, dtype=torch.int64, device="meta")
+    assert stratbench.estimate(model, (many, many), gpu=gpu).verdict == FITS
+    assert stratbench.estimate(model, (more, more), gpu=gpu).verdict != FITS
+
+
+def test_equal_blocks_of_a_module_are_followed_once(monkeypatch):
+    layer = partial(nn.TransformerEncoderLayer, 32, 4, 64, batch_first=True)
+    model = nn.Sequential(
+        nn.Embedding(64, 32), nn.Sequential(*(layer() for _ in range(10))), nn.Linear(32, 64)
+    )
+    followed = []
+    original = drawn_out.draw_footprint
+    monkeypatch.setattr(
+        drawn_out, "draw_footprint", lambda *a: followed.append(a[1]) or original(*a)
+    )
+    by_blocks = stratbench.estimate(model, tokens(4))
+    assert followed == [("1", 10)]
+    monkeypatch.setattr(equal_blocks, "MIN_BLOCKS", 11)
+    assert stratbench.estimate(model, tokens(4)) == by_blocks
+    assert len(followed) == 1
+
+
+def test_inputs_targets_and_loss_are_what_a_caller_says():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    x, y = torch.zeros(8, 3, 4), torch.zeros(8, 5)
+    usual = stratbench.estimate(model, (x, y), precision="fp32")
+    asked = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        asked.append((tuple(outputs.shape[1:]), tuple(targets.shape[1:])))
+        return (outputs - targets).abs().mean()
+
+    own = stratbench.estimate(model, (x, y), precision="fp32", loss=loss)
+    assert set(asked) == {((5,), (5,))}
+    assert own.verdict == usual.verdict == FITS
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"strategy": "dpp"}, "strategy = 'dpp': is none. Did you mean 'ddp'?"),
+        (
+            {"strategy": "command"},
+            "strategy = 'command': memory and traffic of a command are unknown",
+        ),
+        ({"strategy": "tensor"}, "strategy = 'tensor': it states no plan by which its layers"),
+        ({"strategy": "fsdp", "options": {"x": 1}}, "options = 'x': is none. Allowed: reshard"),
+        ({"optimizer": "adam"}, "optimizer = 'adam': is none. Did you mean 'adamw'?"),
+        ({"precision": "fp8"}, "precision = 'fp8': is none."),
+        ({"gpu": "H1"}, "gpu = 'H1': is not in the table of GPUs"),
+        ({"batch": torch.zeros(3)}, "batch: give a pair of tensors, inputs and targets"),
+        (
+            {"batch": (torch.zeros(3, 1), torch.zeros(2))},
+            "batch: inputs have 3 samples and targets 2",
+        ),
+        ({"model": nn.Identity()}, "model 'model-"),
+    ],
+)
+def test_an_estimate_that_cannot_be_made_says_why(given, told):
+    with pytest.raises(ValueError, match="estimate: ") as error:
+        stratbench.estimate(**{"model": Tokens(), "batch": tokens(2), "gpus": 2} | given)
+    assert str(error.value).startswith(f"stratbench.estimate: {told}")

@@ -1,0 +1,122 @@
+"""`precision: bf16-true`: weights, gradients and the optimizer's states in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_plan_footprint import ADAMW, changed, planned, request_for
+
+from launching import settings
+from stratbench.cell.run_folder import RunFolder
+from stratbench.extensions.plan.footprint.trace import OperatorTrace
+from stratbench.strategies import base, option_defaults, strategy_class
+from stratbench.telemetry.machine.hardware import all_datasheets
+from stratbench.telemetry.memory import optimizer_state
+from stratbench.workload.data.device_data import example_batch
+from stratbench.workload.network import models
+from stratbench.workload.network.precision import autocast_dtype, weights_dtype
+
+TOKENS, MODEL, POSITIONS = 10, "gpt-compact", 64
+TRAINED = ("ddp", "fsdp", "zero1", "zero1-torch", "local-sgd", "diloco", "gossip")
+PRECISION = "bf16-true"
+
+
+def set_up(request) -> base.Collective:
+    cls = strategy_class(request.strategy)
+    strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
+    dtype = weights_dtype(request.settings.precision)
+    model = models.for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
+    place = device, RunFolder(Path()), models.wrap_groups(MODEL, model)
+    strategy.setup(model, base.Worker(request.settings, 0, 1, 1, *place))
+    return strategy
+
+
+def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    layout = torch.contiguous_format
+    return example_batch(samples, (POSITIONS,), TOKENS, torch.device("cpu"), torch.float32, layout)
+
+
+def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
+    made = set_up(request_for("single", MODEL, 1, precision=PRECISION, **ADAMW))
+    plain = models.for_training(MODEL, TOKENS, (POSITIONS,), 0, torch.device("cpu"), torch.bfloat16)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0, fused=True)
+    x, y = batch(8)
+    for _ in range(3):
+        loss = F.cross_entropy(plain(x).float().flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(made.step(x, y), loss.detach())
+    assert loss.dtype == torch.float32
+    weights = zip(made.model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in weights)
+    assert made.report()["details"]["optimizer_dtype"] == "bfloat16"
+    assert made.report()["details"]["weights_dtype"] == "bfloat16"
+    assert autocast_dtype(PRECISION) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1", "tensor", "pipeline"])
+def test_states_take_half_the_memory(strategy):
+    request = request_for(strategy, MODEL, 1 if strategy == "single" else 2, **ADAMW)
+    whole, half = (planned(changed(request, precision=p)) for p in ("fp32", PRECISION))
+    for one, other in zip(whole.each, half.each, strict=True):
+        for key in ("parameters_bytes", "gradients_bytes"):
+            assert other.model_states_bytes[key] == one.model_states_bytes[key] / 2
+    # The loss is in float32.
+    assert half.training_peak(64).n_bytes < 0.75 * whole.training_peak(64).n_bytes
+    sent = [sum(made.payload_bytes().values()) for made in (whole, half)]
+    assert sent[1] <= 0.51 * sent[0]
+
+
+@pytest.mark.slow
+def test_what_is_allocated_is_planned():
+    request = request_for("single", MODEL, 1, precision=PRECISION, **ADAMW)
+    made, trace = set_up(request), OperatorTrace(on_cpu=True)
+    trace.tag("parameters", made.model.parameters())
+    state = optimizer_state(made.optimizer).values()
+    trace.tag("optimizer", (t for entry in state for t in entry.values()))
+    x, y = batch(24)
+    trace.tag("activations", (x, y))
+    with trace:
+        made.step(x, y)
+    measured = max(trace.live_bytes(0, len(trace.events)))
+    assert planned(request).training_peak(24).n_bytes == measured
+    assert planned(request).model_states_bytes == made.model_states()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", TRAINED)
+def test_strategies_train_in_it(start_cell, warm, strategy):
+    """With BatchNorm, whose statistics are rounded, too."""
+    launched = start_cell(settings(strategy, precision=PRECISION, model="resnet-compact"), env=warm)
+    code, output = launched.finish()
+    assert code == 0, output
+    made = launched.read_record()
+    assert made["status"] == "ok", made["reason"]
+    details = made["strategy"]["details"]
+    assert (details["weights_dtype"], details["compute_dtype"]) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "remedy"),
+    [
+        ("ps-sync", {}, "servers keep the weights in float32; use bf16"),
+        ("deepspeed", {}, "DeepSpeed keeps its weights in float32; use bf16"),
+        ("ddp", {"compress": "powersgd"}, "set it to none, or use bf16"),
+    ],
+)
+def test_who_cannot_says_why(strategy, options, remedy):
+    values = settings(strategy if strategy != "ps-sync" else "ddp", precision=PRECISION)
+    given = vars(values) | {"compile": False, "gpus": [2]}
+    found = strategy_class(strategy).refusals(option_defaults(strategy) | options, given)
+    assert any(remedy in reason for reason in found)
+
+
+def test_its_rate_is_that_of_bf16():
+    sheet = all_datasheets()[0]
+    assert sheet.tflops(PRECISION) == sheet.tflops("bf16")

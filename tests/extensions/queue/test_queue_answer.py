@@ -1,0 +1,311 @@
+"""Gang or elastic: modes that meet the same queue, what breaks even, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+
+from stratbench.command import CommandError
+from stratbench.extensions.queue import answer as answers
+from stratbench.extensions.queue.__main__ import main
+from stratbench.extensions.queue.answer import answer
+from stratbench.extensions.queue.background import poisson
+from stratbench.extensions.queue.break_even import (
+    ASYNCHRONOUS,
+    GANG,
+    HALF,
+    SYNCHRONOUS,
+    QueuedTraining,
+    Times,
+    at_worth,
+    jackknife,
+    paired_times,
+    poisson_queue,
+    recorded_queue,
+)
+from stratbench.extensions.queue.history import FIELDS
+from stratbench.extensions.queue.request import QueueRequest
+from stratbench.extensions.queue.simulator import Cluster, Rules
+from stratbench.extensions.sets import from_set
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.schema import check_keys, checked_block
+
+
+def times(**hours):
+    """Times by mode, `a1` for asynchronous workers at a worth of 1; each of 6 blocks of 2 moments."""
+    drawn = np.random.default_rng(0).uniform(0.97, 1.03, (6, 2))
+    names = {"gang": GANG, "half": HALF, "sync": SYNCHRONOUS}
+    names |= {f"a{worth:g}": at_worth(worth) for worth in (1.0, 0.8, 0.6)}
+    return Times({names[key.replace("_", ".")]: value * drawn for key, value in hours.items()}, 0.6)
+
+
+def told(found, margin=0.03, **request):
+    asked = QueueRequest(num_gpus=16, training_hours=2.0, load=0.7, **request)
+    return answers._Told(asked, found, margin)
+
+
+# ---- statistics
+
+
+def test_the_jackknife_of_a_mean_is_students_interval_on_logarithms():
+    values = np.exp([0.1, 0.3, 0.2, 0.4])
+    found = jackknife(lambda kept: float(np.exp(np.log(values[kept]).mean())), 4)
+    half = 3.182446 * np.log(values).std(ddof=1) / 2  # t, 3 degrees of freedom
+    assert math.log(found.value) == pytest.approx(0.25)
+    assert math.log(found.high / found.value) == pytest.approx(half)
+    assert jackknife(lambda kept: 2.0, 1).low is None
+    assert jackknife(lambda kept: math.inf, 5) == (math.inf, None, None)
+
+
+def test_times_at_the_same_moments_cancel_what_they_share():
+    ratio = times(gang=4.0, sync=3.0).ratio(SYNCHRONOUS, GANG)
+    assert ratio == pytest.approx((0.75, 0.75, 0.75))
+
+
+def test_the_worth_that_breaks_even_is_where_the_times_meet():
+    found = times(gang=4.0, sync=2.2, a1=2.0, a0_8=2.5, a0_6=3.5)
+    # Time is linear in 1 / worth: from 2.0 at 1 to 2.5 at 1.25.
+    assert found.break_even(SYNCHRONOUS).value == pytest.approx(1 / (1 + 0.25 * 0.2 / 0.5))
+    assert found.break_even(GANG).value == 0.0
+    assert times(gang=1.0, a1=2.0, a0_8=2.5).break_even(GANG).value == math.inf
+
+
+# ---- modes
+
+
+def test_in_an_empty_cluster_all_modes_take_their_own_time():
+    queue = recorded_queue(4, 4, Rules(), poisson(60, 0.01, 16, 1), 0.5, 2, 2)
+    found = paired_times(queue, QueuedTraining(8, 1.0, loss=0.0))
+    startup_h, overhead = 60 / 3600, 1 + 10 / 1800
+    for mode, hours in (
+        (GANG, overhead),
+        (HALF, 2 * overhead),
+        (SYNCHRONOUS, overhead),
+        (at_worth(1.0), 1.0),
+        (at_worth(0.8), 1 / 0.8),
+    ):
+        assert found.hours[mode] == pytest.approx(np.full((2, 2), hours + startup_h))
+
+
+def test_all_modes_of_a_moment_meet_the_same_queue():
+    queue = poisson_queue(4, 4, Rules(), 0.8, 1.0, 2, 2)
+    one = paired_times(queue, QueuedTraining(8, 1.0), modes=[GANG, SYNCHRONOUS])
+    other = paired_times(queue, QueuedTraining(8, 1.0), modes=[SYNCHRONOUS])
+    assert np.array_equal(one.hours[SYNCHRONOUS], other.hours[SYNCHRONOUS])
+
+
+@pytest.mark.slow
+def test_the_simulation_says_again_what_was_found_first():
+    """Load 0.7, N = 16: .78 [.67, .88] and .77 [.66, .86] of a gang's 2.8 h."""
+    found = paired_times(poisson_queue(8, 8, Rules(), 0.7, 2.0, 10, 6), QueuedTraining(16, 2.0))
+    assert found.mean(GANG).value == pytest.approx(2.8, abs=0.05)
+    for mode, ratio in ((SYNCHRONOUS, 0.78), (at_worth(1.0), 0.77)):
+        assert found.ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
+    assert found.break_even(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
+    assert found.break_even(GANG).value == pytest.approx(0.76, abs=0.01)
+
+
+# ---- the answer
+
+
+ALIKE = {
+    "gang": 4.0,
+    "half": 5.0,
+    "sync": 2.2,
+    "a1": 2.1,
+    "a0_8": 2.6,
+    "a0_6": 3.4,
+}
+
+
+def test_split_synchronous_is_said_where_the_worth_is_below_what_breaks_even():
+    found = told(times(**ALIKE), sample_efficiency=[0.8, 0.9])
+    assert found.choice == SYNCHRONOUS
+    assert found.headline().startswith(
+        "With the queue: split synchronous, 2.2 h from submission to"
+    )
+    assert "0.55 [0.55, 0.55] of a gang's 4" in found.headline()
+    assert "worth 0.8 to 0.9, too little: of the split ones, synchronous." in found.lines()[1]
+    assert "(pause 60 s, from the last checkpoint)" in found.lines()[1]
+    own = told(times(**ALIKE), pause_s=0.2, recovery="peer")
+    assert "split synchronous workers (pause 0.2 s, from one that is there)" in own.lines()[1]
+
+
+def test_asynchronous_workers_are_named_only_where_even_their_low_end_wins():
+    slow = ALIKE | {"sync": 3.0}
+    assert told(times(**slow), sample_efficiency=[0.8, 1.0]).choice == ASYNCHRONOUS
+    assert (
+        "enough: of the split ones, asynchronous."
+        in told(times(**slow), sample_efficiency=[0.8, 1.0]).lines()[1]
+    )
+    unknown = told(times(**slow))
+    assert unknown.choice == SYNCHRONOUS
+    assert "was not given, so they are not recommended" in unknown.lines()[1]
+    open_ = told(times(**slow), sample_efficiency=[0.6, 0.9])
+    assert open_.choice == SYNCHRONOUS
+    assert "leaves it open: measure the worth more closely" in open_.lines()[1]
+
+
+def test_of_equals_the_simplest_is_named():
+    near = ALIKE | {"half": 3.9, "sync": 3.95, "a1": 3.9}
+    assert told(times(**near)).choice == GANG
+    assert "gang's" not in told(times(**near)).headline()
+    assert told(times(**near), margin=0.0).choice == HALF
+
+
+@pytest.mark.parametrize("load", [0.91, 0.95, 1.2])
+def test_a_queue_that_is_not_steady_has_no_answer(load):
+    found = answer(QueueRequest(num_gpus=16, training_hours=2.0, load=load), 8, 0.03)
+    assert found["mode"] is None
+    assert f"At a load of {load:.2f} the queue is not steady" in found["refused"]
+    assert found["headline"].startswith("With the queue: no answer.")
+    assert "Not modelled: fair-share" in found["lines"][-1]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(answers, "BLOCKS", 3)
+    monkeypatch.setattr(answers, "MOMENTS", 1)
+
+
+@pytest.mark.parametrize("how", [{}, {"preemptible": True, "slow_nodes": 0.1, "slow_factor": 3.0}])
+def test_a_simulation_answers_with_time_interval_and_mode(few, tmp_path, capsys, how):
+    queue = {"num_gpus": 8, "training_hours": 1.0, "load": 0.8, "nodes": 4} | how
+    config = {"decide": checked_block("decide", {"queue": queue}), "cluster": {"gpus_per_node": 4}}
+    out = tmp_path / "queue.json"
+    assert main(["--config", json.dumps(config), "--out", str(out)]) == 0
+    assert "queue: 3 of 3 moments simulated" in capsys.readouterr().err
+    found = json.loads(out.read_text())
+    chosen = [a for a in found["modes"] if a["chosen"]]
+    assert [a["mode"] for a in chosen] == [found["mode"]]
+    assert chosen[0]["hours_low"] < chosen[0]["hours"] < chosen[0]["hours_high"]
+    assert found["headline"].startswith(f"With the queue: {found['mode']}, ")
+    assert set(found["even"]) == {GANG, HALF, SYNCHRONOUS}
+    assert any("preempted by all others" in line for line in found["lines"]) == bool(how)
+    assert "3 moments in made queues of 4 nodes of 4 GPUs, load 0.80" in "\n".join(found["lines"])
+
+
+def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
+    """An accounting that the simulator itself has written: 4 nodes of 4 GPUs."""
+    arrivals = poisson(jobs, load, 16, seed=2)
+    starts: dict[int, float] = {}
+    sim = Cluster(4, 4, arrivals, Rules())
+    start = sim._start
+
+    def note(job, at):
+        start(job, at)
+        starts[arrivals.index(next(a for a in arrivals if a.submit_s == job.submit_s))] = (
+            job.start_s
+        )
+
+    sim._start = note
+    sim.run_until()
+    lines = ["|".join(FIELDS)]
+
+    def stamp(seconds):
+        return datetime.fromtimestamp(1_800_000_000 + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+    for i, a in enumerate(arrivals):
+        begin_s = starts[i]
+        times_ = [
+            stamp(a.submit_s),
+            stamp(a.submit_s),
+            stamp(begin_s),
+            stamp(begin_s + a.duration_s),
+        ]
+        tres = f"cpu=4,gres/gpu={a.gpus}"
+        values = [str(i), users[i % len(users)], "gpu", *times_, "COMPLETED"]
+        values += [str(int(a.request_s / 60)), "1", tres, tres, "SchedMain"]
+        lines.append("|".join(values))
+    path = tmp_path / "history.txt"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again(few, tmp_path):
+    asked = QueueRequest(
+        num_gpus=8, training_hours=1.0, history=recorded(tmp_path), reservations="one"
+    )
+    found = answer(asked, 4, 0.03)
+    assert found["mode"]
+    said = "\n".join(found["lines"])
+    assert "3 moments in recorded queues of 4 nodes of 4 GPUs" in said
+    assert "GPUs in use, at most 16, of 16." in said
+    assert "1 GPUs: " in said
+    waited = next(line for line in found["lines"] if line.startswith("The history's jobs waited"))
+    theirs, ours = (
+        float(w) for w in waited.replace("h.", "").split() if w.replace(".", "").isdigit()
+    )
+    assert ours == pytest.approx(theirs, rel=0.1)
+
+
+def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
+    path = recorded(tmp_path, users=("ann",), jobs=60)
+    alone = answer(QueueRequest(num_gpus=8, training_hours=1.0, history=path), 4, 0.03)
+    assert "jobs of one user alone" in alone["refused"]
+    path = recorded(tmp_path, jobs=60)
+    with pytest.raises(
+        ValueError, match="too short for such a training; ask sacct for 600 h or more"
+    ):
+        answer(QueueRequest(num_gpus=8, training_hours=100.0, history=path), 4, 0.03)
+    with pytest.raises(ValueError, match=r"num_gpus = 64: the history's jobs used 16 GPUs at once"):
+        answer(QueueRequest(num_gpus=64, training_hours=1.0, history=path), 4, 0.03)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "give either load or history, and not both"),
+        ({"load": 0.5, "history": "x"}, "give either load or history, and not both"),
+        ({"load": 0.5, "partition": "gpu"}, "is of a history; give one"),
+        ({"load": 0.5, "sample_efficiency": [0.9, 0.8]}, "write the lower end first"),
+        ({"load": 0.5, "num_gpus": 33}, "the cluster has 8 nodes of 4 GPUs"),
+    ],
+)
+def test_requests_that_contradict_themselves_are_refused(given, reason):
+    block = checked_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
+    with pytest.raises(ConfigError) as error:
+        check_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
+    assert reason in str(error.value)
+
+
+def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
+    asked = "decide={queue: {num_gpus: 8, training_hours: 1, load: 0.5, nodes: 4}}"
+    assert from_set.decide("paper:v2", [asked], tmp_path / "out") == 0
+    text = capsys.readouterr().out
+    queue = json.loads((tmp_path / "out/queue.json").read_text())
+    assert queue["headline"] in " ".join(text.split())
+    assert "  Not modelled: fair-share" in text
+    assert json.loads((tmp_path / "out/answers.json").read_text())["queue"] == queue
+    with pytest.raises(CommandError, match="give either load or history"):
+        from_set.decide(
+            "paper:v2", ["decide={queue: {num_gpus: 8, training_hours: 1}}"], tmp_path / "out"
+        )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        # The interval of what breaks even ends below what was simulated, and so is not known.
+        {"slow_nodes": 0.1, "slow_factor": 3.0, "sample_efficiency": [0.62, 0.62]},
+        # The worth lies in the interval.
+        {
+            "slow_nodes": 0.1,
+            "slow_factor": 1.5,
+            "sample_efficiency": [0.9, 0.9],
+            "recovery": "peer",
+            "pause_s": 0.2,
+        },
+    ],
+)
+def test_a_worth_that_may_not_break_even_recommends_no_asynchronous_workers(more):
+    request = QueueRequest(
+        num_gpus=16, training_hours=2, load=0.7, nodes=8, reservations="one", **more
+    )
+    found = answer(request, 8, 0.03)
+    assert found["headline"].startswith("With the queue: split synchronous")
+    assert "leaves it open" in found["lines"][1]

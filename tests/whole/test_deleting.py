@@ -1,0 +1,194 @@
+"""The core imports no extension, but for a list of known imports that may only shrink.
+
+An extension that no such import holds is deleted from a copy of the workflow, which then runs without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "workflow/stratbench"
+sys.path.insert(0, str(ROOT / "docs"))
+
+import architecture  # noqa: E402
+import extensions  # noqa: E402
+from stratbench.cell.extensions import installed  # noqa: E402
+
+#: The number of known imports when the list was made. Lower it with the list; never raise it.
+MAX_KNOWN = 10
+
+
+def all_imports() -> dict[str, set[str]]:
+    """Modules and rules files, each with the modules that it imports or starts."""
+    imports = {name: set(targets) for name, targets in architecture.graph().items()}
+    for path in architecture.rules():
+        names = architecture.modules_named_by(path)
+        imports[path.name] = imports.get(path.name, set()) | names
+    return imports
+
+
+def test_no_import_forbids_deleting_an_extension_but_the_known_ones():
+    forbidden, known = extensions.find_forbidden(all_imports()), extensions.read_known()
+    new = sorted(set(forbidden) - set(known))
+    assert not new, f"new imports of extensions; let the extension register itself instead: {new}"
+    gone = sorted(set(known) - set(forbidden))
+    assert not gone, f"no longer there; delete these lines of {extensions.KNOWN_PATH.name}: {gone}"
+
+
+def test_the_list_of_known_imports_only_shrinks():
+    known = extensions.read_known()
+    assert known == sorted(set(known))
+    assert len(known) <= MAX_KNOWN
+
+
+def test_extensions_need_each_other_in_no_circle():
+    order = TopologicalSorter({name: e.needs for name, e in installed().items()}).static_order()
+    folders = {path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py")}
+    assert set(order) == installed().keys() == folders
+
+
+@pytest.mark.parametrize("name", installed())
+def test_an_extension_names_rules_that_exist(name):
+    rules = {path.name for path in architecture.rules()}
+    assert set(installed()[name].rules) <= rules
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "is_forbidden"),
+    [
+        ("train.loop", "extensions.checkpoints.keeping", True),
+        ("strategies", "extensions.deepspeed.strategy", True),
+        ("common.smk", "extensions.plan.device_rates", True),
+        ("extensions.plan.check", "extensions.projection.study", True),
+        ("extensions.projection.study", "extensions.plan.check", False),
+        ("extensions.verdict.paired.noise", "statistics.moderated", False),
+        ("train.loop", "train.job", False),
+        ("plan.smk", "extensions.plan", False),
+    ],
+)
+def test_imports_are_judged_by_who_may_be_deleted(importer, imported, is_forbidden):
+    found = extensions.find_forbidden({importer: {imported}})
+    assert found == ([f"{importer} -> {imported}"] if is_forbidden else [])
+
+
+# ---------------------------------------------------------------- deleting from a copy
+
+#: Loads each study of config.yaml alone; prints the cells' settings by study, or why a study is refused.
+LOADS = """
+import json, yaml
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
+raw, found = yaml.safe_load(open("config.yaml")), {}
+for name, study in raw["studies"].items():
+    try:
+        _, loaded = load_config(raw | {"study": name, "studies": {name: study}})
+        found[name] = [loaded.settings(cell).as_json() for cell in loaded.cells]
+    except ConfigError as error:
+        found[name] = str(error)
+print(json.dumps(found))
+"""
+
+
+def with_those_that_need(name: str) -> set[str]:
+    """An extension, and all that cannot be without it."""
+    gone = {name}
+    for _ in installed():
+        gone |= {other for other, e in installed().items() if gone & set(e.needs)}
+    return gone
+
+
+def is_held(gone: set[str]) -> bool:
+    """Whether a known import forbids deleting these extensions."""
+    pairs = [map(extensions.find_extension, line.split(" -> ")) for line in extensions.read_known()]
+    return any(imported in gone and importer not in gone for importer, imported in pairs)
+
+
+#: Of each extension that can be deleted, all that goes with it.
+WHOLE = {name: gone for name in installed() if not is_held(gone := with_those_that_need(name))}
+
+
+def copy_without(gone: set[str], root: Path) -> None:
+    """Copy the workflow without some extensions to a folder."""
+    for name in ("workflow", "profiles", "envs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, root / name, ignore=ignored)
+    for name in ("Snakefile", "config.yaml"):
+        shutil.copy(ROOT / name, root)
+    package = root / "workflow/stratbench"
+    listed = package / "extensions/__init__.py"
+    for name in gone:
+        shutil.rmtree(package / "extensions" / name)
+        for file in installed()[name].rules:
+            (root / "workflow/rules" / file).unlink()
+        text, count = re.subn(f'    "{name}",\n', "", listed.read_text(encoding="utf-8"))
+        assert count == 1
+        listed.write_text(text, encoding="utf-8")
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, on the package that lies in it."""
+    environment = os.environ | {
+        "PYTHONPATH": str(folder / "workflow"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, text=True, capture_output=True, check=False
+    )
+
+
+def load(folder: Path) -> dict[str, list[str] | str]:
+    """Run LOADS on the config.yaml in a folder."""
+    done = run(folder, "-c", LOADS)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list[str] | str]:
+    return load(ROOT)
+
+
+def test_extensions_can_be_deleted():
+    assert {"deepspeed", "local", "emit", "sets", "tune"} <= WHOLE.keys()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, trained, tmp_path):
+    copy_without(WHOLE[name], tmp_path)
+    strategies = {s for gone in WHOLE[name] for s in installed()[gone].strategies}
+    for study, found in load(tmp_path).items():
+        if isinstance(found, str):
+            named = re.findall(r" = '(.+?)': is not a strategy", found)
+            assert named
+            assert set(named) <= strategies
+        else:
+            assert found == trained[study], "deleting an extension would train cells anew"
+
+
+def test_without_all_that_can_be_deleted_the_demo_is_planned(tmp_path):
+    copy_without(set().union(*WHOLE.values()), tmp_path)
+    config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
+    config["studies"] = {"demo": config["studies"]["demo"]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    done = run(tmp_path, "-m", "snakemake", "-n")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^train_cell +\d+$", done.stdout, re.M)
+    assert run(tmp_path, "-m", "stratbench.command", "--help").returncode == 0
+
+
+def test_the_declaration_in_the_docs_is_that_of_the_code():
+    code = (ROOT / "workflow/stratbench/extensions/checkpoints" / "__init__.py").read_text()
+    page = (ROOT / "docs" / "reference" / "extension-api.md").read_text()
+    assert code[code.index("EXTENSION = ") :] in page

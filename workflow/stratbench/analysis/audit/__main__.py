@@ -1,8 +1,0 @@
-"""`python -m stratbench.analysis.audit`: runs the audit on a study and writes audit.csv."""
-
-import sys
-
-from stratbench.analysis.audit import main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,8 @@
+"""`python -m stratbench.extensions.audit`: runs the audit on a study and writes audit.csv."""
+
+import sys
+
+from stratbench.extensions.audit.audit import main
+
+if __name__ == "__main__":
+    sys.exit(main())

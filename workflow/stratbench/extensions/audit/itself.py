@@ -1,0 +1,151 @@
+"""The rule on a record by itself: figures that follow from each other must agree, and must be possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.facts import Facts, unless_at_most, unless_equal
+from stratbench.extensions.audit.rule import record_rule
+
+#: Results that a cell has which ended well.
+RESULTS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
+#: The share of its power limit that a training GPU draws at least and, for moments, at most.
+MIN_POWER, MAX_POWER = 0.05, 1.1
+#: The longest delay of the driver's energy counter, in s.
+COUNTER_S = 0.5
+#: The largest difference between clocks of several processes on a busy machine: a share, and seconds.
+CLOCKS, CLOCKS_S = 0.1, 0.5
+
+
+@record_rule("unlike-itself", "unusable", "all", of="both")
+def unlike_itself(facts: Facts) -> Iterator[str]:
+    """Figures of the record that follow from each other do not agree, or cannot be: the program that wrote it
+    has a fault, or the file was changed.
+    """
+    yield from faults_of_end(facts)
+    if facts.finished:
+        yield from faults_of_times(facts)
+    if facts("strategy.kind") != "own":  # the processes of a user's command have one entry
+        if facts.finished and not facts.elastic:
+            yield from faults_of_steps(facts)
+        yield from faults_of_devices(facts)
+
+
+def faults_of_end(facts: Facts) -> Iterator[str]:
+    """Check how the cell ended, and the results of one that ended well."""
+    is_ok, entries = facts.status == "ok", facts("score.per_epoch")
+    if is_ok == bool(facts("reason")):
+        yield f"the reason is {facts('reason')!r}, although the cell ended as {facts.status}"
+    started, finished = (facts(f"provenance.{end}") for end in ("started", "finished"))
+    if started and finished and datetime.fromisoformat(finished) < datetime.fromisoformat(started):
+        yield f"the cell ended at {finished}, before it began at {started}"
+    if not is_ok or facts("strategy.kind") == "own":
+        return
+    for path in RESULTS[:-1] if facts("settings.steps") else RESULTS:
+        if facts(path) is None:
+            yield f"{path} is absent, although the cell ended well"
+    if any(entry["test_loss"] is None for entry in entries):
+        yield "a test loss is not finite, although the cell ended well"
+    if entries:
+        last = f"the score of epoch {len(entries)}"
+        yield from unless_equal("score.final", facts("score.final"), last, entries[-1]["score"])
+
+
+def faults_of_times(facts: Facts) -> Iterator[str]:
+    """Check the training time against the whole cell, its epochs, samples and workers."""
+    train_s, applied = facts("time.train_time_s"), facts("batch.samples_applied")
+    yield from unless_at_most("time.train_time_s", train_s, "time.total_s", facts("time.total_s"))
+    if not train_s:
+        return
+    yield from unless_equal(
+        "time.throughput_samples_per_s", facts("time.throughput_samples_per_s"),
+        "samples_applied / train_time_s", None if applied is None else applied / train_s,
+    )  # fmt: skip
+    # The servers' last pass over the data may end with the one before.
+    if not facts.elastic and not (facts.servers and facts("settings.steps")):
+        spans = sum(facts("time.epoch_times_s"))
+        yield from unless_equal(
+            "the sum of time.epoch_times_s", spans, "time.train_time_s", train_s, 0.02, CLOCKS_S
+        )
+    own = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
+    if own and not facts.elastic:
+        yield from unless_equal(
+            "time.train_time_s", train_s, "the slowest worker's", max(own), CLOCKS, CLOCKS_S
+        )
+        if facts("strategy.kind") == "collective":  # its workers make each step together
+            yield from unless_at_most(
+                "half of the slowest worker's time", max(own) / 2, "the fastest one's", min(own),
+                absolute=CLOCKS_S,
+            )  # fmt: skip
+
+
+def faults_of_steps(facts: Facts) -> Iterator[str]:
+    """Check steps, samples and updates against each other."""
+    own = [w["train_time_s"] for w in facts.workers]
+    steps, phases = facts("time.step_ms"), facts("time.breakdown_ms")
+    if steps and own and None not in own:
+        spent_s = steps["mean"] * steps["count"] / 1e3
+        yield from unless_equal(
+            "the sum of all steps", spent_s, "that of the workers' times", sum(own), CLOCKS,
+            CLOCKS_S * len(own),
+        )  # fmt: skip
+    is_collective = facts("strategy.kind") == "collective"
+    if steps and phases and is_collective:  # a server's workers take unequal numbers of steps
+        yield from unless_equal(
+            "the sum of time.breakdown_ms", sum(phases.values()), "time.step_ms.mean",
+            steps["mean"], 2 * CLOCKS, 1.0,
+        )  # fmt: skip
+    seen, applied = (facts(f"batch.samples_{which}") for which in ("seen", "applied"))
+    batch = facts("batch.global_batch")
+    yield from unless_at_most("batch.samples_applied", applied, "batch.samples_seen", seen)
+    each = facts.mesh.replicas * facts("batch.per_worker_batch")
+    yield from unless_equal("batch.global_batch", batch, "what the workers take", each)
+    if facts.status == "ok":
+        work = "steps x global_batch"
+        yield from unless_equal("batch.samples_seen", seen, work, facts.steps_run * batch, 0.02)
+    if is_collective:
+        made, done = facts("batch.updates_applied"), facts.steps_run - facts.skips
+        yield from unless_equal("batch.updates_applied", made, "the number of steps", done)
+    # Each update waits for all workers, and so none of their gradients is old.
+    if facts.averages_all and any(sum(s["staleness_all_shards"][1:]) for s in facts.servers):
+        yield "pushes are stale, although every update waits for all workers"
+    rings = facts("strategy.traits.ring_copies") if facts.gpus > 1 else 0
+    if (rings or facts.servers) and facts("communication.sent_bytes_per_step") == 0:
+        yield "communication.sent_bytes_per_step is 0, although the strategy exchanges gradients"
+
+
+def faults_of_devices(facts: Facts) -> Iterator[str]:
+    """Check memory, operations and energy against the model and against what the devices can do."""
+    yield from unless_at_most("compute.mfu", facts("compute.mfu"), "all operations", 1.0)
+    joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
+    limits = [
+        value_at(w["provenance"], "gpu.power_limit_w") if value_at(w["provenance"], "gpu") else 0.0
+        for w in facts.workers
+    ]
+    if joules is not None and time_s and None not in limits:
+        allowed, of = sum(limits) * time_s, "of the GPUs' power limits"
+        late = COUNTER_S * sum(limits)
+        for what, one, other, most in (
+            ("energy.train_joules", joules, f"{MAX_POWER:.0%} {of}", MAX_POWER * allowed),
+            (f"{MIN_POWER:.0%} {of}", MIN_POWER * allowed, "energy.train_joules", joules),
+        ):
+            yield from unless_at_most(what, one, other, most, absolute=late)
+    states, size = facts("memory.model_states"), facts.parameter_bytes
+    if states:
+        if not facts("strategy.traits.states_on_host"):
+            peak = facts("memory.peak_bytes")
+            yield from unless_at_most(
+                "memory.model_states, in all,", sum(states.values()), "memory.peak_bytes", peak
+            )
+        if size and (parts := facts("strategy.traits.weight_parts")):
+            # Parts of small layers are padded.
+            yield from unless_equal(
+                "memory.model_states.parameters_bytes", states["parameters_bytes"],
+                f"a part of {parts} of the model", size / parts, 0.3, 8192,
+            )  # fmt: skip
+    for worker in facts.workers:
+        peak, device = value_at(worker, "memory.peak_bytes"), worker["provenance"]
+        held = f"the peak of rank {worker['rank']}"
+        yield from unless_at_most(held, peak, "its GPU's", value_at(device, "gpu.memory_bytes"))

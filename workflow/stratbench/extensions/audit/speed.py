@@ -1,0 +1,212 @@
+"""Rules on speed between cells, repeats and steps: times that are impossible or say little."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import numpy as np
+
+from stratbench.analysis.records.facts import Facts
+from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
+from stratbench.analysis.records.measures import ALONE
+from stratbench.extensions.audit.across_cells.machines import are_busy
+from stratbench.extensions.audit.rule import (
+    AuditData,
+    Case,
+    coordinates_of_strategy,
+    record_rule,
+    rule,
+)
+
+#: Ratios from which a figure is suspicious.
+SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
+#: The ratio against `single` on one worker, where both are measured with noise.
+FASTER_ALONE = 1.15
+#: The time in ms that sharding may cost the host in a step.
+HOST_MS = 5.0
+#: The number of a training time's digits that do not agree by chance.
+DIGITS = 4
+#: Limits as shares of a training time, and of a step.
+INPUT, SKEW = 0.10, 0.02
+#: Repeats are even at this relative standard deviation; the limit is what even ones exceed in one group of
+#: BY_CHANCE: 10 % with two repeats, 8 % with three, 5 % with ten.
+EVEN, BY_CHANCE = 0.03, 1000
+
+
+@rule("sharding-slow-alone", "warning", "time")
+def sharding_slow_alone(evidence: AuditData) -> Iterator[Case]:
+    """With one worker there is nothing to communicate, so sharding cannot explain being slower than the same
+    training unsharded. Look at precision, wrap groups and the optimizer.
+    """
+    for group in evidence.groups:
+        other = evidence.unsharded_rival_of(group)
+        if group.gpus != 1 or other is None or not evidence.value_of(group, "shards_states"):
+            continue
+        its_s, other_s = (evidence.median(k, "train_time_s") for k in (group, other))
+        if not its_s or not other_s or its_s / other_s <= SLOW_ALONE:
+            continue
+        # The host's work for each group is a fixed time per step, which shows in small models; and
+        # a busy machine has a rule of its own.
+        steps = evidence.median(group, "steps") or evidence.product(
+            group, "steps_per_epoch", "epochs"
+        )
+        busy = any(were_mostly_busy(evidence, k) for k in (group, other))
+        if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
+            continue
+        times = f"{group.strategy} {its_s:.4g} s, {other.strategy} {other_s:.4g} s"
+        yield coordinates_of_strategy(group), f"on one worker: {times}: {its_s / other_s:.2f} times"
+
+
+def were_mostly_busy(evidence: AuditData, group: Group) -> bool:
+    """Return whether others used the machine as most repeats of a group started."""
+    return bool(are_busy(evidence.groups[group]).median() > 0.5)
+
+
+@rule("superlinear", "warning", "time")
+def superlinear(evidence: AuditData) -> Iterator[Case]:
+    """N workers cannot do more than N times the work of one. Look at the baseline: a batch too large for one
+    worker's cache or memory, other settings, or a busy machine.
+    """
+    column, cells = "throughput_samples_per_s", evidence.cells
+    limited = cells[(cells["status"] == "timeout") & cells["time_limit_s"].notna()]
+    stopped: defaultdict[Group, list[tuple[int, float]]] = defaultdict(list)
+    for group, rows in rows_by_group(limited).items():
+        stopped[group.with_gpus(0)].append((group.gpus, float(rows["time_limit_s"].min())))
+    for group in evidence.groups:
+        strategy, gpus = group.strategy, group.gpus
+        alone = group.with_strategy(ALONE).with_gpus(1)
+        here = evidence.median(group, column)
+        if not here:
+            continue
+        own = [k for k in evidence.on_any_count(group) if k.gpus < gpus]
+        bases = [min(own, key=lambda k: k.gpus)] if own else []
+        if strategy != ALONE and alone in evidence.groups:
+            bases.append(alone)
+        for base in bases:
+            there, times = evidence.median(base, column), gpus / base.gpus
+            if times == 1 and any(were_mostly_busy(evidence, k) for k in (group, base)):
+                continue  # a busy machine has a rule of its own
+            limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
+            if there and here / there > limit:
+                name = "" if base.strategy == strategy else f"{base.strategy} "
+                text = f"{here / there:.2f} times as fast on {gpus} as {name}on {base.gpus}"
+                yield group, text
+        yield from superlinear_at_least(evidence, group, stopped[group.with_gpus(0)])
+
+
+def superlinear_at_least(
+    evidence: AuditData, group: Group, stopped: Iterable[tuple[int, float]]
+) -> Iterator[Case]:
+    """Finds superlinear speedups over the next fewer workers, if those ran into a time limit.
+
+    `stopped`: the numbers of workers on which the strategy was stopped, and the least limit there.
+    """
+    time_s = evidence.median(group, "train_time_s")
+    few, limit_s = max((s for s in stopped if s[0] < group.gpus), default=(0, 0.0))
+    if not time_s or not few:
+        return
+    # The limit covers the whole cell; everything but training took about as long there.
+    rest_s = sum(
+        evidence.median(group, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
+    )
+    least_s = limit_s - rest_s
+    if least_s / time_s > SUPERLINEAR * group.gpus / few:
+        text = f"at least {least_s / time_s:.1f} times as fast on {group.gpus} as on {few}"
+        yield group, f"{text}, which was stopped: {time_s:.6g} s, more than {least_s:.6g} s"
+
+
+@rule("same-value-twice", "unusable", "time")
+def same_value_twice(evidence: AuditData) -> Iterator[Case]:
+    """Two measured training times never agree to the last digit: one is a copy, such as of a folder."""
+    for value, rows in evidence.ok.groupby("train_time_s", sort=False):
+        if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= DIGITS:
+            cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
+            for row in rows.itertuples():
+                yield row, f"train_time_s {value!r} in {' and in '.join(cells)}"
+
+
+@rule("steps-uneven", "note", "time")
+def steps_uneven(evidence: AuditData) -> Iterator[Case]:
+    """Some steps take much longer than most: a straggler, a busy machine, or waits at a server."""
+    columns = [*GROUP, "repeat", "step_p50_ms", "step_p99_ms"]  # of all it would take long
+    for row in evidence.of_any_loop[columns].itertuples():
+        if row.step_p99_ms > UNEVEN_STEPS * row.step_p50_ms:
+            figures = f"99th percentile {row.step_p99_ms:.4g} ms, median {row.step_p50_ms:.4g} ms"
+            yield row, figures
+
+
+@rule("repeats-uneven", "warning", "time")
+def repeats_uneven(evidence: AuditData) -> Iterator[Case]:
+    """The repeats scatter more than repeats do: small differences between strategies mean little. Look at
+    what else ran on the machine.
+    """
+    for group, rows in evidence.groups.items():
+        times = rows["train_time_s"].dropna().to_numpy(dtype=float)
+        if len(times) < 2 or not times.min() > 0:
+            continue
+        deviation = float(np.std(np.log(times), ddof=1))
+        if deviation > EVEN and deviation > deviation_by_chance(len(times)):
+            yield (
+                group,
+                f"standard deviation {deviation:.1%}: {times.min():.4g} to {times.max():.4g} s over "
+                f"{len(times)} repeats",
+            )
+
+
+@cache
+def deviation_by_chance(repeats: int) -> float:
+    """The standard deviation that `repeats` normal values of deviation EVEN exceed once in BY_CHANCE."""
+    from scipy.special import chdtri  # takes 0.2 s, and even repeats need it not
+
+    return EVEN * math.sqrt(chdtri(repeats - 1, 1 / BY_CHANCE) / (repeats - 1))
+
+
+@record_rule("late-start", "warning", "time")
+def late_start(facts: Facts) -> Iterator[str]:
+    """The workers did not begin the epochs together, and the slowest worker's time counts: waiting for a late
+    start is charged to the strategy.
+    """
+    if facts.status != "ok" or facts("strategy.kind") != "collective":
+        return  # a server's clock starts once, when all workers are ready
+    together_s = sum(facts("time.start_skew_ms") or ()) / 1e3
+    train_s = facts("time.train_time_s")
+    if together_s > SKEW * train_s:
+        yield f"{together_s:.4g} s of start skew in {train_s:.4g} s of training"
+
+
+@record_rule("recompiled", "warning", "time")
+def recompiled(facts: Facts) -> Iterator[str]:
+    """torch.compile compiled while the training was timed: its steps hold seconds that are no training. Look
+    for what changes between steps, or train with more warmup_steps.
+    """
+    if count := facts("time.recompilations"):
+        yield f"{count} compilations after the warm-up"
+
+
+@rule("input-bound", "warning", "time")
+def input_bound(evidence: AuditData) -> Iterator[Case]:
+    """The workers wait for data: the times say little about the strategy."""
+    for row in evidence.rows:
+        if row.data_ms > INPUT * row.step_mean_ms:
+            yield row, f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms"
+
+
+@rule("synthetic-unlike-real", "warning", "time")
+def synthetic_unlike_real(evidence: AuditData) -> Iterator[Case]:
+    """Real data should train as fast as generated data; where not, reading it is measured."""
+    same = ["model", "strategy", "gpus", "global_batch", "precision"]
+    column = "throughput_samples_per_s"
+    if not evidence.ok["synthetic_data"].astype(str).eq("True").any():
+        return
+    for _, rows in evidence.ok.groupby(same, sort=False):
+        is_synthetic = rows["synthetic_data"].astype(str) == "True"
+        made, real = (
+            rows.loc[is_synthetic, column].median(),
+            rows.loc[~is_synthetic, column].median(),
+        )
+        if max(made, real) > SYNTHETIC * min(made, real):
+            figures = f"{made:.4g} samples/s on generated data, {real:.4g} on real"
+            yield {k: rows[k].iloc[0] for k in ("model", "strategy", "gpus")}, figures

@@ -1,0 +1,107 @@
+"""What a worker of a synchronous cell keeps of its training, and how it goes on from there.
+
+All that the next steps and the record depend on: weights, buffers, what the optimizer and the strategy
+keep, loss scale, counts, the generators of random numbers, the losses of the epoch in progress, the
+results of epochs, and the clock's times. The order of the samples follows from the seed and the step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratbench.extensions.checkpoints import attempts, checkpoints
+from stratbench.extensions.checkpoints.keys import Checkpoints
+from stratbench.strategies.base import Collective
+from stratbench.telemetry.clock import StepClock
+from stratbench.train.beside.beside import Beside, Start
+from stratbench.train.job import Job
+from stratbench.workload.generators import Generators
+
+
+class CheckpointWriter(Beside):
+    """Keeps a worker's state every so many steps. All workers of a cell do so after the same ones.
+
+    A checkpoint is copied while the clock stands, and written during the training.
+    """
+
+    strategy: Collective
+
+    @classmethod
+    def takes(cls, job: Job) -> bool:
+        return "checkpoints" in job.settings.more and not job.in_block
+
+    def begin(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
+        """Make the training what it was where the attempt before is gone on from.
+
+        Raises `checkpoints.Damaged` where the file is not what was written, and deletes it: the next
+        attempt takes the one before.
+        """
+        self._clock, self._epochs = clock, epochs
+        self._every = self.worker.settings.of(Checkpoints).checkpoint_every
+        self._folder = attempts.folder_of(self.worker.folder, self.worker.rank)
+        self._writer = checkpoints.Writer(self._folder, self._forget)
+        #: Checkpoints of this attempt and those before it, as far as their work counts.
+        self._before = {"count": 0, "held_up_s": 0.0, "written_s": 0.0}
+        step = self.job.attempts[-1]["next_step"] if self.job.attempts else 0
+        self._next_due = step + self._every
+        if not step:
+            return Start()
+        with self.phases("resume"):
+            return self._load(step)
+
+    def next_stop(self) -> int:
+        return self._next_due
+
+    def _load(self, step: int) -> Start:
+        random = Generators.now(self.worker.device).tensors()
+        with checkpoints.deleted_if_damaged(self._folder, step):
+            facts = checkpoints.read_facts(self._folder, step)
+            losses = torch.zeros(facts["losses"], dtype=getattr(torch, facts["loss_dtype"]))
+            step_ms = torch.zeros(step, dtype=torch.float64)
+            tensors = [*self.strategy.state_tensors(), *random, step_ms, losses]
+            checkpoints.read_into(self._folder, step, tensors)
+        self.strategy.go_on(facts["counts"])
+        self._clock.load_history(facts["clock"] | {"step_ms": step_ms.tolist()})
+        Generators.of_tensors(random).put_back(self.worker.device)
+        self._before = facts["kept"]
+        return Start(step, tuple(losses.to(self.worker.device)), tuple(facts["epochs"]))
+
+    def between(self, step: int, losses: list[Tensor]) -> None:
+        with self.phases("checkpoint"):
+            self._writer.settle()
+            kept = torch.stack(losses).cpu() if losses else torch.zeros(0)
+            clock, own = self._clock.history(), self.facts()
+            step_ms = torch.tensor(clock.pop("step_ms"), dtype=torch.float64)
+            facts = {
+                "counts": self.strategy.counts(),
+                "clock": clock,
+                "epochs": list(self._epochs),  # written during the training, which adds to it
+                "losses": len(kept),
+                "loss_dtype": str(kept.dtype).removeprefix("torch."),
+                "kept": own | {"count": own["count"] + 1},
+            }
+            more = [*Generators.now(self.worker.device).tensors(), step_ms, kept]
+            self._writer.take(step, self.strategy.state_tensors(), more=more, facts=facts)
+        self._next_due = step + self._every
+
+    def facts(self) -> dict[str, Any]:
+        """How many checkpoints there were, and the seconds of holding up the training and of writing."""
+        writer, before = self._writer, self._before
+        return {
+            "count": before["count"] + len(writer.held_up_s),
+            "held_up_s": before["held_up_s"] + self.phases.as_dict().get("checkpoint_s", 0.0),
+            "written_s": before["written_s"] + sum(writer.written_s),
+        }
+
+    def end(self, status: str, chosen: bool) -> dict[str, Any]:
+        """Wait for the last one to be written; returns the facts, with the bytes of one."""
+        self._writer.settle()
+        one = sum(t.nbytes for t in self.strategy.state_tensors())
+        return {"checkpoints": self.facts() | {"bytes": one}}
+
+    def _forget(self, folder: Path, step: int) -> None:
+        attempts.forget_older(self.worker.folder, self.worker.rank, self.worker.world_size)

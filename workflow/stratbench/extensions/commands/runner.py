@@ -1,0 +1,76 @@
+"""Runs a cell that a command of the user's trains: as a gang, but for whose processes these are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stratbench.cell.settings import Settings
+from stratbench.extensions.commands import results
+from stratbench.extensions.commands.files import command_name, read_ends
+from stratbench.strategies import strategy_class
+from stratbench.telemetry.timeline import PhaseInterval
+from stratbench.train import agent, efficiency
+from stratbench.train.ending import KILLED_FOR_MEMORY, Ending, failed_or_slow, has_killed
+from stratbench.train.job import Job
+from stratbench.train.nodes.paused import trained_of
+from stratbench.train.out_of_memory import line_out_of_memory
+from stratbench.train.running.runner import Runner
+
+
+class CommandRunner(Runner):
+    """The command is started once on each node, and reports as one worker."""
+
+    section = "program"
+    processes = "stratbench.extensions.commands.process:processes_of"
+
+    @classmethod
+    def takes(cls, s: Settings) -> bool:
+        return strategy_class(s.strategy).kind == "own"
+
+    def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
+        ends = {e["node"]: e["exit_code"] for e in read_ends(job.folder, job.n_nodes)}
+        return [agent.ProcessExit(command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)]
+
+    def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
+        """Say how the cell ended, once what the command reported is kept (`results`).
+
+        That it had no memory left is known where its log says so, or the kernel has killed one of its
+        processes.
+        """
+        results.keep_results(job)
+        worker = job.folder.read_worker(0) or {}
+        if worker.get("status") == "diverged":
+            return Ending("diverged", worker["reason"])
+        failed = [p for p in exits.processes if p.exit_code not in (0, None)]
+        if failed:
+            if has_killed(kills_before):
+                return KILLED_FOR_MEMORY
+            line = line_out_of_memory(results.log_of(job))
+            if line is None:
+                return Ending("error", results.why_failed(job, exits.processes))
+            if job.folder.read_foreign_processes():
+                reason = "had no memory left, and others computed on its GPUs: free them, and train it again"
+                return Ending("error", f"the command {reason}; {line.strip()}")
+            return Ending("oom", line.strip())
+        if exits.timed_out:
+            return failed_or_slow(job, results.why_no_timeout(job))
+        if worker.get("status") != "ok":
+            return Ending("error", worker.get("reason", "the command left no result"))
+        return Ending("ok", None)
+
+    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+        return results.program_entry(job)
+
+    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
+        return trained_of(job, range(1))
+
+    def gpu_intervals(
+        self, job: Job, workers: Sequence[Mapping[str, Any]]
+    ) -> efficiency.Intervals | None:
+        """Take when the command trained, as it says, for each GPU of the cell."""
+        places = [p for p in job.folder.read_places().values() if "gpu" in p]
+        if any(p["gpu"].get("index") is None for p in places):
+            return None
+        spans = [(i.start_s, i.end_s) for i in trained_of(job, range(1))]
+        return {(p["host"], str(p["gpu"]["index"])): spans for p in places}

@@ -1,0 +1,105 @@
+"""Runs an elastic cell: its workers, jobs of their own, come and go."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
+from stratbench.extensions.elastic import launch, served
+from stratbench.extensions.elastic.accounts import accounts, served_accounts
+from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
+from stratbench.strategies import strategy_class
+from stratbench.telemetry.pauses import PauseWatch
+from stratbench.telemetry.timeline import PhaseInterval, read_phases
+from stratbench.train import efficiency
+from stratbench.train.agent import Exits
+from stratbench.train.ending import Ending
+from stratbench.train.job import Job
+from stratbench.train.nodes.paused import keep_pauses
+from stratbench.train.running.runner import Runner
+from stratbench.train.running.totals import served_run
+from stratbench.workload.data import prepared
+
+
+class ElasticRunner(Runner):
+    """A launcher that is started again goes on with the cell."""
+
+    section = "elastic"
+    is_gang = False
+
+    @classmethod
+    def takes(cls, s: Settings) -> bool:
+        return "elastic" in s.more
+
+    def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
+        launch.prepare(folder, cell, s, prepared.read_meta(data_dir))
+
+    @contextmanager
+    def hold_devices(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
+        """Hold none where workers are jobs of their own: they have what SLURM gives them."""
+        if (asked := asked_of_workers(args)) is not None:
+            yield asked.gpus > 0
+            return
+        with super().hold_devices(s, args) as use_cuda:
+            yield use_cuda
+
+    def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
+        if (asked := asked_of_workers(args)) is not None:
+            return s.threads or asked.cpus
+        return super().count_threads(s, workers, args)
+
+    def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
+        job = launch.since_the_first(job)
+        by, watch = served if job.has_servers else launch, PauseWatch()
+        try:
+            ending = by.launch(job, asked_of_workers(args), watch)
+        finally:
+            watch.stop()
+            # They join those of earlier launchers.
+            keep_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
+        return job, Exits([], False), ending
+
+    def workers(self, job: Job) -> list[dict[str, Any]]:
+        return list(accounts.members_of(job).values())
+
+    def totals(
+        self, job: Job, workers: list[dict[str, Any]], servers: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        s, per_epoch = job.settings, self.epochs(job)
+        if not servers:
+            return accounts.run_of_members(job, per_epoch)
+        samples = strategy_class(s.strategy).samples_per_step(s)
+        kept = served_accounts.until_the_end(servers, len(per_epoch))
+        return served_run(workers, kept, samples, per_epoch)
+
+    def epochs(self, job: Job) -> list[dict[str, Any]]:
+        return served_accounts.epochs_of(job) if job.has_servers else super().epochs(job)
+
+    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+        return (served_accounts if job.has_servers else accounts).entry_of(job)
+
+    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
+        """Read when workers trained, on whichever node; members of a group do once they have joined."""
+        phases = read_phases(job.folder.phase_logs())
+        joined = [
+            PhaseInterval(p.rank, "train", p.end_s, math.inf) for p in phases if p.phase == "join"
+        ]
+        return [*joined, *(p for p in phases if p.phase == "train")]
+
+    def gpu_intervals(
+        self, job: Job, workers: Sequence[Mapping[str, Any]]
+    ) -> efficiency.Intervals | None:
+        """Know of none: a worker that was killed told nothing."""
+        return None
+
+
+def asked_of_workers(args: argparse.Namespace) -> WorkerJob | None:
+    """What each worker job asks SLURM for; None where workers run on this machine."""
+    return WorkerJob.from_json(args.worker_job) if args.worker_job else None

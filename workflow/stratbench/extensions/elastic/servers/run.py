@@ -1,0 +1,338 @@
+"""One server's run whose workers come, leave and return; a later incarnation of the server goes on with
+it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stratbench.extensions.elastic.servers.config import ElasticServerConfig
+from stratbench.extensions.elastic.servers.evaluations import Evaluations, parse_score
+from stratbench.extensions.elastic.servers.journal import (
+    Journal,
+    SettledTickets,
+    drop_state,
+    read_end,
+    read_journal,
+    scores_in,
+    write_end,
+)
+from stratbench.extensions.elastic.servers.saved_state import Saver, load_state, settled_tickets
+from stratbench.ps.member import Member
+from stratbench.ps.membership import OpenMembership
+from stratbench.ps.server_run import ServerRun
+from stratbench.ps.snapshots import drop_later, drop_snapshot
+from stratbench.ps.store import MakePolicy, Store
+from stratbench.ps.wire.frames import ComeAgain, Frame, Kind, ProtocolError
+
+#: Snapshots of epochs that lie on the disk at a time: of the last, those being evaluated, one to spare.
+_SNAPSHOTS_KEPT = 4
+#: How long a worker's host may not answer, in seconds. For a process that stands still there is the
+#: heartbeat, whose limit is longer: user code may hold the interpreter lock, and its job waits anew if lost.
+_VANISHED_S = 10.0
+
+
+class ElasticRun(ServerRun):
+    """A `ServerRun` that starts with the first worker and outlives the last.
+
+    Server 0 hands out evaluations beside tickets, and keeps the journal.
+    """
+
+    members_by = OpenMembership
+
+    def __init__(self, config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> None:
+        super().__init__(config, secret, make)
+        own, self._first = config.elastic, config.server == 0
+        self.incarnation = own.incarnation
+        self._own, self._folder = own, Path(own.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.suspended = False
+        self._began_unix_s: float | None = None  # the first ticket of the first incarnation
+        self._done_twice: list[int] = []
+        self._begun: set[int] = set()  # workers that have had a ticket
+        self._settled_before = 0  # tickets of earlier incarnations
+        self._saver = Saver(self._folder, config.server, self._stop)
+        self._saved_s = 0.0  # time.monotonic() of the last saving
+        self._finished_at: int | None = None  # the epoch that ended the run before its last ticket
+        evaluates = self._first and config.snapshot_dir is not None and config.steps is None
+        self._evaluations = Evaluations(
+            self.plan, evaluates, own.target_score, own.higher_is_better
+        )
+        if self._first:
+            self._journal = Journal(own.folder, own.incarnation)
+            self._ledger = SettledTickets(own.folder, own.incarnation)
+        settled = self._resume() if own.resumes else set()
+        if not own.resumes:
+            drop_state(own.folder, config.server)
+        if config.snapshot_dir is not None:
+            drop_later(config.snapshot_dir, config.server, len(self.epochs.ends))
+        if self._first:
+            self._done_twice = sorted(self._ledger.numbers() - settled)
+            self._ledger.forget(self._done_twice)
+            self._journal.note(
+                "incarnation", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
+            )
+
+    # --- another incarnation ------------------------------------------------------------------------------
+
+    def _resume(self) -> set[int]:
+        """Go on from what the servers have saved, before any worker is here; returns the settled tickets."""
+        c = self.config
+        saved = load_state(self._folder, c.server)
+        settled = settled_tickets(self._folder, c.n_servers)
+        self._store = Store(saved.layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
+        self._store.resume(self._make_shard, saved.shards, saved.buffers)
+        self._initialised = True
+        self._began_unix_s = saved.facts["began_unix_s"]
+        self._settled_before = len(settled)
+        spent_s = time.time() - self._began_unix_s
+        self.epochs.resume(settled, saved.facts["ends"], spent_s, self._store)
+        self.tickets.resume(list(settled))
+        if self._first:
+            self.lost, self.tickets.reassigned = saved.facts["lost"], saved.facts["reassigned"]
+            self._evaluations.resume(scores_in(read_journal(self._folder)), len(settled))
+        with self._lock:
+            self._finish_if_over()
+            if self.epochs.complete and not self._first:
+                self.done = True
+        return set(settled)
+
+    def _begin_clock(self) -> None:
+        """The first ticket: of an earlier incarnation, where there was one; time passed between lives,
+        too.
+        """
+        now_unix_s = time.time()
+        if self._began_unix_s is None:
+            self._began_unix_s = now_unix_s
+        self._first_ticket_s = time.perf_counter() - (now_unix_s - self._began_unix_s)
+
+    def _save(self) -> None:
+        """Begin to save the state."""
+        self._saver.begin(self._store, self._facts)
+        self._saved_s = time.monotonic()
+
+    def _facts(self) -> dict[str, Any]:
+        """What is saved beside the shards; those epochs are on disk that it says have ended.
+
+        Of a moment after the shards': which epochs had ended by theirs, the tickets tell that they had.
+        """
+        with self._lock:
+            facts = {
+                "began_unix_s": self._began_unix_s,
+                "ends": list(self.epochs.ends),
+                "lost": list(self.lost),
+                "reassigned": list(self.tickets.reassigned),
+            }
+        if self._writer is not None:
+            self._writer.wait()
+        return facts
+
+    def suspend(self) -> None:
+        """Stop, so that another incarnation can go on: the state is saved, and workers look for the next
+        incarnation.
+        """
+        self.suspended = True
+        self.over.set()
+
+    # --- joining -------------------------------------------------------------------------------------
+
+    def _admit(self, connection: Any, hello: dict[str, Any], transport: str) -> Member:
+        if self.over.is_set():
+            raise ComeAgain(self.error or "the run is over")
+        if hello.get("incarnation") != self._own.incarnation:
+            raise ComeAgain(
+                f"this is incarnation {self._own.incarnation} of the servers; come again"
+            )
+        member = super()._admit(connection, hello, transport)
+        connection.vanished_s = _VANISHED_S
+        return member
+
+    def _more_of_welcome(self, member: Member) -> dict[str, Any]:
+        return {"incarnation": self._own.incarnation, "place": member.place}
+
+    @property
+    def _snapshots_kept(self) -> int:
+        return min(_SNAPSHOTS_KEPT, self.config.epochs)
+
+    def _take_in(self, member: Member) -> None:
+        if self._first and not self.done:
+            self._journal.note("join", worker=member.worker, place=member.place)
+        late = self._started or self.done
+        super()._take_in(member)
+        if late and self._first and self.done:
+            member.tell(Frame(Kind.DONE, shard=self._evaluator))
+        elif late and self._first:
+            self._hand_ticket(member)
+
+    # --- working -------------------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
+        return super()._handlers() | {Kind.DONE: self._on_done}
+
+    def _settle(self, worker: int, number: int, server: int) -> None:
+        super()._settle(worker, number, server)
+        if self.tickets.settled_by[number] == worker:
+            self._ledger.add(number)
+
+    def _finish_if_over(self) -> None:
+        if self.done or not self._first:
+            return
+        self._evaluations.note(self.tickets.n_settled)
+        self._finished_at = self._evaluations.last_epoch
+        all_done = self.tickets.all_settled and self._evaluations.all_done
+        if all_done or self._finished_at is not None:
+            self._finish()
+            self._end_if_empty()
+        elif self._evaluations.waiting:
+            self._employ_idle()
+
+    @property
+    def _hands_out(self) -> bool:
+        return not self.done and not self._evaluations.waiting
+
+    def _hand_ticket(self, member: Member) -> None:
+        if self.done or member.next is not None:
+            super()._hand_ticket(member)
+        elif (epoch := self._evaluations.take(member.worker)) is not None:
+            self._let_evaluate(member, epoch)
+        else:
+            super()._hand_ticket(member)
+        if member.ticket is not None and member.worker not in self._begun:
+            self._begun.add(member.worker)
+            self._journal.note("begin", worker=member.worker)
+
+    def _let_evaluate(self, member: Member, epoch: int) -> None:
+        """For the others it is idle meanwhile: nobody waits for it."""
+        if not member.idle:
+            self._let_idle(member)
+        member.evaluates = epoch
+        member.tell(Frame(Kind.EVAL, shard=epoch))
+
+    def _on_score(self, member: Member, said: Any) -> None:
+        figures = parse_score(said)
+        with self._lock:
+            if not member.alive or member.evaluates is None:
+                raise ProtocolError("malformed frame: SCORE that was not asked for")
+            epoch, member.evaluates = self._evaluations.settle(member.worker, figures), None
+            facts = {"epoch": epoch, "end_s": self.epochs.ends[epoch]["end_s"]}
+            facts |= {"settled": self._evaluations.tickets_until(epoch)}
+            self._journal.note("score", worker=member.worker, **facts, **figures)
+            self._finish_if_over()
+            if member.idle and member.evaluates is None:
+                self._hand_ticket(member)
+        drop_snapshot(self.config.snapshot_dir, epoch)
+
+    def _on_done(self, member: Member, frame: Frame) -> None:
+        """A worker relays that server 0 has ended the training."""
+        if self._first:
+            raise ProtocolError("malformed frame: DONE for server 0, which says it")
+        self.done = True
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._journal.note("end", workers=[m.worker for m in self._membership.ready])
+
+    # --- leaving -------------------------------------------------------------------------------------
+
+    def _on_leave(self, member: Member) -> None:
+        with self._lock:
+            if not member.alive:
+                return
+            member.alive = False
+            if self._first and member.pulled:  # who has not joined does not leave
+                tickets = self.tickets.held_by(member.worker)
+                self._journal.note("leave", worker=member.worker, tickets=tickets)
+            if not self.done:
+                super()._go_on_without(self._released(member))
+            self._end_if_empty()
+        member.end()
+
+    def _go_on_without(self, member: Member) -> None:
+        """`member` was lost."""
+        if self._first:
+            tickets = self.tickets.held_by(member.worker)
+            reason = self.lost[-1]["reason"]
+            self._journal.note("loss", worker=member.worker, tickets=tickets, reason=reason)
+        super()._go_on_without(self._released(member))
+
+    def _released(self, member: Member) -> Member:
+        """Take back from `member`, who is gone, what it was to do beside its ticket."""
+        member.drop_shards()
+        self._evaluations.give_back(member.worker)
+        return member
+
+    def _end_if_empty(self) -> None:
+        """Who is still warming up is not waited for: it will see that the run is over."""
+        if self.done and not self._membership.ready:
+            self.over.set()
+
+    def _look_further(self, age_s: float) -> None:
+        if self._started and time.monotonic() - self._saved_s > self._own.save_every_s:
+            self._save()
+        if not self._first and read_end(self._folder) is not None:
+            with self._lock:
+                self.done = True
+                self._end_if_empty()
+
+    def close(self) -> None:
+        goes_on = self._started and not self.done and self.error is None
+        with self._lock:
+            live = self._membership.live
+        self._cut_off([m for m in live if goes_on or not m.pulled])
+        self._saver.wait()  # it waits for the snapshots, which `super` closes
+        if goes_on:
+            self._save()
+            self._saver.wait()
+        super().close()
+        if self._first:
+            if self.done or self.error is not None:
+                write_end(self._folder, self.error)
+            self._journal.close()
+            self._ledger.close()
+
+    def _cut_off(self, members: list[Member]) -> None:
+        """Close their connections: nothing of theirs is taken any more."""
+        with self._lock:
+            for member in members:
+                member.alive = False
+                member.connection.close()
+
+    def _after_the_end(self) -> int:
+        """Tickets that were settled beyond those of the epoch that ended the run."""
+        if self._finished_at is None:
+            return 0
+        return self.tickets.n_settled - self._evaluations.tickets_until(self._finished_at)
+
+    def statistics(self) -> dict[str, Any]:
+        statistics = super().statistics()
+        if self._finished_at is not None:
+            statistics["train_time_s"] = self.epochs.ends[self._finished_at]["end_s"]
+        places = {m.worker: m.place for m in self._members.values()}
+        for row in statistics["workers"]:
+            row["place"] = places[row["worker"]]
+        statistics["elastic"] = {
+            "incarnation": self._own.incarnation,
+            "suspended": self.suspended,
+            "settled_before": self._settled_before,
+            "done_twice": len(self._done_twice),
+            "began_unix_s": self._began_unix_s,
+            "finished_at_epoch": self._finished_at,
+            "after_the_end": self._after_the_end(),
+            "saves": self._saver.count,
+            "held_up_s": self._saver.held_up_s,
+            "scores": [{"epoch": e, **s} for e, s in sorted(self._evaluations.scores.items())],
+        }
+        return statistics
+
+
+def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
+    """The run that a server's config describes; it is saved when SIGTERM asks it to stop."""
+    run = ElasticRun(config, secret, make)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: run.suspend())
+    return run

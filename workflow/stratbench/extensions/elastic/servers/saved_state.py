@@ -1,0 +1,170 @@
+"""What a server saves so that it can be started again: raw tensors in one file, the rest as JSON.
+
+`<folder>/state<server>.json` names the file `state<server>.<n>.bin` that belongs to it and is written when
+that is whole; only then the one before is deleted. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from stratbench.cell.files import write_atomic
+from stratbench.extensions.elastic.servers.journal import state_manifest
+from stratbench.ps.flat import as_bytes
+from stratbench.ps.policies.policy import Fields
+from stratbench.ps.store import Store
+from stratbench.ps.tickets import Once, common
+from stratbench.ps.wire.shm import DTYPES, Layout, dtype_name
+
+
+class StateError(ValueError):
+    """A saved state that cannot be loaded; the message names the file."""
+
+
+def pack(value: Any, file: BinaryIO) -> Any:
+    """`value` as JSON; its tensors are appended to `file`."""
+    if torch.is_tensor(value):
+        data = as_bytes(value.contiguous()) if value.numel() else b""
+        entry = {"at": file.tell(), "shape": list(value.shape), "crc": zlib.crc32(data)}
+        file.write(data)
+        return {"tensor": entry | {"dtype": dtype_name(value.dtype)}}
+    if isinstance(value, (list, set)):
+        each = [pack(v, file) for v in (sorted(value) if isinstance(value, set) else value)]
+        return {"set": each} if isinstance(value, set) else each
+    if isinstance(value, dict):
+        kind = "fields" if isinstance(value, Fields) else "dict"
+        return {kind: [[key, pack(v, file)] for key, v in value.items()]}
+    return value
+
+
+def unpack(value: Any, file: BinaryIO) -> Any:
+    """The value that `pack` made JSON of. StateError for a tensor that is not what was written."""
+    if isinstance(value, list):
+        return [unpack(v, file) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return _read_tensor(inner, file)
+    if kind == "set":
+        return set(unpack(inner, file))
+    pairs = {key: unpack(v, file) for key, v in inner}
+    return Fields(pairs) if kind == "fields" else pairs
+
+
+def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
+    tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+    data = as_bytes(tensor) if tensor.numel() else memoryview(bytearray())
+    file.seek(entry["at"])
+    if file.readinto(data) != len(data) or zlib.crc32(data) != entry["crc"]:
+        raise StateError(f"{file.name}: not as it was written; delete it to begin anew")
+    return tensor
+
+
+def save_state(
+    folder: Path, server: int, facts: Callable[[], dict[str, Any]], store: Store
+) -> float:
+    """Save what `store` holds, one shard after the other, and then `facts()`, which are JSON-able.
+
+    Returns for how many seconds pushes may have had to wait, each for the copy of its shard.
+    """
+    old = sorted(folder.glob(f"state{server}.*.bin"))
+    n = max((int(path.name.split(".")[1]) for path in old), default=-1) + 1
+    path = folder / f"state{server}.{n}.bin"
+    shards, taken, held_up_s = [], [], 0.0
+    with path.open("wb") as file:
+        for k, shard in store.shards.items():
+            began = time.perf_counter()
+            state = shard.state()
+            held_up_s += time.perf_counter() - began
+            taken.append([state["floor"], sorted(state["above"])])
+            shards.append((k, pack(state, file)))
+        buffers = pack(store.buffers.state(), file) if store.buffers is not None else None
+        file.flush()
+        os.fsync(file.fileno())
+    manifest = {
+        "file": path.name, "layout": asdict(store.layout), "facts": facts(), "taken": taken,
+        "shards": shards, "buffers": buffers,
+    }  # fmt: skip
+    write_atomic(state_manifest(folder, server), json.dumps(manifest))
+    for other in old:
+        other.unlink(missing_ok=True)
+    return held_up_s
+
+
+class Saved(NamedTuple):
+    """What a server has saved."""
+
+    layout: Layout
+    facts: dict[str, Any]
+    shards: dict[int, dict[str, Any]]  # by number: `Shard.state`
+    buffers: dict[str, Any] | None  # `BufferMean.state`
+
+
+def load_state(folder: Path, server: int) -> Saved:
+    """A server's last saved state."""
+    manifest = _read_manifest(folder, server)
+    with (folder / manifest["file"]).open("rb") as file:
+        shards = {k: unpack(packed, file) for k, packed in manifest["shards"]}
+        buffers = unpack(manifest["buffers"], file)
+    return Saved(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
+
+
+def settled_tickets(folder: Path, n_servers: int) -> Once:
+    """The tickets that all shards of all servers have taken, as they were saved.
+
+    Servers save at moments of their own. Any other ticket is handed out again; a shard that has had it
+    already takes it for a skipped step, so that none is applied twice.
+    """
+    manifests = [_read_manifest(folder, server) for server in range(n_servers)]
+    return common(Once(*taken) for manifest in manifests for taken in manifest["taken"])
+
+
+def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
+    path = state_manifest(folder, server)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StateError(f"{path} is no saved state ({error}); delete it to begin anew") from error
+
+
+class Saver:
+    """Saves a server's state on a thread of its own, one at a time."""
+
+    def __init__(self, folder: Path, server: int, on_failure: Callable[[str], None]) -> None:
+        """`on_failure(reason)` is called, from that thread, where it cannot be written."""
+        self._folder, self._server, self._on_failure = folder, server, on_failure
+        self.count = 0  # states saved
+        self.held_up_s = 0.0  # how long pushes had to wait for that
+        self._thread: threading.Thread | None = None
+
+    def begin(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
+        """Save the state (`save_state`), unless that is being done."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._save, args=(store, facts), name="saver", daemon=True
+            )
+            self._thread.start()
+
+    def _save(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self.held_up_s += save_state(self._folder, self._server, facts, store)
+            self.count += 1
+        except Exception as error:  # of a policy, too; the run would go on with nothing saved
+            reason = getattr(error, "strerror", None) or error
+            self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
+
+    def wait(self) -> None:
+        """Wait until what is being saved is on disk."""
+        if self._thread is not None:
+            self._thread.join()

@@ -1,0 +1,178 @@
+"""The process of one worker job of an elastic cell; that of a parameter server of one.
+
+    python -m stratbench.extensions.elastic.worker JOB.json NUMBER
+
+It finds all it needs by the paths in the job's file, which the cell's launcher has written. It ends in order
+(exit code 0) when the training is over, when it is asked to leave (SIGTERM, SIGUSR1), and when the cell's
+own job is gone; 3 without memory, 1 on any other error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.extensions.elastic.group import ElasticGroup
+from stratbench.extensions.elastic.member import Over, take_seat
+from stratbench.extensions.elastic.servers.channel import ATTEMPT_S, ReturningChannel, RunOver
+from stratbench.extensions.elastic.servers.config import ElasticServerConfig
+from stratbench.extensions.elastic.servers.run import make_run
+from stratbench.extensions.elastic.split import ElasticSynchronous
+from stratbench.ps.client import Channel
+from stratbench.ps.server import serve
+from stratbench.ps.wire.link import Left, ServerLost
+from stratbench.strategies.mesh import Mesh
+from stratbench.train import agent, loop, worker
+from stratbench.train.job import Job
+from stratbench.train.locks import scratch
+
+
+def main(job_file: str, number: int, local_rank: int = 0) -> None:
+    """Entry point of the process; `local_rank`: of the GPUs that it sees, the one that it uses."""
+    began_unix_s = time.time()
+    leaving = threading.Event()
+    leave_on((signal.SIGTERM, signal.SIGUSR1), leaving)
+    job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
+    agent.set_environment(job, on_one_host=False)
+    folder = job.folder
+    if folder.ended.exists():
+        worker.leave(0)
+    worker.log_to(folder.log(worker_name(number)))
+    origin_s = time.monotonic() - (began_unix_s - job.origin_unix_s)
+    with scratch() if folder.local is None else nullcontext(folder.local) as local:
+        job = replace(job, origin_s=origin_s, folder=replace(folder, local=local))
+        code = _run(job, number, local_rank, leaving)
+    worker.leave(code)
+
+
+def leave_on(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
+    """Set `leaving` when one of the signals comes: SLURM's warning, or the end of a job's time.
+
+    At once, by a thread of its own: the main one may compute for seconds without looking.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+
+    def wait() -> None:
+        number = reading.recv(1)[0]
+        leaving.set()
+        print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
+        writing.close()  # which its handlers need no longer
+
+    for each in signals:
+        signal.signal(each, lambda number, frame: None)
+    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _run(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
+    """Train, and write what came of it; returns the exit code."""
+    train = train_served if job.has_servers else train_split
+    try:
+        result, code = train(job, number, local_rank, leaving), 0
+    except (Over, RunOver, Left, ServerLost) as over:
+        print(over, flush=True)
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        result, code = worker.outcome_of(error)
+    job.folder.write_worker(number, result)
+    return code
+
+
+def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event) -> dict[str, Any]:
+    """Train as a member of a split synchronous cell; returns what the worker measured.
+
+    Raises Over where nobody lets it in.
+    """
+    s, start = job.settings, worker.begin(job, number, local_rank)
+    strategy, device, phases = start.strategy, start.device, start.phases
+    group = ElasticGroup(job.folder.path, device)
+    seat = take_seat(job.folder, number, group.break_up, leaving)
+    with phases("rendezvous"):
+        group.form_alone()
+    with phases("data"):
+        data = worker.load_data(job, device)
+    with phases("build"):
+        ready = worker.set_up(
+            s, strategy, data, device, seat.place,
+            rank=0, world_size=1, local_world=1, folder=job.folder, heartbeat=start.heartbeat, mesh=Mesh(1),
+        )  # fmt: skip
+    with phases("warmup"):
+        loop.warm_up(strategy, data, ready.worker)
+    split = ElasticSynchronous(strategy, data, ready.worker, phases, group, seat, leaving, number)
+    measured = worker.worker_result(split.run(start.memory), start, number)
+    # How much it sent depends on how many were there, step by step: no figure stands for that.
+    measured |= {"communication": None, "generations": split.generations}
+    measured["checkpoints"] = split.checkpoint_times_s
+    worker.describe(measured, ready, strategy, data)
+    if split.is_first:
+        measured |= worker.flops_of(s, ready.built)
+    return measured
+
+
+def train_served(
+    job: Job, number: int, local_rank: int, leaving: threading.Event
+) -> dict[str, Any]:
+    """Train as a worker of a cell with parameter servers; returns what the worker measured.
+
+    Raises RunOver where the training is over before it has joined, Left where it leaves before that, and
+    ServerLost where the servers are gone for good.
+    """
+    s, start = job.settings, worker.begin(job, number, local_rank)
+    strategy, device, phases = start.strategy, start.device, start.phases
+    with phases("data"):
+        data = worker.load_data(job, device)
+    with phases("build"):
+        # A worker's number never comes again: those of `slowdown.workers` are what is left over `gpus`.
+        ready = worker.set_up(
+            s, strategy, data, device, number % s.gpus,
+            rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
+            heartbeat=start.heartbeat, mesh=Mesh(1), channel_by=partial(returning, job.folder, leaving),
+        )  # fmt: skip
+    result = loop.train_with_server(
+        strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
+    )
+    measured = worker.worker_result(result, start, number)
+    worker.describe(measured, ready, strategy, data)
+    if not strategy.channel.left:
+        measured |= worker.flops_of(s, ready.built)
+    measured["left"], measured["returns"] = strategy.channel.left, strategy.channel.returns
+    strategy.close()
+    return measured
+
+
+def returning(
+    folder: RunFolder, leaving: threading.Event, connect: Callable[[int, float], Channel]
+) -> ReturningChannel:
+    """A channel to whichever life of the servers there is."""
+    return ReturningChannel(
+        lambda incarnation: connect(incarnation, ATTEMPT_S),
+        folder.rendezvous,
+        folder.servers,
+        leaving,
+    )
+
+
+def serve_parameters(config_json: str, run_dir: str) -> None:
+    """Entry point of the process of a parameter server."""
+    config = ElasticServerConfig(**json.loads(config_json))
+    worker.serve_as_process(config, run_dir, partial(serve, make_run=make_run))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
+    os._exit(0)

@@ -1,0 +1,138 @@
+"""`--to accelerate`: the config file of `accelerate launch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from stratbench.extensions.emit.choice import Choice, commented
+from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
+from stratbench.extensions.emit.targets.ddp_options import note_ddp_options
+from stratbench.extensions.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.extensions.emit.targets.hyperparameters import (
+    note_cpu,
+    note_length_and_data,
+    note_precision,
+    note_what_a_script_does,
+    optimizer_call,
+    schedule_lines,
+)
+from stratbench.extensions.emit.targets.sharding_lines import (
+    note_16_bits,
+    note_groups,
+    reduced_with,
+)
+
+
+def write(choice: Choice, called: str) -> str:
+    """Return the cell as an Accelerate config; `called`: its `distributed_type`."""
+    s, on_cpu = choice.settings, choice.device == "cpu"
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": called,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": "no",
+        "num_machines": choice.nodes,
+        "num_processes": choice.take("gpus"),
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": on_cpu and called in ("NO", "MULTI_GPU"),
+    }
+    if called == "DEEPSPEED":
+        config["deepspeed_config"] = {
+            "deepspeed_config_file": "deepspeed.json",
+            "zero3_init_flag": False,
+        }
+        deepspeed_config(choice)  # it takes what the other file says
+        note_checkpointing(choice)
+        choice.note(
+            "deepspeed.json, next to this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
+        )
+        choice.note(f"in the script, {optimizer_call(choice)}", "optimizer", "lr")
+        if schedule_lines(choice):
+            choice.note("in the script; deepspeed.json has the formula", "schedule")
+        note_length_and_data(choice)
+        note_cpu(choice, "Accelerate", "DeepSpeed")
+    else:
+        note_what_a_script_does(
+            choice,
+            clip="in the script, accelerator.clip_grad_norm_(model.parameters(), {norm})",
+            accumulate=accumulating(choice),
+            compiles=True,
+        )
+        if s.precision in ("bf16", "fp16"):
+            config["mixed_precision"] = choice.take("precision")
+        note_precision(choice)
+        if choice.take("compile"):
+            config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+        if called == "FSDP":
+            config |= fsdp_config(choice)
+        else:
+            note_checkpointing(choice, "model.gradient_checkpointing_enable(), or ")
+        if called == "MULTI_GPU":
+            note_ddp_options(choice)
+            if on_cpu:
+                choice.note(
+                    "MULTI_GPU starts CPU processes, too, where MULTI_CPU needs MPI; the variable before "
+                    "`accelerate` has them stay on CPUs"
+                )
+    if choice.nodes > 1:
+        choice.note(
+            "main_process_ip and main_process_port, and machine_rank on each node, are yours"
+        )
+    threads = f" --num_cpu_threads_per_process {s.threads}" if s.threads else ""
+    variable = "ACCELERATE_USE_CPU=true " if config["use_cpu"] else ""
+    start = f"start: {variable}accelerate launch --config_file FILE{threads} train.py"
+    head = commented([*choice.title, start, *choice.comments])
+    return head + yaml.safe_dump(config, sort_keys=False)
+
+
+def accumulating(choice: Choice) -> str:
+    """Return how a script accumulates `{parts}` parts; FSDP's gradients are reduced as in the cell."""
+    sync = choice.take_option("gradient_sync")
+    if choice.settings.gradient_accumulation_steps > 1 and sync is not None:
+        choice.note(f"gradients are reduced with {reduced_with(choice)}", "gradient_sync")
+    if sync != "each-part":
+        return "in the script, Accelerator(gradient_accumulation_steps={parts})"
+    return (
+        "in the script, Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+        "num_steps={parts}, sync_each_batch=True))"
+    )
+
+
+def fsdp_config(choice: Choice) -> dict[str, Any]:
+    """Return the blocks of the config about FSDP2."""
+    s, classes = choice.settings, choice.block_classes
+    offload = choice.take_option("offload")
+    fsdp: dict[str, Any] = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": choice.take_option("reshard_after_forward") == "always",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP",
+        "fsdp_offload_params": offload == "cpu",
+        "fsdp_activation_checkpointing": choice.take("activation_checkpointing") is True,
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    if classes:
+        fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(classes)
+    else:
+        note_groups(choice)
+        fsdp["fsdp_min_num_params"] = choice.record["model"]["parameters"] // 12
+    if s.activation_checkpointing is not True:
+        note_checkpointing(choice)
+    config: dict[str, Any] = {"fsdp_config": fsdp}
+    workers = choice.shard_group_size
+    if workers < s.gpus:
+        config["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": s.gpus // workers,
+            "parallelism_config_dp_shard_size": workers,
+        }
+    note_16_bits(choice, "Accelerate")
+    choice.note(
+        "Accelerate shards embeddings, the last norm and the head apart, too; the cell left them to the root"
+    )
+    note_cpu(choice, "Accelerate", "FSDP")
+    return config

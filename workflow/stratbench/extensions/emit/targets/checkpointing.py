@@ -1,0 +1,82 @@
+"""Activation checkpointing of a cell, as lines of Python and as a comment."""
+
+from __future__ import annotations
+
+from stratbench.extensions.emit.choice import Choice
+
+#: What `selective` keeps, in the words of PyTorch.
+SELECTIVE = """
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.convolution.default}
+KEPT = {  # where attention has a dropout, take it out: what is drawn at random has to be drawn again
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_reduce.default,
+}
+def selective():  # attention and every second product are kept, as in torchtitan
+    products = {False: 0, True: 0}
+    def keep(context, op, *args, **kwargs):
+        keeps = op in KEPT
+        if op in PRODUCTS:
+            products[context.is_recompute] += 1
+            keeps = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(keep)
+"""
+#: A weight cast before a block would be cast in it when it is computed again: another count of operators.
+CLEARED = "    torch.clear_autocast_cache()"
+
+
+def checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
+    """Return the lines that have `blocks` computed again in backward, and the imports that they need."""
+    mode = choice.take("activation_checkpointing")
+    if not mode:
+        return [], []
+    names, lines, context = ["checkpoint"], [], ""
+    if mode == "selective":
+        names = ["CheckpointPolicy", "checkpoint", "create_selective_checkpoint_contexts"]
+        lines, context = SELECTIVE.strip().splitlines(), ", context_fn=selective"
+        if choice.settings.precision in ("bf16", "fp16") and not choice.settings.compile:
+            lines.insert(lines.index("    products = {False: 0, True: 0}"), CLEARED)
+    every = every_of(mode)
+    some = f"[{every - 1}::{every}]" if every > 1 else ""
+    lines += [
+        f"for block in blocks{some}:  # computed again in backward",
+        f"    block.forward = partial(checkpoint, block.forward, use_reentrant=False{context})",
+    ]
+    imports = [
+        "from functools import partial",
+        f"from torch.utils.checkpoint import {', '.join(names)}",
+    ]
+    return lines, imports
+
+
+def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the script") -> None:
+    """Note which blocks are computed again, if any are.
+
+    Args:
+        choice: The cell.
+        whole: What does it where all of each block is; a text that ends with a comma.
+        place: Where it is to be done.
+    """
+    mode = choice.take("activation_checkpointing")
+    if not mode:
+        return
+    every = every_of(mode)
+    which = f"block of {every} in a row, the last one" if every > 1 else "block"
+    text = f"{place}, {whole if mode is True else ''}torch.utils.checkpoint around each {which}"
+    if mode == "selective":
+        text += (
+            ", with a context_fn that keeps attention and every second product "
+            "(create_selective_checkpoint_contexts; --to pytorch has it)"
+        )
+    choice.note(text, "activation_checkpointing")
+
+
+def every_of(mode: bool | str) -> int:
+    """Return N of `every-N`; 1 of what is each block."""
+    return int(str(mode).partition("every-")[2] or 1)

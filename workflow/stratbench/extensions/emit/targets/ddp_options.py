@@ -1,0 +1,56 @@
+"""DistributedDataParallel's options, as Accelerate's script, Lightning and plain PyTorch have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.extensions.emit.choice import Choice
+
+#: What `compress` is as torch's communication hook.
+HOOKS = {"fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook", "powersgd": "powerSGD_hook"}
+
+
+def ddp_arguments(choice: Choice) -> dict[str, Any]:
+    """Return the arguments of DistributedDataParallel."""
+    keys = ("bucket_cap_mb", "gradient_as_bucket_view")
+    return {key: choice.take_option(key) for key in keys if key in choice.options}
+
+
+def hook_of(choice: Choice) -> str | None:
+    """Return the name of torch's hook that sends gradients as the cell did; None: they are sent whole."""
+    compress = choice.take_option("compress", "none")
+    rank, start = choice.take_option("powersgd_rank"), choice.take_option("powersgd_start_step")
+    if compress == "none":
+        return None
+    if compress == "powersgd":
+        choice.note(
+            f"the cell ran stratbench's PowerSGD of rank {rank} from step {start} on, to which torch's hook "
+            "comes close: it compresses by other thresholds"
+        )
+    return HOOKS[compress]
+
+
+def powersgd_state(choice: Choice) -> str:
+    """Return the state of torch's PowerSGD hook, as a call."""
+    o = choice.options
+    return (
+        f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={o['powersgd_rank']}, "
+        f"start_powerSGD_iter={o['powersgd_start_step']})"
+    )
+
+
+def note_ddp_options(choice: Choice) -> None:
+    """Note DDP's options as what a script gives to Accelerator."""
+    arguments, hook = ddp_arguments(choice), hook_of(choice)
+    keywords = [f"{key}={value!r}" for key, value in arguments.items()]
+    if hook is not None:
+        kind = {"fp16": "FP16", "bf16": "BF16", "powersgd": "POWER_SGD"}[choice.options["compress"]]
+        keywords.append(f"comm_hook=DDPCommunicationHookType.{kind}")
+        if kind == "POWER_SGD":
+            keywords.append(
+                f"comm_state_option={{'matrix_approximation_rank': {choice.options['powersgd_rank']}, "
+                f"'start_powerSGD_iter': {choice.options['powersgd_start_step']}}}"
+            )
+    choice.note(
+        f"in the script, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(keywords)})])"
+    )

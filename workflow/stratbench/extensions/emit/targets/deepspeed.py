@@ -1,0 +1,35 @@
+"""`--to deepspeed`: DeepSpeed's JSON, whose comments stand under a key that DeepSpeed does not read."""
+
+from __future__ import annotations
+
+import json
+
+from stratbench.extensions.emit.choice import Choice
+from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
+from stratbench.extensions.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.extensions.emit.targets.hyperparameters import (
+    note_length_and_data,
+    optimizer_call,
+    schedule_lines,
+)
+
+
+def write(choice: Choice, called: str) -> str:
+    """Return the cell as DeepSpeed's JSON; `called`: its key of ZeRO."""
+    config = deepspeed_config(choice)
+    choice.note(
+        f"initialize(model=model, optimizer={optimizer_call(choice)}, config=FILE)",
+        "optimizer",
+        "lr",
+    )
+    if lines := schedule_lines(choice):
+        text = "; ".join(line.strip() for line in lines)
+        choice.note(f"in the script, LambdaLR(optimizer, share_of_lr) with {text}", "schedule")
+    note_checkpointing(choice)
+    note_length_and_data(choice)
+    workers = choice.take("gpus")
+    start = (
+        f"start: deepspeed --num_nodes {choice.nodes} --num_gpus {choice.workers_per_node} train.py"
+    )
+    comments = [*choice.title, f"{start} ({workers} workers)", *choice.comments]
+    return json.dumps({"comments": comments, **config}, indent=2) + "\n"

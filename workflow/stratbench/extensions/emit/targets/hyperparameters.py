@@ -1,0 +1,171 @@
+"""The optimizer, the learning rate and the rest of the training, in the words of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.extensions.emit.choice import Choice
+
+#: The dtype of mixed precision, by the setting.
+AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+#: How torch's optimizers are asked for an implementation.
+IMPLEMENTATIONS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+}
+
+
+def optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
+    """Return the optimizer's class in `torch.optim`, and its arguments but for the parameters."""
+    kind, lr = choice.take("optimizer"), choice.take("lr")
+    keys = ("betas", "eps") if kind == "adamw" else ("momentum", "nesterov")
+    for key in ("betas", "eps", "momentum", "nesterov"):
+        choice.take(key)
+    s = choice.settings
+    arguments = {"lr": lr, "weight_decay": choice.take("weight_decay")}
+    arguments |= {key: getattr(s, key) for key in keys}
+    if kind == "adamw":
+        arguments["betas"] = tuple(arguments["betas"])
+    arguments |= IMPLEMENTATIONS[implementation_of(choice)]
+    return ("AdamW" if kind == "adamw" else "SGD"), arguments
+
+
+def implementation_of(choice: Choice) -> str:
+    """Return the implementation of the optimizer that the cell ran."""
+    implementation, on_gpu = choice.take("optimizer_impl"), choice.device == "cuda"
+    on_gpu = on_gpu and choice.options.get("offload") != "cpu"
+    if implementation == "fused" and choice.settings.optimizer == "sgd" and not on_gpu:
+        return "for-loop"
+    return implementation
+
+
+def optimizer_call(choice: Choice, parameters: str = "model.parameters()") -> str:
+    """Return the optimizer as a call."""
+    kind, arguments = optimizer_arguments(choice)
+    keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    return f"torch.optim.{kind}({parameters}{keywords})"
+
+
+def schedule_lines(choice: Choice) -> list[str]:
+    """Return a function of the step that scales the learning rate, as lines of Python; empty if none does."""
+    schedule, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
+    if not choice.settings.changes_lr:
+        return []
+    lines = ["def share_of_lr(step):"]
+    if warmup:
+        lines += [f"    if step < {warmup}:", f"        return (step + 1) / {warmup}"]
+    if schedule == "constant":
+        return [*lines, "    return 1.0"]
+    length = max(1, choice.total_steps - warmup)
+    lines.append(f"    done = min(1.0, (step - {warmup}) / {length})")
+    falls = "(1 + math.cos(math.pi * done)) / 2" if schedule == "cosine" else "(1 - done)"
+    if not final:
+        return [*lines, f"    return {falls}"]
+    return [
+        *lines,
+        f"    low = {final!r} / {choice.settings.lr!r}",
+        f"    return low + (1 - low) * {falls}",
+    ]
+
+
+def note_what_a_script_does(choice: Choice, clip: str, accumulate: str, compiles: bool) -> None:
+    """Note what a config file cannot hold and the user's training script has to do.
+
+    Args:
+        choice: The cell.
+        clip: How the script clips gradients to `{norm}`.
+        accumulate: How it accumulates `{parts}` parts.
+        compiles: Whether the file itself compiles the network.
+    """
+    s = choice.settings
+    choice.note(
+        f"in the script, {optimizer_call(choice)}",
+        *("optimizer", "lr"),
+    )
+    choice.note(f"in the script, DataLoader(batch_size={choice.micro_batch}) on each worker",
+                "global_batch", "per_worker_batch")  # fmt: skip
+    if choice.take("gradient_accumulation_steps") > 1:
+        choice.note(
+            accumulate.format(parts=s.gradient_accumulation_steps), "gradient_accumulation_steps"
+        )
+    if s.max_grad_norm is not None:
+        choice.note(clip.format(norm=s.max_grad_norm), "max_grad_norm")
+    if lines := schedule_lines(choice):
+        text = "; ".join(line.strip() for line in lines)
+        choice.note(
+            f"in the script, LambdaLR(optimizer, share_of_lr), a step per update, with {text}",
+            *("schedule", "lr_warmup_steps", "final_lr"),
+        )
+    if s.compile and not compiles:
+        choice.note("in the script, model = torch.compile(model)", "compile")
+    note_length_and_data(choice)
+
+
+def note_length_and_data(choice: Choice, length: bool = True) -> None:
+    """Note how long the cell trained, and what it did with its loss, data, seed and threads."""
+    s = choice.settings
+    note_loss_chunks(choice)
+    for key in ("epochs", "steps"):
+        if length and choice.take(key) is not None:
+            choice.note(f"the cell's length, {choice.total_steps} steps in all", key)
+    choice.note("of weights and of the order of samples", "seed")
+    if s.augment:
+        choice.note("the data set's own random crops and flips, on the device", "augment")
+    if choice.take("data_placement") == "host":
+        choice.note("batches came from host memory, one fetched ahead", "data_placement")
+    else:
+        choice.note(
+            "the data set lay on each worker's device; a DataLoader takes longer", "data_placement"
+        )
+    shape = choice.record["model"].get("input_shape") or ()
+    if choice.device == "cuda" and len(shape) == 3:
+        choice.note("the cell set torch.backends.cudnn.benchmark = True")
+        if s.precision in ("bf16", "fp16", "tf32"):
+            choice.note("the cell's batches were in torch.channels_last")
+    if s.threads is not None:
+        choice.note(f"start with OMP_NUM_THREADS={s.threads}", "threads")
+    if s.slowdown is not None:
+        choice.note("the cell slowed workers on purpose; this file does not", "slowdown")
+
+
+def note_precision(choice: Choice) -> None:
+    """Note a precision that is no mixed one: what the script has to set."""
+    precision = choice.take("precision")
+    if precision == "tf32":
+        choice.note(
+            "in the script, torch.backends.cuda.matmul.allow_tf32 = True and "
+            "torch.backends.cudnn.allow_tf32 = True",
+            "precision",
+        )
+    elif precision == "fp64":
+        choice.note("in the script, model.double() and batches in float64", "precision")
+    elif precision == "bf16-true":
+        note_pure_bf16(choice)
+    elif precision == "fp32":
+        choice.note("no mixed precision", "precision")
+
+
+def note_pure_bf16(choice: Choice) -> None:
+    """Note that a script has to make the network bfloat16."""
+    choice.note(
+        "in the script, model.to(torch.bfloat16) before the optimizer is made, and the loss of "
+        "outputs.float()",
+        "precision",
+    )
+
+
+def note_loss_chunks(choice: Choice) -> None:
+    """Note that the cell computed the loss in parts, if it did."""
+    if choice.take("loss_chunks") > 1:
+        choice.note(
+            "the cell computed the last layer and the loss in so many parts of the positions, each under "
+            "torch.utils.checkpoint; without it the loss is the same, and takes the memory of all scores",
+            "loss_chunks",
+        )
+
+
+def note_cpu(choice: Choice, engine: str, lacks: str) -> None:
+    """Note that an engine cannot run on CPU processes, as the cell did."""
+    if choice.device == "cpu":
+        choice.note(f"the cell ran on CPU processes, where {engine} has no {lacks}: use it on GPUs")

@@ -1,0 +1,149 @@
+"""`--to lightning`: the strategy and the Trainer of Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.extensions.emit.choice import Choice, commented
+from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
+from stratbench.extensions.emit.targets.ddp_options import ddp_arguments, hook_of, powersgd_state
+from stratbench.extensions.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.extensions.emit.targets.hyperparameters import (
+    note_cpu,
+    note_length_and_data,
+    optimizer_call,
+    schedule_lines,
+)
+from stratbench.extensions.emit.targets.python_text import Code, call, folded_call
+from stratbench.extensions.emit.targets.sharding_lines import sharding_lines
+
+#: The Trainer's precision, by the setting; tf32 is a switch of torch beside it.
+PRECISION = {
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "bf16-true": "bf16-true",
+    "fp64": "64-true",
+}
+
+
+def write(choice: Choice, called: str) -> str:
+    """Return the cell as Python; `called`: the class of Lightning's strategy, or `auto`."""
+    s = choice.settings
+    imports = ["import torch", "from lightning.pytorch import Trainer"]
+    if called != "auto":
+        imports.append(f"from lightning.pytorch.strategies import {called}")
+    model: list[str] = []
+    if called == "DDPStrategy":
+        strategy = state_ddp(choice, imports)
+    elif called == "ModelParallelStrategy":
+        strategy = f"{called}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
+        model = state_configure_model(choice, imports)
+    elif called == "DeepSpeedStrategy":
+        config = deepspeed_config(choice)
+        for key in ("gradient_accumulation_steps", "train_batch_size"):  # Lightning sets them
+            del config[key]
+        strategy = call(called, {"config": config})
+        note_cpu(choice, "Lightning", "DeepSpeed")
+    else:
+        strategy = "'auto'\n"
+    if called != "ModelParallelStrategy":
+        note_checkpointing(choice, place="in configure_model")
+    if choice.take("compile"):
+        choice.note("in configure_model, self.model = torch.compile(self.model)", "compile")
+    arguments = trainer_arguments(choice, called)
+    optimizers = ["def configure_optimizers(self):  # of your LightningModule"]
+    optimizers.append(f"    optimizer = {optimizer_call(choice, 'self.parameters()')}")
+    schedule = schedule_lines(choice)
+    if schedule:
+        imports.insert(0, "import math")
+        optimizers += [
+            "    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)",
+            "    return [optimizer], [{'scheduler': schedule, 'interval': 'step'}]",
+        ]
+    else:
+        optimizers.append("    return optimizer")
+    choice.note(f"in the script, DataLoader(batch_size={choice.micro_batch}, drop_last=True)",
+                "global_batch", "per_worker_batch")  # fmt: skip
+    note_length_and_data(choice, length=False)
+    switches = []
+    if s.precision in ("fp32", "tf32") and choice.device == "cuda":
+        value = s.precision == "tf32"
+        switches = [f"torch.backends.cuda.matmul.allow_tf32 = {value}"]
+        switches.append(f"torch.backends.cudnn.allow_tf32 = {value}")
+    blocks = [imports, switches, schedule, model, optimizers]
+    body = "\n\n".join("\n".join(map(folded_call, lines)) for lines in blocks if lines)
+    head = commented(
+        [*choice.title, "start: python train.py (Lightning starts the others)", *choice.comments]
+    )
+    return f"{head}\n{body}\n\nstrategy = {strategy}" + call("trainer = Trainer", arguments)
+
+
+def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
+    """Return the Trainer's arguments."""
+    s = choice.settings
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu" if choice.device == "cpu" else "gpu",
+        "devices": choice.workers_per_node,
+        "num_nodes": choice.nodes,
+        "strategy": Code("strategy"),
+        "precision": PRECISION.get(choice.take("precision"), "32-true"),
+        "accumulate_grad_batches": choice.take("gradient_accumulation_steps"),
+    }
+    choice.take("gpus")
+    by_itself = choice.options.get("mixed_precision") == "policy"
+    if s.precision == "bf16-true":
+        if called != "DeepSpeedStrategy":
+            choice.note("in training_step, the loss of outputs.float()", "precision")
+    elif called == "DeepSpeedStrategy" or by_itself:
+        arguments["precision"] = "32-true"  # the mixed precision is the strategy's
+    elif called == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
+        arguments["precision"] = "32-true"
+        choice.note(
+            "ModelParallelStrategy does not take it from the Trainer: do it in training_step",
+            "precision",
+        )
+    if (norm := choice.take("max_grad_norm")) is not None and called != "DeepSpeedStrategy":
+        arguments["gradient_clip_val"] = norm
+    sync = choice.take_option("gradient_sync")
+    if s.gradient_accumulation_steps > 1 and sync == "last-part":
+        choice.note(
+            "Lightning reduces gradients with each part; the cell did with the last",
+            "gradient_sync",
+        )
+    elif s.gradient_accumulation_steps > 1 and sync is not None:
+        choice.note("Lightning reduces gradients with each part, too", "gradient_sync")
+    epochs, steps = choice.take("epochs"), choice.take("steps")
+    return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
+
+
+def state_ddp(choice: Choice, imports: list[str]) -> str:
+    """Return the strategy of DDP."""
+    arguments, hook = ddp_arguments(choice), hook_of(choice)
+    if hook is not None:
+        module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
+        imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
+        arguments["ddp_comm_hook"] = Code(f"{module}.{hook}")
+        if module == "powerSGD_hook":
+            arguments["ddp_comm_state"] = Code(powersgd_state(choice))
+    return call("DDPStrategy", arguments)
+
+
+def state_configure_model(choice: Choice, imports: list[str]) -> list[str]:
+    """Return the LightningModule's method that shards its network `self.model` by FSDP2."""
+    s = choice.settings
+    mixed = choice.take_option("mixed_precision")
+    lines, needed = sharding_lines(choice, "self.model", mixed == "policy")
+    imports += needed
+    if choice.shard_group_size < s.gpus:
+        choice.note(
+            "Lightning's mesh has one dimension of data parallelism, and no groups: here all workers hold "
+            "one model between them",
+            "shard_group_size",
+        )
+    if mixed == "autocast" and s.precision in ("bf16", "fp16"):
+        choice.note("torch.autocast by the Trainer, as in the cell", "mixed_precision")
+    return [
+        "def configure_model(self):  # of your LightningModule, whose network is self.model",
+        "    mesh = self.device_mesh['data_parallel']",
+        *(f"    {line}" for line in lines),
+    ]

@@ -1,0 +1,205 @@
+"""`--to pytorch`: a script that trains the cell in plain PyTorch, in the cell's order of samples."""
+
+from __future__ import annotations
+
+from stratbench.extensions.emit.choice import Choice, commented
+from stratbench.extensions.emit.targets.checkpointing import checkpointing_lines
+from stratbench.extensions.emit.targets.ddp_options import ddp_arguments, hook_of, powersgd_state
+from stratbench.extensions.emit.targets.hyperparameters import (
+    AUTOCAST,
+    note_loss_chunks,
+    optimizer_arguments,
+    optimizer_call,
+    schedule_lines,
+)
+from stratbench.extensions.emit.targets.python_text import folded_call
+from stratbench.extensions.emit.targets.sharding_lines import blocks_lines, sharding_lines
+
+#: What is between the user's data and the cell's.
+YOURS = (
+    "# Yours in place of the cell's: a network on the device, its loss, and this worker's batches."
+)
+
+
+def write(choice: Choice, called: str) -> str:
+    """Return the cell as a script; `called`: what wraps the network or the optimizer, or nothing."""
+    s, on_cpu = choice.settings, choice.device == "cpu"
+    imports = ["import sys", "import torch", "import torch.distributed as dist"]
+    imports.append("from stratbench.extensions.emit.work import Work")
+    for key in (
+        "gpus",
+        "global_batch",
+        "per_worker_batch",
+        "epochs",
+        "steps",
+        "seed",
+        "data_placement",
+    ):
+        choice.take(key)
+    choice.take("augment")
+    note_loss_chunks(choice)
+    model = state_wrapping(choice, called, imports)
+    optimizer = state_optimizer(choice, called, imports)
+    blocks = [
+        state_place(choice, imports),
+        [YOURS, "work = Work(*sys.argv[1:], rank, device)", "model = work.model"],
+    ]
+    if s.precision == "bf16-true":
+        blocks[1][-1] += ".to(torch.bfloat16)"
+    if not on_cpu and s.precision in ("fp32", "tf32"):
+        value = choice.take("precision") == "tf32"
+        blocks[0].append(f"torch.backends.cuda.matmul.allow_tf32 = {value}")
+        blocks[0].append(f"torch.backends.cudnn.allow_tf32 = {value}")
+    schedule = schedule_lines(choice)
+    if schedule:
+        imports.append("import math")
+        optimizer.append("scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)")
+    if choice.take("compile"):
+        model.append("model = torch.compile(model)")
+    blocks += [model, schedule, optimizer, state_loop(choice, called, imports)]
+    if choice.record["task"].get("loss_weighs"):
+        choice.note(
+            "the cell divides the loss by the weight of the global batch; here each worker by its own"
+        )
+    if s.slowdown is not None:
+        choice.note("the cell slowed workers on purpose; this file does not", "slowdown")
+    per_node = f"--nproc-per-node {choice.workers_per_node}"
+    if choice.nodes > 1:
+        per_node = (
+            f"--nnodes {choice.nodes} {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        )
+    start = f"start: torchrun {per_node} FILE RECORD DATA (the cell's record, its prepared data)"
+    head = commented([*choice.title, start, *choice.comments])
+    text = "\n\n".join("\n".join(map(folded_call, lines)) for lines in blocks if lines)
+    return f"{head}{sort_imports(imports)}\n\n{text}\n"
+
+
+def sort_imports(imports: list[str]) -> str:
+    """Return imports, modules first, without repetition."""
+    return "\n".join(sorted(set(imports), key=lambda line: (line.startswith("from"), line)))
+
+
+def state_place(choice: Choice, imports: list[str]) -> list[str]:
+    """Return where a worker finds itself."""
+    on_cpu = choice.device == "cpu"
+    lines = [
+        f"dist.init_process_group({'gloo' if on_cpu else 'nccl'!r})",
+        "rank, workers = dist.get_rank(), dist.get_world_size()",
+    ]
+    if on_cpu:
+        lines.append("device = torch.device('cpu')")
+    else:
+        imports.append("import os")
+        lines += [
+            "device = torch.device('cuda', int(os.environ['LOCAL_RANK']))",
+            "torch.cuda.set_device(device)",
+            "torch.backends.cudnn.benchmark = True",
+        ]
+    if threads := choice.take("threads"):
+        lines.append(f"torch.set_num_threads({threads})")
+    return [*lines, f"assert workers == {choice.settings.gpus}"]
+
+
+def state_wrapping(choice: Choice, called: str, imports: list[str]) -> list[str]:
+    """Return the lines that make `model` the network whose backward synchronises the workers."""
+    s = choice.settings
+    if called == "fully_shard":
+        mixed = choice.take_option("mixed_precision")
+        lines, needed = sharding_lines(choice, "model", mixed == "policy")
+        imports += ["from torch.distributed.device_mesh import init_device_mesh", *needed]
+        shards = choice.shard_group_size
+        shape = f"({s.gpus},)"
+        if shards < s.gpus:
+            shape = f"({s.gpus // shards}, {shards}), mesh_dim_names=('groups', 'shards')"
+        return [f"mesh = init_device_mesh(device.type, {shape})", *lines]
+    lines, needed = checkpointing_lines(choice)
+    imports += needed
+    if lines:
+        lines = [*blocks_lines(choice, "model"), *lines]
+    if not called:
+        return lines
+    imports.append("from torch.nn.parallel import DistributedDataParallel")
+    keywords = "".join(f", {key}={value!r}" for key, value in ddp_arguments(choice).items())
+    devices = "" if choice.device == "cpu" else ", device_ids=[device]"
+    lines.append(f"model = DistributedDataParallel(model{devices}{keywords})")
+    if hook := hook_of(choice):
+        module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
+        imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
+        state = powersgd_state(choice) if module == "powerSGD_hook" else "None"
+        lines.append(f"model.register_comm_hook({state}, {module}.{hook})")
+    return lines
+
+
+def state_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str]:
+    """Return the lines that make the optimizer."""
+    if called != "ZeroRedundancyOptimizer":
+        return [f"optimizer = {optimizer_call(choice)}"]
+    imports.append(f"from torch.distributed.optim import {called}")
+    kind, arguments = optimizer_arguments(choice)
+    whole = choice.take_option("parameters_as_bucket_view", True)
+    arguments = {"parameters_as_bucket_view": whole, **arguments}
+    keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    if choice.settings.strategy == "zero1":
+        choice.note(
+            "the cell ran stratbench's zero1, which divides the state number by number and sends less; "
+            "torch's ZeroRedundancyOptimizer gives whole tensors to workers"
+        )
+    return [
+        f"optimizer = {called}(model.parameters(), optimizer_class=torch.optim.{kind}{keywords})"
+    ]
+
+
+def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
+    """Return the lines that train."""
+    s, parts = choice.settings, choice.take("gradient_accumulation_steps")
+    forward, indent = "work.loss(model(x), y)", " " * 8
+    sync = choice.take_option("gradient_sync")
+    by_policy = choice.options.get("mixed_precision") == "policy"
+    scaled = choice.take("precision") == "fp16"
+    if s.precision == "fp64":
+        choice.note("network and batches are float64", "precision")
+    if s.precision == "bf16-true":
+        forward = "work.loss(model(x).float(), y)"
+        choice.note("network and batches are bfloat16, scores and loss float32", "precision")
+    if s.precision in AUTOCAST and not by_policy:
+        context = f"with torch.autocast(device.type, dtype={AUTOCAST[s.precision]}):"
+        step = [context, f"    loss = {forward}"]
+    else:
+        step = [f"loss = {forward}"]
+    if parts > 1:
+        step[-1] += f" / {parts}"
+    step += [
+        "scaler.scale(loss).backward()" if scaled else "loss.backward()",
+        "total += loss.detach()",
+    ]
+    if parts > 1:
+        head = [f"for part, (x, y) in enumerate(zip(x.chunk({parts}), y.chunk({parts})), 1):"]
+        if called == "fully_shard":
+            if sync == "last-part":
+                head.append(f"    model.set_requires_gradient_sync(part == {parts})")
+            elif choice.shard_group_size < s.gpus:
+                head.append(f"    model.set_requires_all_reduce(part == {parts})")
+        elif called:
+            imports.append("from contextlib import nullcontext")
+            head.append(f"    with nullcontext() if part == {parts} else model.no_sync():")
+            step = [f"    {line}" for line in step]
+        step = [*head, *(f"    {line}" for line in step)]
+    if (norm := choice.take("max_grad_norm")) is not None:
+        step += ["scaler.unscale_(optimizer)"] if scaled else []
+        step.append(f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm!r})")
+    step += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
+    step.append("optimizer.zero_grad(set_to_none=True)")
+    if s.changes_lr:
+        step.append("scheduler.step()")
+    passes = s.passes(choice.record["data"]["train_samples"])
+    return [
+        *(["scaler = torch.amp.GradScaler(device.type)"] if scaled else []),
+        f"for epoch in range({passes}):",
+        "    total, steps = torch.zeros((), device=device), 0",
+        "    for x, y in work.batches(epoch):",
+        *(indent + line for line in [*step, "steps += 1"]),
+        "    dist.all_reduce(total)",
+        "    if rank == 0:",
+        "        print(f'epoch {epoch + 1}: training loss {total.item() / steps / workers:.7f}')",
+        "dist.destroy_process_group()",
+    ]

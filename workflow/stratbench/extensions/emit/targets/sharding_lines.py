@@ -1,0 +1,90 @@
+"""fully_shard on a network, as lines of Python with a device mesh `mesh`, and notes on sharding."""
+
+from __future__ import annotations
+
+from stratbench.extensions.emit.choice import Choice
+from stratbench.extensions.emit.targets.checkpointing import checkpointing_lines
+from stratbench.extensions.emit.targets.hyperparameters import AUTOCAST
+
+
+def sharding_lines(choice: Choice, model: str, by_policy: bool) -> tuple[list[str], list[str]]:
+    """Return the lines that shard `model`, and the imports that they need.
+
+    Args:
+        choice: The cell.
+        model: The network's name in the file.
+        by_policy: Whether FSDP2 itself does the mixed precision.
+    """
+    names, policy = ["fully_shard"], choice.settings.precision in AUTOCAST and by_policy
+    always = choice.take_option("reshard_after_forward") == "always"
+    arguments = ["mesh=mesh"]
+    if choice.take_option("offload") == "cpu":
+        names.insert(0, "CPUOffloadPolicy")
+        pin = choice.device == "cuda"
+        arguments.append(f"offload_policy=CPUOffloadPolicy(pin_memory={pin})")
+    root = list(arguments)
+    if policy:
+        names.insert(0, "MixedPrecisionPolicy")
+        dtype = AUTOCAST[choice.settings.precision]
+        stated = f"param_dtype={dtype}, reduce_dtype=torch.float32"
+        arguments.append(f"mp_policy=MixedPrecisionPolicy({stated})")
+        root.append(f"mp_policy=MixedPrecisionPolicy({stated}, output_dtype=torch.float32)")
+        if choice.record["model"].get("batchnorm"):
+            choice.note("the cell sharded BatchNorm apart, in float32; do so before these lines")
+    arguments.append(f"reshard_after_forward={always}")
+    if not always:
+        root.append("reshard_after_forward=False")
+    imports = [f"from torch.distributed.fsdp import {', '.join(sorted(names))}"]
+    lines = blocks_lines(choice, model)
+    recomputing, needed = checkpointing_lines(choice)
+    imports += needed
+    lines += recomputing
+    lines += ["for block in blocks:", f"    fully_shard(block, {', '.join(arguments)})"]
+    return [*lines, f"fully_shard({model}, {', '.join(root)})"], imports
+
+
+def blocks_lines(choice: Choice, model: str) -> list[str]:
+    """Return the line that lists the blocks of a network."""
+    if classes := choice.block_classes:
+        return [
+            f"blocks = [m for m in {model}.modules() if type(m).__name__ in {tuple(classes)!r}]"
+        ]
+    note_groups(choice)
+    least = choice.record["model"]["parameters"] // 12
+    return [
+        f"blocks = [m for m in {model}.children() "
+        f"if sum(p.numel() for p in m.parameters()) >= {least}]"
+    ]
+
+
+def note_groups(choice: Choice) -> None:
+    """Note the groups of a cell whose network names no classes of blocks."""
+    labels = [group["label"] for group in choice.record["strategy"].get("wrap_groups") or ()]
+    choice.note(
+        f"the cell sharded {len(labels)} groups, made by size or layer ({', '.join(labels)}); "
+        "the rule by size here makes others: name your blocks' classes"
+    )
+
+
+def note_16_bits(choice: Choice, engine: str) -> None:
+    """Note how mixed precision of the cell differs from that of an engine's FSDP2."""
+    mixed = choice.take_option("mixed_precision")
+    if choice.settings.precision not in ("bf16", "fp16"):
+        return
+    if mixed == "autocast":
+        choice.note(
+            f"the cell gathered and reduced in float32, under torch.autocast; {engine} does both in 16 bits, "
+            "which sends less and rounds more",
+            "mixed_precision",
+        )
+    else:
+        choice.note(
+            f"the cell gathered in 16 bits and reduced in float32; {engine} reduces in 16 bits, too",
+            "mixed_precision",
+        )
+
+
+def reduced_with(choice: Choice) -> str:
+    """Return with which parts of a batch FSDP reduces gradients."""
+    last = choice.take_option("gradient_sync") == "last-part"
+    return "the last part" if last else "each part, which takes less memory"

@@ -1,0 +1,190 @@
+"""`--to trainer`: the arguments of transformers' Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.extensions.emit.choice import Choice, commented
+from stratbench.extensions.emit.targets.checkpointing import every_of, note_checkpointing
+from stratbench.extensions.emit.targets.ddp_options import ddp_arguments, hook_of
+from stratbench.extensions.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.extensions.emit.targets.hyperparameters import (
+    implementation_of,
+    note_cpu,
+    note_length_and_data,
+    note_pure_bf16,
+    optimizer_call,
+)
+from stratbench.extensions.emit.targets.python_text import call
+from stratbench.extensions.emit.targets.sharding_lines import (
+    note_16_bits,
+    note_groups,
+    reduced_with,
+)
+
+
+def write(choice: Choice, called: str) -> str:
+    """Return the cell as TrainingArguments; `called`: what the Trainer calls its strategy."""
+    s = choice.settings
+    arguments: dict[str, Any] = {
+        "output_dir": "out",
+        "per_device_train_batch_size": choice.micro_batch,
+        "gradient_accumulation_steps": choice.take("gradient_accumulation_steps"),
+        **state_length(choice),
+        **state_optimizer(choice),
+        **state_schedule(choice),
+        "max_grad_norm": choice.take("max_grad_norm") or 0.0,  # its default clips
+        "seed": choice.take("seed"),
+        "dataloader_drop_last": True,
+        "use_cpu": choice.device == "cpu" and called in ("", "ddp"),
+    }
+    choice.take("global_batch")
+    if called == "deepspeed":
+        # DeepSpeed itself does mixed precision, as in the cell.
+        arguments["deepspeed"] = deepspeed_config(choice)
+        note_cpu(choice, "the Trainer", "DeepSpeed")
+        if s.max_grad_norm is not None or s.gradient_accumulation_steps > 1:
+            choice.note("DeepSpeed's config repeats batch, accumulation and clipping: change both")
+    else:
+        state_precision(choice, arguments)
+    if choice.take("compile"):
+        arguments["torch_compile"] = True
+    if called == "ddp":
+        arguments["ddp_bucket_cap_mb"] = ddp_arguments(choice)["bucket_cap_mb"]
+        choice.note(
+            "the Trainer's DDP keeps gradients in addition to the buckets: a copy more",
+            "gradient_as_bucket_view",
+        )
+        if hook := hook_of(choice):
+            choice.note(
+                f"no argument has it: register torch's {hook} on the DistributedDataParallel",
+                "compress",
+            )
+    if called == "fsdp":
+        arguments |= {"fsdp": True, "fsdp_config": fsdp_config(choice)}
+        note_cpu(choice, "the Trainer", "FSDP")
+        if s.gradient_accumulation_steps > 1 and choice.options["gradient_sync"] == "each-part":
+            kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+            arguments["accelerator_config"] = kwargs
+        if s.activation_checkpointing is not True:
+            note_checkpointing(choice)
+    elif s.activation_checkpointing == "selective":
+        note_checkpointing(choice)
+    elif choice.take("activation_checkpointing"):
+        arguments["activation_checkpointing"] = True
+        if (every := every_of(s.activation_checkpointing)) > 1:
+            arguments["activation_checkpointing_kwargs"] = {"every_n_layers": every}
+            choice.note(
+                f"the Trainer takes the first layer of {every}, the cell took the last",
+                "activation_checkpointing",
+            )
+    choice.take("gpus")
+    note_length_and_data(choice, length=False)
+    start = f"start: torchrun --nnodes {choice.nodes} --nproc-per-node {choice.workers_per_node} train.py"
+    head = commented([*choice.title, start, *choice.comments])
+    return f"{head}\nfrom transformers import TrainingArguments\n\n" + call(
+        "args = TrainingArguments", arguments
+    )
+
+
+def state_length(choice: Choice) -> dict[str, Any]:
+    """Return how long is trained."""
+    epochs, steps = choice.take("epochs"), choice.take("steps")
+    return {"max_steps": steps} if steps else {"num_train_epochs": epochs}
+
+
+def state_optimizer(choice: Choice) -> dict[str, Any]:
+    """Return the optimizer and what it takes."""
+    s = choice.settings
+    for key in ("optimizer", "momentum", "nesterov", "betas", "eps"):
+        choice.take(key)
+    if s.weight_decay:
+        choice.note(
+            "the Trainer gives norms and biases no weight decay; the cell decays all",
+            "weight_decay",
+        )
+    keywords = {"learning_rate": choice.take("lr"), "weight_decay": choice.take("weight_decay")}
+    wanted, sharded = implementation_of(choice), s.strategy == "fsdp"
+    fused = s.optimizer == "adamw" and wanted == "fused"
+    runs = "foreach" if choice.device == "cuda" and not sharded else "for-loop"  # torch's default
+    if runs == wanted:
+        choice.note("torch's own choice here", "optimizer_impl")
+    elif not fused:
+        choice.note(
+            f"no argument has it, and torch runs {runs}: Trainer(optimizers=(optimizer, None)) with "
+            f"optimizer = {optimizer_call(choice)}",
+            "optimizer_impl",
+        )
+    if s.optimizer == "adamw":
+        return {
+            "optim": "adamw_torch_fused" if fused else "adamw_torch",
+            **keywords,
+            "adam_beta1": s.betas[0],
+            "adam_beta2": s.betas[1],
+            "adam_epsilon": s.eps,
+        }
+    texts = f"momentum={s.momentum},nesterov={s.nesterov}"
+    return {"optim": "sgd", **keywords, "optim_args": texts}
+
+
+def state_schedule(choice: Choice) -> dict[str, Any]:
+    """Return the schedule of the learning rate, whose default would be linear."""
+    kind, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
+    arguments: dict[str, Any] = {}
+    if warmup:
+        arguments["warmup_steps"] = warmup
+        choice.note("the Trainer's first step has a rate of 0; the cell's had a part of lr",
+                    "lr_warmup_steps")  # fmt: skip
+    if kind == "constant":
+        name = "constant_with_warmup" if warmup else "constant"
+    elif final and kind == "cosine":
+        name, arguments["lr_scheduler_kwargs"] = "cosine_with_min_lr", {"min_lr": final}
+    elif final:
+        name, arguments["lr_scheduler_kwargs"] = "polynomial", {"lr_end": final, "power": 1.0}
+    else:
+        name = kind
+    return {"lr_scheduler_type": name, **arguments}
+
+
+def state_precision(choice: Choice, arguments: dict[str, Any]) -> None:
+    """Add the number formats to `arguments`."""
+    chosen = choice.take("precision")
+    if chosen in ("bf16", "fp16"):
+        arguments[chosen] = True
+    elif choice.device == "cuda":
+        arguments["tf32"] = chosen == "tf32"
+    if chosen == "bf16-true":
+        note_pure_bf16(choice)
+    elif chosen == "fp64":
+        choice.note("in the script, model.double() and batches in float64", "precision")
+    elif chosen == "tf32" and choice.device == "cpu":
+        choice.note("a CPU has none", "precision")
+
+
+def fsdp_config(choice: Choice) -> dict[str, Any]:
+    """Return `fsdp_config`, of FSDP2."""
+    classes = choice.block_classes
+    config: dict[str, Any] = {
+        "version": 2,
+        "reshard_after_forward": choice.take_option("reshard_after_forward") == "always",
+        "cpu_offload": choice.take_option("offload") == "cpu",
+        "activation_checkpointing": choice.take("activation_checkpointing") is True,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP",
+    }
+    if classes:
+        config["transformer_layer_cls_to_wrap"] = classes
+    else:
+        note_groups(choice)
+        config["min_num_params"] = choice.record["model"]["parameters"] // 12
+    note_16_bits(choice, "the Trainer")
+    if choice.settings.gradient_accumulation_steps > 1:
+        choice.note(f"gradients are reduced with {reduced_with(choice)}", "gradient_sync")
+    choice.take_option("gradient_sync")
+    workers = choice.shard_group_size
+    if workers < choice.settings.gpus:
+        choice.note(
+            "add parallelism_config=accelerate.ParallelismConfig(dp_replicate_size="
+            f"{choice.settings.gpus // workers}, dp_shard_size={workers}) to the arguments",
+            "shard_group_size",
+        )
+    return config

@@ -1,0 +1,61 @@
+"""`--to variant`: the cell as a variant and an experiment of config.yaml, which any strategy has."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+
+import yaml
+
+from stratbench.cell.extensions import keys_of
+from stratbench.cell.settings import GIVEN, OF_A_VARIANT, Settings
+from stratbench.extensions.emit.choice import Choice, commented
+from stratbench.strategies import option_defaults
+
+
+def write(choice: Choice, called: str) -> str:
+    """Return the blocks `variants` and `experiments` of a study; `called` is unused."""
+    s, cell = choice.settings, choice.cell
+    defaults = option_defaults(s.strategy)
+    options = {
+        key: value for key, value in choice.options.items() if value != defaults.get(key, MISSING)
+    }
+    options.pop("sha256", None)  # of a command's files: filled in again
+    variants = {cell.strategy: {"strategy": s.strategy, **options}}
+    default = {f.name: f.default for f in fields(Settings)}
+    given = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
+    for _, keys in keys_of("experiment"):
+        block = s.more.get(keys.extension, {})
+        given |= {
+            f.name: block[f.name] for f in fields(keys) if f.name in block and f.metadata["given"]
+        }
+    if s.optimizer == "adamw":
+        given.pop("momentum", None)
+    if cell.strategy != s.strategy and (
+        own := {k: given.pop(k) for k in OF_A_VARIANT if k in given}
+    ):
+        variants[cell.strategy]["settings"] = own
+    experiment = {
+        "dataset": s.dataset,
+        "strategies": [cell.strategy],
+        "models": [s.model],
+        "gpus": [choice.take("gpus")],
+        "global_batch": choice.take("global_batch"),
+        **given,
+    }
+    choice.take("per_worker_batch")
+    blocks = {"experiments": {"chosen": experiment}}
+    if options or cell.strategy != s.strategy:
+        blocks = {"variants": variants, **blocks}
+    choice.note("of this repeat; the study's own seed makes it", "seed")
+    for what, spec in (("models", s.own_model), ("datasets", s.data_spec)):
+        if spec is not None:
+            name = s.model if what == "models" else s.dataset
+            choice.note(f"{what}.{name} of config.yaml stays as it is")
+    if s.own_task is not None:
+        experiment["task"] = s.own_task["call"]
+    for key in choice.options:
+        choice.take_option(key)
+    head = commented(
+        [*choice.title, "put it below `studies: NAME:` of config.yaml", *choice.comments]
+    )
+    return head + yaml.safe_dump(blocks, sort_keys=False)

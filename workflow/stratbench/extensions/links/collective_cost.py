@@ -1,0 +1,289 @@
+"""What a collective costs on a layout: steps and bytes by the algorithms of NCCL and gloo. No torch here.
+
+The formulas count; what a step and a byte cost is measured (`extensions/links/measure.py`), never fitted to
+training times: fitted at 1 and 2 GPUs they were wrong by more than the time itself at 64.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Level = Literal["within", "between"]
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """What one level of a layout costs: `alpha_s` a step, and a byte 1 / `bytes_per_s`.
+
+    Between nodes the rate is that of a whole node's connection, one way. `log_sd`: of the measured times
+    about the fit, as ln of their ratio.
+    """
+
+    alpha_s: float
+    bytes_per_s: float
+    log_sd: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinkLayout:
+    """`workers` spread evenly over `nodes`."""
+
+    workers: int
+    nodes: int = 1
+
+    @property
+    def a_node(self) -> int:
+        return -(-self.workers // self.nodes)
+
+
+@dataclass(frozen=True)
+class Time:
+    """One measurement: seconds of a collective over a tensor of `n_bytes`, as the slowest rank saw it."""
+
+    library: str
+    kind: str
+    workers: int
+    nodes: int
+    n_bytes: int
+    repeat: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """Steps and bytes on each level that a rank waits for, one after the other."""
+
+    steps: Mapping[Level, float]
+    n_bytes: Mapping[Level, float]
+
+    def seconds(self, links: Mapping[Level, LinkModel]) -> float:
+        total_s = 0.0
+        for level, steps in self.steps.items():
+            if steps:
+                link = links[level]
+                total_s += steps * link.alpha_s + self.n_bytes[level] / link.bytes_per_s
+        return total_s
+
+
+def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+    """One ring through all ranks; its slowest link sets the pace.
+
+    All-reduce 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan 2009). With n
+    nodes n of each N-1 steps' neighbours are on another one, as NCCL counts them (tuning.cc).
+    """
+    rounds = 2 if kind == "all_reduce" else 1
+    n, nodes = layout.workers, layout.nodes
+    between = rounds * (nodes - 1)
+    volume = rounds * (n - 1) / n * n_bytes
+    if nodes == 1:
+        return CollectiveCost({"within": rounds * (n - 1)}, {"within": volume})
+    return CollectiveCost(
+        {"within": rounds * (n - 1) - between, "between": between},
+        {"within": 0.0, "between": volume},  # the bytes pass both at once; a network is the slower
+    )
+
+
+def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+    """A binary tree in pipelined pieces: log2 steps up, and down again for an all-reduce; S bytes each.
+
+    NCCL's tree is one over the nodes with a chain in each; here a chain's steps count as the tree's.
+    """
+    rounds = 2 if kind == "all_reduce" else 1
+    between = math.ceil(math.log2(layout.nodes)) if layout.nodes > 1 else 0
+    within = math.ceil(math.log2(layout.a_node)) if layout.a_node > 1 else 0
+    if not between:
+        return CollectiveCost({"within": rounds * within}, {"within": rounds * n_bytes})
+    return CollectiveCost(
+        {"within": rounds * within, "between": rounds * between},
+        {"within": 0.0, "between": rounds * n_bytes},
+    )
+
+
+def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+    """A ring in each node, and between the nodes one for each of a node's ranks, side by side.
+
+    An all-reduce is a scatter within, an all-reduce of S/g between, and a gather within (g ranks a node).
+    A node's connection carries the g parts together: S bytes (n-1)/n times each way.
+    """
+    rounds = 2 if kind == "all_reduce" else 1
+    g, nodes = layout.a_node, layout.nodes
+    return CollectiveCost(
+        {"within": rounds * (g - 1), "between": rounds * (nodes - 1)},
+        {
+            "within": rounds * (g - 1) / g * n_bytes,
+            "between": rounds * (nodes - 1) / nodes * n_bytes,
+        },
+    )
+
+
+def direct(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+    """From one rank to another."""
+    level: Level = "between" if layout.nodes > 1 else "within"
+    return CollectiveCost({level: 1}, {level: n_bytes})
+
+
+Algorithm = Callable[[str, float, LinkLayout], CollectiveCost]
+
+#: What a library may choose, by kind of collective; first what takes longest on many workers. NCCL takes the
+#: one that it predicts to be fastest. Gloo, as PyTorch calls it, has one for each: rings, but trees to
+#: broadcast (its all-reduce's default is RING, ProcessGroupGloo), and it scatters by all-reducing.
+ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
+    "nccl": {
+        "all_reduce": (ring, hierarchical, tree),
+        "all_gather": (ring, hierarchical),
+        "reduce_scatter": (ring, hierarchical),
+        "broadcast": (ring, tree),
+        "send": (direct,),
+    },
+    "gloo": {
+        "all_reduce": (ring,),
+        "all_gather": (ring,),
+        "reduce_scatter": (ring,),
+        "broadcast": (tree,),
+        "send": (direct,),
+    },
+}
+
+
+def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+    """A server that takes the pushes of all workers and answers them, one byte after the other."""
+    level: Level = "between" if layout.nodes > 1 else "within"
+    return CollectiveCost({level: 1}, {level: layout.workers * n_bytes})
+
+
+#: In place of an algorithm's name: the fastest of the library's, tensor by tensor.
+FASTEST = "fastest"
+
+
+def algorithms_of(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
+    """Those that a row of `links.csv` names, of which the fastest counts; ValueError for an unknown name."""
+    if name == FASTEST:
+        return ALGORITHMS[library][kind]
+    known = {f.__name__: f for f in (ring, tree, hierarchical, direct, served)}
+    if name not in known:
+        raise ValueError(f"algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}")
+    return (known[name],)
+
+
+@dataclass(frozen=True)
+class FittedLink:
+    """A row of `links.csv`: what a kind of collective costs on one level.
+
+    `knee_bytes`: of a step's message whose latency and bytes take the same time; below it latency rules.
+    `log_sd`: root mean square of ln(measured / fitted) over all times of the kind. `workers`: the most.
+    """
+
+    library: str
+    kind: str
+    level: str
+    algorithm: str
+    alpha_s: float
+    bytes_per_s: float
+    knee_bytes: float
+    log_sd: float
+    workers: int
+    smallest_bytes: int
+    largest_bytes: int
+    times: int
+
+
+#: Fits whose misfits lie closer are taken for alike.
+ALIKE = 0.01
+#: Turns between the links and the algorithm of each tensor.
+MAX_TURNS = 20
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """`misfit`: root mean square of ln(median time / fitted); `log_sd`: of all times."""
+
+    misfit: float
+    log_sd: float
+    links: Mapping[Level, LinkModel]
+    algorithm: str
+
+
+def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
+    """Latency and rate of each kind on each level, from the median times on all counts and sizes.
+
+    Least squares of relative errors, neither below zero. By one of the library's algorithms for all tensors,
+    or by the fastest for each: what fits best, and of fits that are ALIKE the first. A level without a rate
+    (no time depends on its bytes) has an infinite one.
+    """
+    rows = []
+    for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
+        alike = [t for t in times if (t.library, t.kind) == (library, kind)]
+        fit = _best_fit(library, kind, alike)
+        sizes = [t.n_bytes for t in alike]
+        rows += [
+            FittedLink(
+                library, kind, level, fit.algorithm, link.alpha_s, link.bytes_per_s,
+                link.alpha_s * link.bytes_per_s, fit.log_sd,
+                max(t.workers for t in alike), min(sizes), max(sizes), len(alike),
+            )
+            for level, link in fit.links.items()
+        ]  # fmt: skip
+    return rows
+
+
+def _best_fit(library: str, kind: str, times: Sequence[Time]) -> _Fit:
+    if kind == "push_pull":
+        return _fit((served,), times, served)
+    algorithms = ALGORITHMS[library][kind]
+    fits = [_fit((a,), times, a) for a in algorithms]
+    if len(algorithms) > 1:
+        fastest = min((_fit(algorithms, times, a) for a in algorithms), key=lambda fit: fit.misfit)
+        fits.append(replace(fastest, algorithm=FASTEST))
+    best = min(fit.misfit for fit in fits)
+    return next(fit for fit in fits if fit.misfit < best + ALIKE)
+
+
+def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorithm) -> _Fit:
+    """By the fastest of `algorithms` for each tensor: at first `first`, then as the links say, in turns."""
+    repeats: dict[tuple[int, int, int], list[float]] = {}
+    for t in times:
+        repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)
+    kind = times[0].kind
+    tensors = [(kind, size, LinkLayout(n, nodes)) for n, nodes, size in repeats]
+    medians = [statistics.median(values) for values in repeats.values()]
+
+    def off(seconds: float, fitted_s: float) -> float:
+        return math.log(seconds / max(fitted_s, 1e-9 * seconds)) ** 2
+
+    chosen = [first] * len(tensors)
+    fits = []
+    for _ in range(MAX_TURNS):
+        links = _solved([a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians)
+        costs = [[(a(*tensor).seconds(links), a) for a in algorithms] for tensor in tensors]
+        fastest = [min(of_one, key=lambda cost: cost[0]) for of_one in costs]
+        fitted = [seconds for seconds, _ in fastest]
+        misfit = math.sqrt(statistics.fmean(map(off, medians, fitted)))
+        each = zip(fitted, repeats.values(), strict=True)
+        log_sd = math.sqrt(statistics.fmean(off(t, f) for f, found in each for t in found))
+        fits.append(_Fit(misfit, log_sd, links, first.__name__))
+        before, chosen = chosen, [a for _, a in fastest]
+        if chosen == before:
+            break
+    return min(fits, key=lambda fit: fit.misfit)
+
+
+def _solved(costs: Sequence[CollectiveCost], seconds: Sequence[float]) -> dict[Level, LinkModel]:
+    """The links by which these costs take about so long, as shares of it."""
+    import numpy as np  # as scipy: not for those who only read
+    from scipy.optimize import nnls
+
+    levels = list(dict.fromkeys(level for c in costs for level in c.steps if c.steps[level]))
+    columns = [[c.steps.get(level, 0.0) for c in costs] for level in levels]
+    columns += [[c.n_bytes.get(level, 0.0) for c in costs] for level in levels]
+    design = np.array(columns, dtype=float).T / np.array(seconds)[:, None]
+    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
+    values = nnls(design / scale, np.ones(len(costs)))[0] / scale
+    n = len(levels)
+    return {
+        level: LinkModel(float(values[i]), 1 / float(values[n + i]) if values[n + i] else math.inf)
+        for i, level in enumerate(levels)
+    }

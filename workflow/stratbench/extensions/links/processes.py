@@ -1,0 +1,43 @@
+"""Processes of this machine that measure together: one that fails ends the others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import time
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+TIMEOUT_S = 1800.0
+
+
+def run_all(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Run each function with its arguments in a process of its own, until all have ended.
+
+    Raises RuntimeError where one fails, after ending the others.
+    """
+    context = forking()
+    processes = [context.Process(target=function, args=args) for function, args in work]
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        for process in processes:
+            process.start()
+        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+            if any(p.exitcode for p in processes):
+                break
+            multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], 1.0)
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    if codes := [p.exitcode for p in processes if p.exitcode]:
+        raise RuntimeError(f"a process of the measurement ended with code {codes[0]}")
+
+
+def forking() -> ForkServerContext:
+    """Of `multiprocessing`, a context whose processes have imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["stratbench.extensions.links.timing", "stratbench.ps.server"])
+    return context

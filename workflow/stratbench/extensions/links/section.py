@@ -1,0 +1,149 @@
+"""The measured links: a section of the report, and the text answer of `snakemake links`.
+
+python -m stratbench.extensions.links.section --folder results/STUDY/links
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
+from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
+from stratbench.cell.files import read_rows
+from stratbench.cell.text.words import bytes_text, short_time
+from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, algorithms_of
+
+TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
+
+#: Colours of the page's style, for counts of workers in turn.
+COLOURS = ("accent", "bad", "good", "caution", "ink", "muted")
+#: A fit whose times scatter about it by more than this (ln) is not to be trusted.
+TRUSTED_SD = 0.35
+
+
+def make_links_sections(given: ReportInput) -> Iterator[Section]:
+    """Make the section where links were measured."""
+    if links := links_section(given.study_dir / "links"):
+        yield Section("links", render_section(TEMPLATE, links=links), "Links")
+
+
+def links_section(folder: Path) -> dict[str, Any] | None:
+    """The values of the section; None where no links were measured. ValueError: a file is no such table."""
+    if not (folder / "links.csv").exists() or not (folder / "times.csv").exists():
+        return None
+    try:
+        links, times = read_rows(folder / "links.csv"), read_rows(folder / "times.csv")
+        kinds = list(dict.fromkeys((r["library"], r["kind"]) for r in links))
+        return {
+            "rows": [_line(r) for r in links],
+            "charts": [_chart(*kind, links, times) for kind in kinds],
+            "kappa": next((f"{float(r['kappa']):.2f}" for r in links if r["kappa"]), ""),
+        }
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: are no measured links ({error!r}); measure them again"
+        ) from error
+
+
+def _line(r: dict[str, str]) -> dict[str, Any]:
+    rate, knee, off = (float(r[name]) for name in ("bytes_per_s", "knee_bytes", "log_sd"))
+    return {
+        "name": _name(r["library"], r["kind"]),
+        "level": "between nodes" if r["level"] == "between" else "in a node",
+        "algorithm": r["algorithm"],
+        "alpha": short_time(float(r["alpha_s"])),
+        "rate": f"{bytes_text(rate)}/s" if math.isfinite(rate) else "not seen",
+        "knee": bytes_text(knee) if math.isfinite(knee) else "–",
+        "off": f"{100 * (math.exp(off) - 1):.0f} %",
+        "doubtful": off > TRUSTED_SD,
+        "workers": r["workers"],
+        "largest": bytes_text(float(r["largest_bytes"])),
+        "times": r["times"],
+    }
+
+
+def _name(library: str, kind: str) -> str:
+    if kind == "push_pull":
+        return f"push and pull by {library.removeprefix('servers-')}"
+    return f"{kind.replace('_', '-')} by {library}"
+
+
+def _chart(
+    library: str, kind: str, links: Sequence[dict[str, str]], times: Sequence[dict[str, str]]
+) -> dict[str, Any]:
+    """Median times by bytes, a colour for each layout, with what the fit says."""
+    fitted = [r for r in links if (r["library"], r["kind"]) == (library, kind)]
+    levels = {
+        r["level"]: LinkModel(float(r["alpha_s"]), float(r["bytes_per_s"]), float(r["log_sd"]))
+        for r in fitted
+    }
+    measured: dict[tuple[int, int], dict[int, list[float]]] = {}
+    for t in times:
+        if (t["library"], t["kind"]) == (library, kind):
+            at = measured.setdefault((int(t["workers"]), int(t["nodes"])), {})
+            at.setdefault(int(t["n_bytes"]), []).append(float(t["seconds"]))
+    algorithms = algorithms_of(fitted[0]["algorithm"], library, kind)
+    series = []
+    for i, ((workers, nodes), found) in enumerate(sorted(measured.items())):
+        layout = LinkLayout(workers, nodes)
+        sizes = sorted(found)
+        line = [
+            (size, min(a(kind, size, layout).seconds(levels) for a in algorithms)) for size in sizes
+        ]
+        on = f", {nodes} nodes" if nodes > 1 else ""
+        series.append(
+            ChartSeries(
+                f"{workers} worker{'s' * (workers > 1)}{on}",
+                COLOURS[i % len(COLOURS)],
+                dots=[(size, statistics.median(found[size])) for size in sizes],
+                full=[p for p in line if p[1] > 0],
+            )
+        )
+    every = sorted({size for found in measured.values() for size in found})
+    name = _name(library, kind)
+    return {
+        "name": name,
+        "svg": log_chart(
+            series,
+            "bytes of the whole tensor",
+            "time",
+            every[:: max(1, len(every) // 5)],
+            bytes_text,
+            short_time,
+            f"Time of {name} over bytes, measured and fitted, by workers",
+        ),
+    }
+
+
+READING = Reading(sections=make_links_sections)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="stratbench.extensions.links.section", description=__doc__
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="of links.csv and times.csv")
+    args = parser.parse_args(argv)
+    try:
+        section = links_section(args.folder)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if section is None:
+        print(f"error: {args.folder} has no links.csv and times.csv", file=sys.stderr)
+        return 1
+    for r in section["rows"]:
+        print(
+            f"{r['name']}, {r['level']}: {r['alpha']} per step, {r['rate']}, times scatter by {r['off']}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Times collectives, and computing beside them, in every rank of a process group."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stratbench.extensions.links.collective_cost import Time
+
+SMALLEST_BYTES = 1 << 10
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
+#: Calls timed together: so many that a small one is well above the clock, and one alone of a large one.
+MAX_CALLS, CALLS_BYTES = 20, 8 << 20
+#: Side of the square matrices whose product is the computing beside a collective.
+MATRIX = 256
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured: counts of workers, bytes of the largest tensor, rounds, kinds of collectives."""
+
+    workers: tuple[int, ...]
+    largest_bytes: int
+    repeats: int
+    kinds: tuple[str, ...] = KINDS
+
+    def sizes(self) -> list[int]:
+        """Bytes from 1 KiB on, each four times the last, and the largest."""
+        steps = range(math.ceil(math.log(self.largest_bytes / SMALLEST_BYTES, 4)))
+        return [*(SMALLEST_BYTES << 2 * i for i in steps), self.largest_bytes]
+
+
+def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
+    """All times of the sweep as the slowest rank saw them, and kappa; in every rank of a process group."""
+    rank, library = dist.get_rank(), dist.get_backend()
+    nodes: list[str] = [""] * dist.get_world_size()
+    # Of several nodes SLURM may run on one host.
+    dist.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in _timed_ranks(sweep, nodes)}
+    cells = [(k, ranks, size) for k in sweep.kinds for ranks in groups for size in sweep.sizes()]
+    times: list[Time] = []
+    for number in range(-1, sweep.repeats):  # the first round connects and warms up
+        if rank == 0 and number >= 0:
+            print(f"collectives: round {number + 1} of {sweep.repeats}", flush=True)
+        order = random.Random(number).sample(cells, len(cells))
+        for kind, ranks, size in order:
+            if rank not in ranks:
+                continue
+            took_s = _timed(kind, ranks, size, groups[ranks], device)
+            slowest = torch.tensor([took_s], dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups[ranks])
+            if number >= 0:
+                passed = (ranks[0], ranks[-1]) if kind == "send" else ranks
+                n_nodes = len({nodes[r] for r in passed})
+                times.append(Time(library, kind, len(ranks), n_nodes, size, number, slowest.item()))
+    return times, kappa(sweep, groups[tuple(range(max(sweep.workers)))], device)
+
+
+def _timed_ranks(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks that are timed together: the first so many, and of several nodes the first rank of each.
+
+    `nodes`: each rank's.
+    """
+    groups = [tuple(range(n)) for n in sweep.workers]
+    firsts = tuple(nodes.index(node) for node in dict.fromkeys(nodes))
+    return list(dict.fromkeys([*groups, *([firsts] if len(firsts) > 1 else [])]))
+
+
+def _timed(
+    kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """Seconds of one call by `ranks`; `n_bytes` is the whole tensor, as in CollectiveCall."""
+    call = _call(kind, ranks, n_bytes, group, device)
+    calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
+    dist.barrier(group=group)
+    _synchronise(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _synchronise(device)
+    took_s = (time.perf_counter() - began) / calls
+    return took_s / 2 if kind == "send" else took_s
+
+
+def _call(
+    kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], Any]:
+    n = len(ranks)
+    numbers = -(-n_bytes // 4 // n) * n  # a multiple of the ranks, as sharding pads it
+    whole = torch.zeros(numbers, device=device)
+    part = torch.zeros(numbers // n, device=device)
+    # PyTorch 2.13 renamed both.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    match kind:
+        case "all_reduce":
+            return lambda: dist.all_reduce(whole, group=group)
+        case "all_gather":
+            return lambda: gather(whole, part, group=group)
+        case "reduce_scatter":
+            return lambda: scatter(part, whole, group=group)
+        case "broadcast":
+            return lambda: dist.broadcast(whole, 0, group=group)
+        case "send":
+            return lambda: _to_and_fro(whole, ranks[-1], group)
+    raise ValueError(f"kind {kind!r}, expected one of {', '.join(KINDS)}")
+
+
+def _to_and_fro(tensor: Tensor, last: int, group: dist.ProcessGroup) -> None:
+    """From rank 0 to the last and back; no other rank takes part."""
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send(tensor, last, group=group)
+        dist.recv(tensor, last, group=group)
+    elif rank == last:
+        dist.recv(tensor, 0, group=group)
+        dist.send(tensor, 0, group=group)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def kappa(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float:
+    """How many times slower matrix products are while the largest tensor is all-reduced; the median round.
+
+    On a GPU the products are queued behind the collective's start, on streams of their own.
+    """
+    if dist.get_rank() >= max(sweep.workers):
+        return math.nan
+    matrix = torch.ones(MATRIX, MATRIX, device=device)
+    tensor = torch.ones(sweep.largest_bytes // 4, device=device)
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+
+    ratios = []
+    for _ in range(sweep.repeats + 1):
+        dist.barrier(group=group)
+        _synchronise(device)
+        began = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        _synchronise(device)
+        collective_s = time.perf_counter() - began
+        count = 1
+        while (alone_s := _seconds(products, count, device)) < collective_s / 4:
+            count *= 2
+        counts = torch.tensor([count], device=device)
+        dist.all_reduce(counts, dist.ReduceOp.MIN, group=group)  # none computes on alone
+        count = int(counts.item())
+        alone_s = _seconds(products, count, device)
+        dist.barrier(group=group)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        ratios.append(_seconds(products, count, device, work.is_completed) / alone_s)
+        work.wait()
+        _synchronise(device)
+    ratios = sorted(r for r in ratios[1:] if math.isfinite(r))
+    return max(1.0, ratios[len(ratios) // 2]) if ratios else math.nan
+
+
+def _seconds(
+    work: Callable[[int], None],
+    count: int,
+    device: torch.device,
+    ended: Callable[[], bool] = lambda: False,
+) -> float:
+    """Seconds of the work; nan if what runs beside it `ended` before it did."""
+    began = time.perf_counter()
+    work(count)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    took_s = time.perf_counter() - began
+    return math.nan if ended() else took_s

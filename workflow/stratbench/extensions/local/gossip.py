@@ -1,0 +1,81 @@
+"""`gossip`: workers train by themselves, and average with their neighbours on a ring after every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from stratbench.extensions.local.base import Local
+from stratbench.strategies import base
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+#: Bytes that are exchanged at once: what is received needs as many for each neighbour, and no more.
+CHUNK_BYTES = 25 << 20
+
+
+class Gossip(Local):
+    """After each update a worker's weights become the mean of its own and its two neighbours' on a ring.
+
+    Each weight counts as much as the others (doubly stochastic), so that the mean of all workers moves by
+    the mean of all updates. Of two workers each has one neighbour, and the two are equal after each step.
+    BatchNorm's statistics are averaged likewise; momentum stays each worker's own. Lian et al., "Can
+    Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (D-PSGD), which averages
+    before the update instead; both converge alike.
+    """
+
+    summary: ClassVar[str] = "workers train alone, weights averaged with the neighbours' on a ring"
+    rule: ClassVar[str] = (
+        "W_i -= lr velocity(g_i) on worker i; then W_i = mean of W_i and its neighbours' on a ring"
+    )
+    begins_anew = None
+    collectives = ("send", "all_reduce")
+
+    def traits(self, gpus: int) -> base.Traits:
+        return base.Traits(
+            synchronous_alone=True,
+            equals_ddp=gpus == 1,
+            updates_per_step=1,
+            # Sent whole to each neighbour, whatever the number of workers.
+            ring_copies=min(2, gpus - 1) * gpus / max(1, gpus - 1),
+        )
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        import torch
+
+        wrapped = super().wrap(model, worker)
+        rank, workers = worker.rank, worker.world_size
+        self.neighbours = sorted({(rank - 1) % workers, (rank + 1) % workers} - {rank})
+        largest: dict[torch.dtype, Tensor] = {}
+        for chunk in chunks(self.exchanged):
+            largest[chunk.dtype] = max(largest.get(chunk.dtype, chunk), chunk, key=len)
+        self.received = {
+            dtype: [torch.empty_like(chunk) for _ in self.neighbours]
+            for dtype, chunk in largest.items()
+        }
+        return wrapped
+
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
+        return {"communication": [t for tensors in self.received.values() for t in tensors]}
+
+    def exchange(self) -> None:
+        import torch.distributed as dist
+
+        for chunk in chunks(self.exchanged) if self.neighbours else ():
+            received = [t[: chunk.numel()] for t in self.received[chunk.dtype]]
+            sends = [dist.P2POp(dist.isend, chunk, rank) for rank in self.neighbours]
+            receives = [
+                dist.P2POp(dist.irecv, t, rank)
+                for t, rank in zip(received, self.neighbours, strict=True)
+            ]
+            for work in dist.batch_isend_irecv([*sends, *receives]):
+                work.wait()
+            for t in received:
+                chunk += t
+            chunk /= 1 + len(received)
+            self.sent_bytes += len(sends) * chunk.nbytes
+
+
+def chunks(flats: list[Tensor]) -> list[Tensor]:
+    """Views of flat tensors, of CHUNK_BYTES at most."""
+    return [chunk for flat in flats for chunk in flat.split(CHUNK_BYTES // flat.element_size())]

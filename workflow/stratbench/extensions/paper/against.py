@@ -1,0 +1,110 @@
+"""Compares a study with the paper: every published cell beside ours, and whether its claims hold.
+
+Hardware differs, so absolute times cannot be compared, only ratios between strategies and between GPU
+counts. Writes against_cells.csv and against_claims.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.groups import Repeats
+from stratbench.cell.files import write_atomic
+from stratbench.extensions.paper import published
+from stratbench.extensions.paper.claims import judge_claims
+
+#: The column of cells.csv for each published measure, with the factor to the published unit.
+COLUMNS_OF = {"training_time_s": ("train_time_s", 1.0), "accuracy_percent": ("score_final", 100.0)}
+#: What a published cell and ours have in common.
+PLACE = ["measure", "dataset", "model", "strategy", "gpus"]
+#: The strategy by which others of its kind are divided.
+REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
+PUBLISHED_COLUMNS = (
+    *("version", "table", "row", "strategy", "model", "dataset", "gpus", "measure"),
+    *("published", "ours", "experiment", "kind"),
+    *("against_strategy", "published_to_strategy", "our_to_strategy", "ratio_to_strategy"),
+    *("against_gpus", "published_to_gpus", "our_to_gpus", "ratio_to_gpus"),
+)
+
+
+def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """Every published cell with ours (NaN if there is none), and the comparison of their ratios.
+
+    A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by
+    differences in points instead of ratios (`kind` is `difference`).
+    """
+    ours = our_medians(cells, findings)
+    found = published.published_tables().rename(columns={"value": "published"})
+    theirs = found[["version", "table", *PLACE, "published"]]
+    found = found.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
+    is_points = found["measure"] == "accuracy_percent"
+    found["kind"] = np.where(is_points, "difference", "ratio")
+    line = ["version", "table", *PLACE[:-1]]
+    fewest = theirs.dropna(subset=["published"]).groupby(line)["gpus"].min().rename("fewest")
+    fewest = found.join(fewest, on=line)["fewest"]
+    for name, baseline in {
+        "strategy": found["strategy"].map(REFERENCES),
+        "gpus": fewest.where(fewest < found["gpus"]),
+    }.items():
+        against = found[["version", "table", *PLACE]].assign(**{name: baseline})
+        against = against.merge(theirs, how="left").merge(ours, how="left", on=PLACE)
+        found[f"against_{name}"] = baseline
+        theirs_to, ours_to = (
+            ratio_or_difference(is_points, found[whose], against[whose])
+            for whose in ("published", "ours")
+        )
+        found[f"published_to_{name}"], found[f"our_to_{name}"] = theirs_to, ours_to
+        found[f"ratio_to_{name}"] = ratio_or_difference(is_points, ours_to, theirs_to)
+    return found[list(PUBLISHED_COLUMNS)]
+
+
+def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """The medians of cells that the paper published, too, in its units: PLACE, ours, experiment."""
+    groups = Repeats(cells[published.is_counterpart(cells)], findings.to_dict("records"))
+    rows = []
+    for group, repeats in groups.ok.items():
+        for measure, (column, scale) in COLUMNS_OF.items():
+            median = groups.median(group, column, "time" if scale == 1.0 else "score")
+            if median is not None:
+                place = (repeats["dataset"].iloc[0], group.model, group.strategy, group.gpus)
+                rows.append((measure, *place, scale * median, group.experiment))
+    return pd.DataFrame(rows, columns=[*PLACE, "ours", "experiment"]).drop_duplicates(PLACE)
+
+
+def ratio_or_difference(is_points: pd.Series, one: pd.Series, other: pd.Series) -> pd.Series:
+    """One / other; of accuracies in points one - other."""
+    return (one - other).where(is_points, one / other)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="stratbench.extensions.paper.against", description=__doc__
+    )
+    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
+    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--cells-out", type=Path, required=True, help="published cells (CSV)")
+    parser.add_argument("--claims-out", type=Path, required=True, help="claims (CSV)")
+    args = parser.parse_args(argv)
+    cells, findings = read_cells(args.cells), read_audit(args.audit)
+    beside_ours, judged = published_cells(cells, findings), judge_claims(cells, findings)
+    write_atomic(args.cells_out, beside_ours.to_csv(index=False))
+    write_atomic(args.claims_out, judged.to_csv(index=False))
+    counts = ", ".join(f"{n} {name}" for name, n in judged["holds"].value_counts().items())
+    print(
+        f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"
+    )
+    print(f"claims: {counts}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

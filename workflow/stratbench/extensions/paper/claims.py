@@ -1,0 +1,143 @@
+"""Judges the claims of the paper's text: by our records, by other records, and by its own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis.records.groups import GROUP, Repeats
+from stratbench.extensions.audit.audit import audit
+from stratbench.extensions.paper import published
+from stratbench.extensions.paper.metrics import METRICS, ClaimFigure
+from stratbench.statistics.intervals import IntervalEstimate, paired_ratios
+
+CLAIM_COLUMNS = (
+    *("id", "version", "where", "claim", "metric", "model", "low", "high", "holds", "figures"),
+    *("elsewhere", "in_the_paper", "explanation", "rule"),
+)
+HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these records"
+
+
+def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
+    """The figures of a claim; ratios with their intervals.
+
+    A claim fails if one of its figures does. So all of them share the allowed rate of false claims, and
+    their variances are pooled.
+    """
+    paired = [figure for figure in figures if figure.pair is not None]
+    ratios = iter(paired_ratios([f.pair for f in paired], [f.served for f in paired], len(paired)))
+    return [figure if figure.pair is None else figure.with_ends(next(ratios)) for figure in figures]
+
+
+def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
+    """HOLDS if all figures (with intervals) lie in [low, high], FAILS if one is wholly out, else UNKNOWN."""
+    low, high = (-np.inf if pd.isna(low) else low), (np.inf if pd.isna(high) else high)
+    if not figures:
+        return UNKNOWN
+    # Not more precise than the claims as printed: 1.999 is no counterexample to 2, nor 30.4 to 30.
+    slack = 0.5 if low == high else 0.005
+    ends = [(f.value, f.value) if f.low is None else (f.low, f.high) for f in figures]
+    if any(end < low - slack or start > high + slack for start, end in ends):
+        return FAILS
+    inside = all(start >= low - slack and end <= high + slack for start, end in ends)
+    return HOLDS if inside else UNKNOWN
+
+
+def describe_figures(figures: Sequence[ClaimFigure]) -> str:
+    """The range of the figures, and the cells at its ends."""
+    if not figures:
+        return ""
+    least, most = (pick(figures, key=lambda f: f.value) for pick in (min, max))
+    if len(figures) == 1:
+        return f"{describe_figure(least)} ({least.label})"
+    return (
+        f"{describe_figure(least)} ({least.label}) to {describe_figure(most)} ({most.label}), "
+        f"{len(figures)} figures"
+    )
+
+
+def describe_single_repeats(figures: Sequence[ClaimFigure]) -> str:
+    """A remark if figures come from one repeat; else empty."""
+    single = sum(f.low is None and f.ends != "exact" for f in figures)
+    which = "" if len(figures) == 1 else "all " if single == len(figures) else f"{single} "
+    return f"; {which}from one repeat, so that it may be chance" if single else ""
+
+
+def describe_figure(figure: ClaimFigure) -> str:
+    """`1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, or `at least 1.23`."""
+    match figure.ends:
+        case "bound":
+            return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
+        case "range" if figure.low is not None:
+            return f"{figure.value:.2f} ({figure.low:.2f} to {figure.high:.2f})"
+    return IntervalEstimate(figure.value, figure.low, figure.high).text("{:.2f}".format)
+
+
+def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:
+    """Whether the claim covers the figure's model; most claims cover every model."""
+    return pd.isna(claim["model"]) or claim["model"] in figure.label
+
+
+@cache
+def published_groups(version: str) -> tuple[Repeats, Repeats]:
+    """The paper's own cells: as printed, and without the times that the audit calls copies."""
+    cells = published.cells_of_version(version)
+    copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
+    return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
+
+
+def describe_weak_figures(
+    metric: Callable[[Repeats], Iterator[ClaimFigure]], claim: dict[str, Any]
+) -> str:
+    """Says which of the paper's own figures behind a claim are copies, or bounds at a time limit."""
+    printed, believed = (
+        {f.label: f for f in metric(groups) if is_about(claim, f)}
+        for groups in published_groups(claim["version"])
+    )
+    parts = []
+    if lost := [label for label in printed if label not in believed]:
+        parts.append(f"{', '.join(lost)}: from a time that stands for two cells")
+    if bounds := [label for label, figure in printed.items() if figure.ends == "bound"]:
+        parts.append(f"{', '.join(bounds)}: from a time above its limit, so a bound")
+    return "; ".join(parts)
+
+
+def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """Every claim of the text and whether it holds; only the paper's models on GPUs are evidence.
+
+    `elsewhere` has the figures of other models and of CPU processes, which prove nothing.
+    `in_the_paper` has what holds in the paper's own tables, including their defects.
+    """
+    is_ours = published.is_counterpart(cells)
+    listed = findings.to_dict("records")
+    ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
+    # Without the audit: the question here is what the paper prints, right or wrong.
+    own = {version: published_groups(version)[0] for version in ("v1", "v2")}
+    notes = published.explanations().set_index("about").to_dict("index")
+    rows = []
+    for claim in published.published_claims().to_dict("records"):
+        metric = METRICS[claim["metric"]]
+        found, elsewhere, theirs = (
+            with_intervals([figure for figure in metric(groups) if is_about(claim, figure)])
+            for groups in (ours, others, own[claim["version"]])
+        )
+        limits = (claim["low"], claim["high"])
+        agrees, theirs_agree = verdict_on(found, *limits), verdict_on(theirs, *limits)
+        note = notes.get(claim["id"])
+        in_the_paper = f"{theirs_agree}: {describe_figures(theirs)}" if theirs else ""
+        if rest := describe_weak_figures(metric, claim) if theirs else "":
+            in_the_paper += f" ({rest})"
+        if theirs_agree == HOLDS and note:
+            in_the_paper += f". But: {note['explanation']}"
+        told = {
+            "holds": agrees,
+            "figures": describe_figures(found) + describe_single_repeats(found),
+            "elsewhere": describe_figures(elsewhere),
+            "in_the_paper": in_the_paper,
+        }
+        rows.append(claim | told | (note if note and agrees == FAILS else {}))
+    return pd.DataFrame(rows, columns=list(CLAIM_COLUMNS))

@@ -1,0 +1,126 @@
+"""Plans a study: writes plan.csv, plan.html and plan.json, and prints a summary.
+
+`python -m stratbench.extensions.plan --config JSON` is what `snakemake plan` calls. With `--check` it is
+`snakemake check`, with `--model NAME` `stratbench plan --model NAME`: a network alone. With `--gpus N` that
+tells what fits on N GPUs, as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.installation import ROOT
+from stratbench.cell.text.words import counted, folded
+from stratbench.extensions.plan.check import check_study
+from stratbench.extensions.plan.device_rates import named_gpus
+from stratbench.extensions.plan.duration import ProjectedDuration
+from stratbench.extensions.plan.model_answer import Answer, answer_for
+from stratbench.extensions.plan.one_network import study_of
+from stratbench.extensions.plan.pages import table
+from stratbench.extensions.plan.pages.check_text import check_text
+from stratbench.extensions.plan.pages.model_answer import answer_text, first_text
+from stratbench.extensions.plan.pages.text import network_text, plan_text, write_html
+from stratbench.extensions.plan.schedule import Records, make_plan, records_by_cell, timed_records
+from stratbench.extensions.projection.study import projected_trainings
+from stratbench.study.config.config import Study, load_config
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.job_environment import set_job_environment
+from stratbench.study.model_question import add_question, question_of
+from stratbench.study.resources import job_request
+from stratbench.study.slurm.nodes import cluster_nodes, describe_types, nodes_of_partition
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        config = json.loads(args.config)
+        if args.gpus is not None:
+            print_answer(config, args)
+            return 0
+        if args.model is None:
+            config, study = load_config(config)
+        else:
+            config, study, left_out = study_of(config, args.model, args.dataset)
+            print("".join(f"left out: {reason}\n" for reason in left_out), end="", flush=True)
+        cluster = config["cluster"]
+        named_gpus(cluster)  # before what takes minutes
+        set_job_environment(config, str(ROOT / "workflow"))
+        checked = check_study(config, study, resharding=not args.check and not args.model)
+        if args.check:
+            print(folded([check_text(checked)]))
+            there = nodes_of_partition(cluster_nodes(), args.partition)
+            requests = (job_request(s.cell, s.settings, cluster, None) for s in checked.subjects)
+            if mixed := describe_types(there, requests):
+                print(folded([mixed]))
+            return 1 if checked.refused else 0
+        if checked.refused:
+            told = (
+                f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would end as "
+                "unsupported"
+            )
+            more = "" if args.model else ", and `check`"
+            print(f"{told}: see below{more}", flush=True)
+        records = records_by_cell(study, config["results"])
+        timed = timed_records(records, cluster["gpu"])
+        projected = by_records(config, study, timed)
+        plan = make_plan(config, checked, records, args.partition, projected)
+    except ConfigError as error:
+        print(folded([f"error: {error}"]), file=sys.stderr)
+        return 1
+    out = args.out or Path(config["results"]) / study.name
+    table.write_csv(plan, out / "plan.csv")
+    table.write_json(plan, out / "plan.json")
+    write_html(plan, out / "plan.html")
+    print(plan_text(plan) if args.model is None else f"{network_text(plan)}\n")
+    print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
+    return 0
+
+
+def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print which strategies fit a model on `args.gpus` GPUs; the first result comes early, to stderr."""
+
+    def tell(first: Answer) -> None:
+        print(first_text(first), file=sys.stderr, flush=True)
+
+    print(answer_text(answer_for(config, question_of(args), tell)))
+
+
+def by_records(
+    config: dict[str, Any], study: Study, records: Records
+) -> dict[Cell, ProjectedDuration]:
+    """The trainings that the records are projected to; ConfigError for measured links that are none."""
+    try:
+        return projected_trainings(config, study, records)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m stratbench.extensions.plan",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, help="the whole config, as JSON")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only check the networks; exit code 1 where a cell would end as unsupported",
+    )
+    parser.add_argument("--out", type=Path, help="folder of the plan; default: results/<study>")
+    parser.add_argument("--model", help="plan this network alone, without a study")
+    parser.add_argument("--dataset", help="what it is trained on; default: data of a usual shape")
+    add_question(parser)
+    parser.add_argument(
+        "--partition", default="*", help="SLURM's, where cells will run; default: any"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Compares predictions with the records of finished cells: memory, bytes sent, time.
+
+python -m stratbench.extensions.plan.against_records --config JSON --out prediction.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.text.words import MIB
+from stratbench.extensions.plan.check import check_study
+from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.extensions.plan.needs import Subject, mean_wire_bytes, sent_bytes
+from stratbench.extensions.plan.pages.table import write_rows
+from stratbench.extensions.plan.schedule import Plan, Planned, make_plan, records_by_cell
+from stratbench.study.config import config as configuration
+
+#: How the peak of a record was measured on a CPU.
+CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
+
+
+def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
+    """One finished cell's row of prediction.csv.
+
+    An error is how far the prediction lies above the measurement, in percent. The measured peak is
+    that of the rank that used most (`measured_peak_bytes`). The predicted time is the one from the
+    device alone, without records.
+    """
+    s, footprint, predicted = c.subject, c.footprint, c.fit.peak
+    base_bytes = bytes_before_steps(footprint, predicted)
+    span = c.fit.by_device
+    train_s = record["time"]["train_time_s"]
+    memory = record["memory"]
+    row: dict[str, Any] = s.cell.as_dict() | {
+        "status": record["status"],
+        "precision": s.settings.precision,
+        "per_worker_batch": s.settings.per_worker_batch,
+        "method": memory["method"],
+        "resident_mib_measured": _mib(memory["peak_bytes"]),
+    }
+    pairs = {
+        "peak_mib": (predicted.n_bytes, measured_peak_bytes(memory, base_bytes)),
+        "over_base_mib": (predicted.n_bytes - base_bytes, measured_growth_bytes(memory)),
+        "base_mib": (base_bytes, measured_base_bytes(record)),
+        "states_bytes": (
+            max(sum(f.model_states_bytes.values()) for f in footprint.each),
+            _sum(memory["model_states"]),
+        ),
+        "sent_bytes": (
+            sent_bytes_of_record(s, footprint),
+            (record.get("communication") or {}).get("sent_bytes_per_step"),
+        ),
+    }
+    for name, pair in pairs.items():
+        what, _, unit = name.rpartition("_")
+        ours, theirs = map(_mib, pair) if unit == "mib" else pair
+        row |= {f"{name}_predicted": ours, f"{name}_measured": theirs}
+        row[f"{what}_error_percent"] = _error(ours, theirs)
+    return row | {
+        "device": c.fit.device,
+        "train_s_predicted_low": span.low_s if span else None,
+        "train_s_predicted_high": span.high_s if span else None,
+        "train_s_measured": train_s,
+        "train_s_in_range": span.low_s <= train_s <= span.high_s if span and train_s else None,
+    }
+
+
+def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every cell that has a record with a measured peak, and a prediction."""
+    return [
+        prediction_row(c, records[c.cell])
+        for c in plan.cells
+        if c.cell in records and c.footprint and records[c.cell]["memory"]["peak_bytes"]
+    ]
+
+
+def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
+    """Bytes that exist before the first step, data set included. Records count a peak from there."""
+    between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
+    # Buffers for what other stages send are as large as the batch, and are made in the warm-up.
+    return between_bytes + predicted.parts_bytes["data"] + predicted.parts_bytes.get("received", 0)
+
+
+def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
+    """Peak bytes of training, by what a record says of the rank that used most.
+
+    On a GPU: what the framework had asked of its allocator, less cuBLAS's workspaces; in records that
+    do not say so, what it had allocated, with both. On a CPU a process also holds its libraries, and more
+    of them over time. There the peak is `base_bytes` (model states and data set, known exactly) plus
+    what a step added to the resident memory.
+    """
+    if memory["method"] not in CPU_METHODS:
+        peak_bytes = memory.get("requested_peak_bytes", memory["peak_bytes"])
+        return None if peak_bytes is None else peak_bytes - memory.get("cublas_bytes", 0)
+    added_bytes = memory["peak_over_base_bytes"]
+    return None if added_bytes is None else base_bytes + added_bytes
+
+
+def measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
+    """What a step added to the memory of that rank, less cuBLAS's workspaces."""
+    added_bytes = memory["peak_over_base_bytes"]
+    return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
+
+
+def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
+    """Resident bytes between two steps, less those before the model was built; None if not recorded."""
+    bases = [
+        w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
+        for w in record["workers"]
+        if w["memory"] and "base_bytes" in w["memory"]
+    ]
+    return max(bases, default=None)
+
+
+def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
+    """Bytes that a worker sends in a step, counted as records count them.
+
+    Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is
+    one push. The loss scaler's flag is left out, but where a step's collectives were counted one by one.
+    """
+    if s.served:
+        return sent_bytes(s, footprint) / s.steps_per_batch
+    least = 0 if s.strategy.divides_network else _FLAG_BYTES
+    return fmean(
+        mean_wire_bytes(
+            s, f, [c for c in f.collectives if c[1] > least or any(c[3:4])], on_gloo=False
+        )
+        for f in footprint.each
+    )
+
+
+#: The loss scaler's flag is one float.
+_FLAG_BYTES = 4
+
+
+def _mib(n_bytes: float | None) -> float | None:
+    return None if n_bytes is None else round(n_bytes / MIB, 2)
+
+
+def _sum(parts: Mapping[str, int] | None) -> int | None:
+    return None if parts is None else sum(parts.values())
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    if predicted is None or measured is None:
+        return None
+    if not measured:
+        return 0.0 if not predicted else None
+    return round(100 * (predicted / measured - 1), 2)
+
+
+def main() -> None:
+    """Command line; makes the footprints that are not kept, as `snakemake plan` does."""
+    parser = argparse.ArgumentParser(
+        prog="stratbench.extensions.plan.against_records", description=__doc__
+    )
+    parser.add_argument("--config", required=True, help="the whole config, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="one row a finished cell (CSV)")
+    args = parser.parse_args()
+    config, study = configuration.load_config(json.loads(args.config))
+    records = records_by_cell(study, config["results"])
+    plan = make_plan(config, check_study(config, study), records)
+    rows = prediction_rows(plan, records)
+    write_rows(rows, args.out, [f.name for f in fields(Cell)])
+    print(f"{len(rows)} of {len(records)} records compared with their prediction")
+
+
+if __name__ == "__main__":
+    main()

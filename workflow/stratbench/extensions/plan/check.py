@@ -1,0 +1,440 @@
+"""Checks every network of a study: `snakemake check`, and first of all in `snakemake plan`.
+
+Each is tried as a job tries it, and takes steps of every strategy on fake tensors, in the way that the
+study's cells will: what a strategy would refuse is told before anything is trained, and what the steps take
+is planned. What fake tensors alone cannot do is no fault of a network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.extensions.plan.footprint.cache import CachedJob, results_of
+from stratbench.extensions.plan.footprint.drawn_out import make_by_blocks
+from stratbench.extensions.plan.footprint.footprint import Footprint, make_footprint
+from stratbench.extensions.plan.footprint.request import RESHARDING, Request
+from stratbench.extensions.plan.needs import Subject, subject_of
+from stratbench.strategies import acceptance, strategy_class
+from stratbench.study.config.config import Study
+from stratbench.workload.network import libraries, models
+from stratbench.workload.task_trial import NO_SUM
+from stratbench.workload.users_code import ModelError, error_text
+
+if TYPE_CHECKING:
+    from stratbench.workload.network.trial import Trial
+
+#: The most parameters of a user's network that is tried with real numbers, as jobs do.
+MAX_REAL_PARAMETERS = 50_000_000
+#: Why a user's command has no footprint.
+BY_COMMAND = (
+    "memory and traffic of a command are unknown until it has run; its time follows from records"
+)
+#: Why what was tried so has none.
+NO_PREDICTION = "its forward asks for the values of tensors, and a prediction has none"
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network as some of the study's cells train it: what it is, its input and its task."""
+
+    model: str
+    own_model: str
+    own_task: str
+    task: str | None
+    input_shape: tuple[int, ...]
+    classes: int
+    values: bool = False
+
+    @classmethod
+    def of(cls, r: Request) -> Network:
+        s = r.settings
+        own = (json.dumps(spec, sort_keys=True) for spec in (s.own_model, s.own_task))
+        return cls(s.model, *own, s.task, r.input_shape, r.classes, r.values)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What the check found of a network, as JSON-able values.
+
+    `fault`: why nothing can train it. `unchecked`: why it could not be tried here, if so. `unpredicted`:
+    why none of its cells has a footprint. `skipped`: what may get no gradient in a step. `parameters`,
+    `frozen`, `root`: numbers in all, of those that are not trained, and of what is in no group. `groups`:
+    (label, parameters). `trial`: what a step of it showed (`Trial`). `blocks`: path and number of equal
+    blocks that it calls in turn, if there are any.
+    """
+
+    fault: str | None = None
+    unchecked: str | None = None
+    unpredicted: str | None = None
+    parameters: int = 0
+    frozen: int = 0
+    groups: list[tuple[str, int]] = field(default_factory=list)
+    root: int = 0
+    rule: str = ""
+    batchnorm: bool = False
+    dropout: bool = False
+    writes_buffers: bool = False
+    skipped: tuple[str, ...] = ()
+    remarks: list[str] = field(default_factory=list)
+    trial: dict[str, Any] = field(default_factory=dict)
+    blocks: tuple[str, int] | None = None
+    seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> CheckResult:
+        return cls(**fields)
+
+    @classmethod
+    def failed(cls, reason: str) -> CheckResult:
+        return cls(fault=reason)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What steps of a strategy with a network showed: why it cannot train it (`refusal`), or its footprint.
+
+    `unpredicted`: why there is no footprint although nothing refuses the network. `unchecked`: why no step
+    could be tried.
+    """
+
+    footprint: Footprint | None = None
+    refusal: str | None = None
+    unpredicted: str | None = None
+    unchecked: str | None = None
+
+    @property
+    def fault(self) -> str | None:
+        return self.refusal or (self.unpredicted if self.unpredicted != NO_PREDICTION else None)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Rehearsal:
+        made = fields["footprint"]
+        return cls(**fields | {"footprint": made and Footprint.from_dict(made)})
+
+    @classmethod
+    def failed(cls, reason: str) -> Rehearsal:
+        return cls(unpredicted=reason)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The check of a study. `refused`: why cells cannot be trained.
+
+    `resharding`: of each kind of cell that may free gathered weights after forward and was followed both
+    ways, its footprint by the option.
+    """
+
+    study: Study
+    subjects: list[Subject]
+    networks: dict[Network, CheckResult]
+    rehearsals: dict[Request, Rehearsal]
+    refused: dict[Cell, str]
+    resharding: dict[Request, dict[str, Footprint]]
+
+
+def check_study(config: Mapping[str, Any], study: Study, resharding: bool = False) -> Checked:
+    """Check all networks of a study, and make the footprints of its cells; prints progress.
+
+    What had no fault is kept, and not done again. `resharding`: whether FSDP's cells on most workers are
+    followed with the other choice of `reshard_after_forward`, too.
+    """
+    subjects = [subject_of(config, study, cell) for cell in study.cells]
+    requests = [s.request for s in subjects]
+    most = {name: max(e.matrix["gpus"]) for name, e in study.experiments.items()}
+    others = {
+        s.cell: other_resharding(s.request)
+        for s in subjects
+        if s.request.may_reshard and s.cell.gpus == most[s.cell.experiment]
+    }
+    if resharding:
+        requests += others.values()
+    networks, rehearsals = rehearsals_of(requests, Path(config["results"]) / "plan-cache")
+    refused = {
+        s.cell: reason
+        for s in subjects
+        if (reason := refusal_of_cell(s, networks[Network.of(s.request)], rehearsals[s.request]))
+    }
+    both = {
+        s.request: {
+            r.options[RESHARDING]: rehearsals[r].footprint for r in (s.request, others[s.cell])
+        }
+        for s in subjects
+        if s.cell not in refused and others.get(s.cell) in rehearsals
+    }
+    known = {request: choices for request, choices in both.items() if all(choices.values())}
+    return Checked(study, subjects, networks, rehearsals, refused, known)
+
+
+def other_resharding(request: Request) -> Request:
+    """The same with the other choice of `reshard_after_forward`."""
+    other = {"always": "never", "never": "always"}[request.options[RESHARDING]]
+    return request.with_options(**{RESHARDING: other})
+
+
+def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
+    """Return why a cell cannot be trained, by its network, batch or strategy; None if it can."""
+    if network.fault is not None:
+        return network.fault
+    try:
+        acceptance.check_batch(
+            s.request.network,
+            network.batchnorm,
+            s.samples_per_step,
+            s.settings.gradient_accumulation_steps,
+        )
+    except ModelError as error:
+        return str(error)
+    return rehearsal.refusal
+
+
+def rehearsals_of(
+    requests: Iterable[Request], folder: Path
+) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
+    """What is found of the networks and then of each request: kept in `folder`, or by processes."""
+    network_by_request = {request: Network.of(request) for request in requests}
+    networks = networks_of(network_by_request, folder)
+    jobs = {
+        request: CachedJob(
+            f"{network.model} with {request.strategy}",
+            (request, networks[network]),
+            {"rehearsal": request.as_dict()},
+            # What is sharded takes longer.
+            networks[network].seconds * (2 if request.traits.shards_states else 1),
+        )
+        for request, network in network_by_request.items()
+        if networks[network].fault is None and networks[network].unchecked is None
+        if not request.by_command
+    }
+    rehearsals = results_of(
+        "kinds of cells to follow: {}; what is found is kept for the next time",
+        Rehearsal,
+        rehearse,
+        jobs,
+        folder,
+    )
+    by_command = Rehearsal(unpredicted=BY_COMMAND)
+    return networks, {
+        r: by_command if r.by_command else rehearsals.get(r, _not_tried(networks[network]))
+        for r, network in network_by_request.items()
+    }
+
+
+def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, CheckResult]:
+    """Return what is found of the networks of `requests`: kept in `folder`, or by processes."""
+    sharing: dict[Network, list[Request]] = {}
+    for request in dict.fromkeys(requests):
+        sharing.setdefault(Network.of(request), []).append(request)
+    # What only some of the cells ask of a network is judged with each of these.
+    firsts = {
+        n: min(each, key=lambda r: (r.by_command, bool(r.settings.activation_checkpointing)))
+        for n, each in sharing.items()
+    }
+    return results_of(
+        "networks to check: {}",
+        CheckResult,
+        check_network,
+        {n: CachedJob(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
+        folder,
+        imported=[libraries.HERE] if any('"transformers:' in n.own_model for n in firsts) else [],
+    )
+
+
+def _not_tried(network: CheckResult) -> Rehearsal:
+    return Rehearsal(unpredicted=network.unchecked, unchecked=network.unchecked)
+
+
+# --- one network ---------------------------------------------------------------------------------
+
+
+def check_network(request: Request) -> CheckResult:
+    """What is found of the network of `request`. Imports torch, and the user's code."""
+    import torch
+
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():  # what a network warns of here says nothing of the study
+            warnings.simplefilter("ignore")
+            found = _found_of(request)
+    except ModelError as error:
+        found = CheckResult(fault=str(error))
+    except Exception as error:  # whatever a model raises
+        found = CheckResult(fault=f"{models.in_words(request.network)}: {error_text(error)}")
+    return replace(found, seconds=time.perf_counter() - started)
+
+
+def _found_of(request: Request) -> CheckResult:
+    _, kind = request.tried_task()
+    found = _found_of_network(request)
+    return found if kind.adds_up else replace(found, remarks=[*found.remarks, NO_SUM])
+
+
+def _found_of_network(request: Request) -> CheckResult:
+    from stratbench.workload.network.trial import NO_VALUES, PassFailed
+
+    if models.has_name_alone(request.network):
+        return CheckResult(unchecked="it has a name alone: the command that trains it builds it")
+    parameters = _parameters(request)
+    if models.facts_of(request.network).own and parameters <= MAX_REAL_PARAMETERS:
+        found = _tried(request, on_fakes=False)
+        if found.trial["reads_values"]:  # asked here once, and not of each kind of its cells
+            try:
+                _tried(request, on_fakes=True)
+            except PassFailed as error:
+                if isinstance(error.__cause__, NO_VALUES):
+                    return replace(found, unpredicted=NO_PREDICTION)
+        return found
+    try:
+        return _tried(request, on_fakes=True)
+    except PassFailed as error:
+        return CheckResult(
+            unchecked=f"{error}: it was tried on tensors without values, which may be why; with "
+            f"{parameters:,} parameters it is too large to be tried with real numbers here",
+            parameters=parameters,
+        )
+
+
+def _tried(request: Request, on_fakes: bool) -> CheckResult:
+    from stratbench.extensions.plan.footprint import fake
+
+    with fake.surroundings(request, on_fakes):
+        model, _, worker = fake.built(request, on_fakes)
+        groups = worker.wrap_groups
+        network, shape = request.network, request.input_shape
+        trial = models.trial_of(
+            network, model, request.classes, shape, groups, worker.task, request.dtype
+        )
+        names = {module: name for name, module in model.named_modules()}
+        sizes = [
+            (_span(names[ms[0]], names[ms[-1]]), _numel(p for m in ms for p in m.parameters()))
+            for _, ms in groups
+        ]
+        parameters = _numel(model.parameters())
+        return CheckResult(
+            parameters=parameters,
+            frozen=_numel(p for p in model.parameters() if not p.requires_grad),
+            groups=sizes,
+            root=parameters - sum(size for _, size in sizes),
+            rule=models.sharding_rule(request.network, model),
+            batchnorm=models.has_batchnorm(model),
+            dropout=trial.draws,
+            writes_buffers=models.has_batchnorm(model) or bool(trial.written),
+            skipped=trial.skipped,
+            remarks=list(acceptance.remarks(model, trial)),
+            trial=dataclasses.asdict(trial),
+            blocks=equal_blocks(request, model),
+        )
+
+
+def equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
+    """Return the path and number of equal blocks that the network calls alike; None if there are none."""
+    from stratbench.extensions.plan.footprint.equal_blocks import are_called_alike, find_blocks
+    from stratbench.workload.network.trial import SAMPLES
+
+    blocks = find_blocks(model)
+    if blocks is None:
+        return None
+    x, _ = request.example_batch(SAMPLES)
+    return tuple(blocks) if are_called_alike(model, blocks, x) else None
+
+
+def _span(first: str, last: str) -> str:
+    """A shard group by its modules, which are neighbours."""
+    return first if first == last else f"{first} to {last}"
+
+
+def _numel(parameters: Any) -> int:
+    return sum(p.numel() for p in dict.fromkeys(parameters))
+
+
+def _parameters(request: Request) -> int:
+    from stratbench.workload.known_values import KnownFakes
+
+    with KnownFakes():
+        model = models.build_without_memory(request.network, request.classes, request.input_shape)
+    return _numel(model.parameters())
+
+
+# --- one kind of cell ----------------------------------------------------------------------------
+
+
+def rehearse(request: Request, network: CheckResult) -> Rehearsal:
+    """What steps of the request's strategy show, with its network, of which `network` was found."""
+    import torch
+
+    from stratbench.workload.network.trial import Trial
+
+    torch.set_num_threads(1)
+    trial = Trial.from_dict(network.trial)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = network.unpredicted or try_footprint(request, trial, network.blocks)
+        if isinstance(made, Footprint):
+            return Rehearsal(made)
+        # Fake tensors may be to blame: real numbers decide, where the network is small.
+        if network.parameters <= MAX_REAL_PARAMETERS:
+            return Rehearsal(refusal=_refusal(request, trial), unpredicted=made)
+        if refusal := _refusal(request, trial, by_rules=True):
+            return Rehearsal(refusal=refusal, unpredicted=made)
+        return Rehearsal(unpredicted=made, unchecked=made)
+
+
+def try_footprint(
+    request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
+) -> Footprint | str:
+    """The footprint, or the error in one line: one model that fails must not stop the whole plan."""
+    from stratbench.extensions.plan.footprint.equal_blocks import Blocks
+    from stratbench.workload.network.trial import NO_VALUES
+
+    try:
+        if blocks is not None:
+            return make_by_blocks(request, trial, Blocks(*blocks))
+        return make_footprint(request, trial)
+    except ModelError as error:  # says by itself what is wrong
+        return str(error)
+    except NO_VALUES:
+        return NO_PREDICTION
+    except Exception as error:  # whatever a model or strategy raises
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
+    """Why the request's strategy cannot train it: its own rules, or what a real step or evaluation raises.
+
+    `by_rules`: no step is taken, and nothing is real.
+    """
+    from stratbench.extensions.plan.footprint import fake
+    from stratbench.workload.network.trial import SAMPLES
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(strategy_class(request.strategy).on_fakes())
+            stack.enter_context(fake.surroundings(request, by_rules))
+            model, strategy, worker = fake.built(request, by_rules)
+            worker.trial = trial
+            acceptance.check_model(strategy, request.network, model, worker)
+            if by_rules:
+                return None
+            strategy.setup(model, worker)
+            if request.autocasts_like_cuda:
+                stack.enter_context(fake.cuda_autocast())
+            strategy.step(*request.example_batch(SAMPLES * request.parts))
+            fake.evaluate(strategy, request)
+        except ModelError as error:
+            return str(error)
+        except Exception as error:
+            if by_rules:
+                return None
+            who = models.in_words(request.network)
+            return f"{who}: {request.strategy} cannot train it: its step raised {error_text(error)}"
+    return None

@@ -1,0 +1,217 @@
+"""Predicts how long a cell will take, as a range: from the study's records or from the device's rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.text.words import counted
+from stratbench.extensions.plan.device_rates import Device
+from stratbench.extensions.plan.footprint.footprint import Footprint
+from stratbench.extensions.plan.needs import Needs, Subject
+
+# A step's time on a device follows from its datasheet and these: at best, at worst, and as one time by which
+# cells are compared. Of the peak, public trainings reach up to 74 %; small images are bound by memory, and
+# small batches by the time that the host takes to launch each operation.
+BEST, WORST, USUAL = range(3)
+GPU_UTILISATION = (0.8, 0.2, 0.7)
+MEMORY_UTILISATION = (0.8, 0.4, 0.8)
+GPU_LAUNCH_S = (2e-6, 10e-6, 10e-6)
+#: Share of the link's rate that a collective gets.
+LINK_UTILISATION = (0.9, 0.4, 0.7)
+#: Share of the computing time beside which a step sends.
+HIDING = (1.0, 0.0, 0.7)
+#: Share of a CPU's measured matrix-product rate that training on it gets.
+CPU_UTILISATION = (0.7, 0.1, 0.3)
+CPU_LAUNCH_S = (2e-6, 30e-6, 8e-6)
+#: Bytes a second that one parameter-server process takes in, applies and hands out, all workers together.
+#: Over TCP at least 2.1e9 were measured (benchmarks/results/ps_transport.md).
+SERVER_BYTES_PER_S = (30e9, 2e9, 8e9)
+#: Of what torch.compile fuses, the share of bytes and launches that is left.
+COMPILED = 0.5
+#: Bytes a second between a GPU and its host, and of the host's memory in the optimizer's step.
+HOST_COPY_BYTES_PER_S = (24e9, 6e9, 12e9)
+HOST_OPTIMIZER_BYTES_PER_S = (40e9, 10e9, 20e9)
+FP32_BYTES = 4
+#: Parameters on the host go to the GPU in forward and in backward, and their gradients come back.
+HOST_COPIES = 3
+#: Bytes that the host's optimizer reads and writes for a parameter: weight, gradient and two moments.
+HOST_OPTIMIZER_BYTES = 28
+#: Start of the processes, rendezvous, data and warm-up, in seconds.
+STARTUP_S = (10.0, 120.0)
+
+SPREAD = 0.1  # of a single measurement
+#: From one strategy's time to another's: faster by no more than this, slower by no more than that.
+OTHER_STRATEGY = (0.5, 6.0)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of seconds and where it comes from."""
+
+    low_s: float
+    high_s: float
+    source: str
+
+    def __iter__(self) -> Iterator[float]:
+        """Its two ends."""
+        return iter((self.low_s, self.high_s))
+
+    def __add__(self, other: Span) -> Span:
+        return Span(self.low_s + other.low_s, self.high_s + other.high_s, self.source)
+
+    def times(self, low: float, high: float) -> Span:
+        return Span(self.low_s * low, self.high_s * high, self.source)
+
+
+@dataclass(frozen=True)
+class ProjectedDuration:
+    """A training that the study's records were projected to: its time, and its global batch."""
+
+    span: Span
+    global_batch: int
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What a step takes on a device at one set of rates, in seconds.
+
+    `compute_s`: None where the device's rate is not known; `link_s`: of what is sent at the link's rate;
+    `awaited_s`: of that, what the next layer waits for; `server_s`: of a server that takes longer than the
+    link; `host_s`: of states that are kept on the host. `hiding`: the share of computing that hides sending.
+    """
+
+    compute_s: float | None
+    link_s: float
+    awaited_s: float
+    server_s: float
+    host_s: float
+    hiding: float
+
+    @property
+    def sending_s(self) -> float:
+        """What it sends."""
+        return max(self.link_s, self.server_s)
+
+    @property
+    def seconds(self) -> float:
+        """The whole of it; only where the device's rate is known."""
+        hidden_s = self.hiding * self.compute_s
+        sends_s = max(0.0, self.sending_s - self.awaited_s - hidden_s)
+        return self.compute_s + self.awaited_s + sends_s + self.host_s
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of the step in which it does not compute; only where the device's rate is known."""
+        return 1 - self.compute_s / self.seconds
+
+
+def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep:
+    """A step by the best rates of a device (BEST), by the worst, or by those that compare cells (USUAL)."""
+    utilisation = LINK_UTILISATION[rates]
+
+    def sending_s(n_bytes: float, within: float = 0.0) -> float:
+        """Seconds to send them, those `within` a node by its own link."""
+        rest_s = (n_bytes - within) / device.link(needs.nodes)
+        return (rest_s + within / device.link(1)) / utilisation
+
+    return PlannedStep(
+        compute_s=None if device.flops_per_s is None else _compute_s(device, s, needs, rates),
+        # The nodes' link carries what all workers and servers on it send.
+        link_s=max(
+            sending_s(needs.wire_bytes, needs.node_bytes), sending_s(needs.link_bytes or 0.0)
+        ),
+        awaited_s=sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
+        server_s=needs.served_bytes / SERVER_BYTES_PER_S[rates],
+        host_s=host_s(needs.slowest)[rates],
+        hiding=HIDING[rates],
+    )
+
+
+def host_s(footprint: Footprint) -> tuple[float, ...]:
+    """Seconds of a step for parameters that a GPU's host keeps and updates; 0 where there are none."""
+    n_bytes = footprint.host_bytes.get("parameters", 0)
+    updated_bytes = n_bytes / FP32_BYTES * HOST_OPTIMIZER_BYTES
+    return tuple(
+        HOST_COPIES * n_bytes / copies + updated_bytes / updates
+        for copies, updates in zip(HOST_COPY_BYTES_PER_S, HOST_OPTIMIZER_BYTES_PER_S, strict=True)
+    )
+
+
+def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
+    """Seconds of a step's computing at one set of rates."""
+    f, batch = needs.slowest, s.samples_per_step
+    launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
+    flops_s = f.computed_flops_per_sample * batch / flops_rate(device, rates)
+    if rates == USUAL and device.attention_utilisation:
+        slower = GPU_UTILISATION[USUAL] / device.attention_utilisation
+        flops_s *= 1 + f.attention_share * (slower - 1)
+    fused = COMPILED if s.settings.compile else 1.0
+    memory_s = 0.0
+    if device.memory_bytes_per_s:
+        rate = device.memory_bytes_per_s * MEMORY_UTILISATION[rates]
+        memory_s = fused * f.touched_bytes.at(batch) / rate
+    launches_s = fused * f.operations_per_step * launch_s[rates]
+    if rates == BEST:
+        compute_s = max(flops_s, memory_s, launches_s)
+    elif rates == WORST:  # all may wait for the slowed worker, or none
+        compute_s = (flops_s + memory_s + launches_s) * s.slowdown
+    else:  # the host launches while the device computes
+        compute_s = max(flops_s + memory_s, launches_s) * s.slowdown
+    return compute_s * s.steps_per_batch / (1 - s.bubble_share)
+
+
+def flops_rate(device: Device, rates: int) -> float:
+    """Floating-point operations that training gets of the device in a second at one set of rates."""
+    utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
+    return device.flops_per_s * utilisation[rates]
+
+
+def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
+    """Seconds that a cell takes beside its training: start-up and evaluations."""
+    if device.flops_per_s is None:
+        return Span(*STARTUP_S, "")
+    flops = needs.slowest.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
+    fast_s = flops / s.mesh.replicas / flops_rate(device, BEST)
+    return Span(STARTUP_S[0] + fast_s, STARTUP_S[1] + flops / flops_rate(device, WORST), "")
+
+
+def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
+    """The time of training, from the record of the most similar cell; None without any.
+
+    Only records of the same experiment and model count: they have the same batch, data and precision.
+    """
+    timed = [
+        r
+        for r in records
+        if r["time"]["train_time_s"]
+        and r["status"] == "ok"
+        and (r["cell"]["experiment"], r["cell"]["model"]) == (cell.experiment, cell.model)
+    ]
+    same = [r for r in timed if r["cell"]["strategy"] == cell.strategy]
+    repeats = [r for r in same if r["cell"]["gpus"] == cell.gpus]
+    if repeats:
+        times_s = [r["time"]["train_time_s"] for r in repeats]
+        source = f"{counted(len(times_s), 'record')} of this cell's repeats"
+        return Span(min(times_s) * (1 - SPREAD), max(times_s) * (1 + SPREAD), source)
+    if same:
+        nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
+        return _rescaled(nearest, cell.gpus)
+    # What a command of the user's does says nothing of others.
+    timed = [r for r in timed if "program" not in r]
+    beside = [r for r in timed if r["cell"]["gpus"] == cell.gpus] or timed
+    if not beside:
+        return None
+    nearest = min(beside, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
+    return _rescaled(nearest, cell.gpus).times(*OTHER_STRATEGY)
+
+
+def _rescaled(record: Mapping[str, Any], gpus: int) -> Span:
+    """A record's time on another number of workers: between perfect scaling and none."""
+    seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
+    scaled_s = seconds * workers / gpus
+    source = f"the record of {record['cell']['strategy']} on {workers}"
+    low_s, high_s = min(seconds, scaled_s), max(seconds, scaled_s)
+    return Span(low_s * (1 - SPREAD), high_s * (1 + SPREAD), source)

@@ -1,0 +1,323 @@
+"""What training of a PyTorch module takes on GPUs, for a loop of your own: `stratbench.estimate`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings, schema_of_given
+from stratbench.cell.text.words import GIB
+from stratbench.extensions.plan.check import BY_COMMAND, equal_blocks, try_footprint
+from stratbench.extensions.plan.device_rates import find_gpu, gpu_device
+from stratbench.extensions.plan.footprint import fake
+from stratbench.extensions.plan.footprint.request import Request
+from stratbench.extensions.plan.footprint.torch_internals import replaced
+from stratbench.extensions.plan.model_answer import NODE_GPUS, choose_batch
+from stratbench.extensions.plan.needs import Subject
+from stratbench.strategies import (
+    REGISTRY,
+    mesh_of,
+    option_defaults,
+    resolved_options,
+    strategy_class,
+)
+from stratbench.study.config.messages import did_you_mean
+from stratbench.study.config.schema import checked_block
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.network.models import Model
+from stratbench.workload.network.own import OwnModel
+from stratbench.workload.tasks import LossKind, Task
+
+#: What a strategy is given where a caller gives no options: what trainers of FSDP use.
+USUAL_OPTIONS: dict[str, dict[str, Any]] = {"fsdp": {"mixed_precision": "policy"}}
+#: Steps of a training, of which the first may differ.
+MANY_STEPS = 1000
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training step takes on each GPU, and how fast it is.
+
+    Attributes:
+        strategy: Name of the strategy.
+        gpus: Number of GPUs.
+        gpu: Their name.
+        batch: Samples of the example batch, which a GPU computes on at once.
+        verdict: fits, tight or does not fit, of that batch.
+        allocated_bytes: What torch.cuda.max_memory_allocated will show.
+        reserved_bytes: What PyTorch's allocator will hold, in expandable segments.
+        shown_bytes: What nvidia-smi will show: with the CUDA context and NCCL's buffers.
+        parts_bytes: What the allocated bytes are for: parameters, gradients, optimizer, activations, ...
+        phase: In which part of a step the peak is.
+        largest_batch: The most samples that fit on a GPU at once; 0 if none do.
+        step_s: Seconds of a step, as one time to compare by; None if the GPU's rate is not known.
+        step_range_s: Seconds of a step at best and at worst; None as `step_s`.
+        time_source: The public runs that the range comes from; empty if it is the datasheet's.
+    """
+
+    strategy: str
+    gpus: int
+    gpu: str
+    batch: int
+    verdict: str
+    allocated_bytes: int
+    reserved_bytes: int
+    shown_bytes: int
+    parts_bytes: dict[str, int]
+    phase: str
+    largest_batch: int
+    step_s: float | None
+    step_range_s: tuple[float, float] | None
+    time_source: str
+
+    def __str__(self) -> str:
+        memory = (self.allocated_bytes, self.reserved_bytes, self.shown_bytes)
+        allocated, reserved, shown = (f"{n / GIB:.2f}" for n in memory)
+        return (
+            f"{self.strategy} on {self.gpus} x {self.gpu}, {self.batch} samples on each at once: "
+            f"{self.verdict}; {allocated} GiB allocated, {reserved} reserved, {shown} shown by nvidia-smi; "
+            f"largest batch {self.largest_batch}"
+        )
+
+
+def estimate(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    gpus: int = 1,
+    gpu: str = "H100 80GB",
+    strategy: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: str = "adamw",
+    precision: str = "bf16",
+    activation_checkpointing: bool = False,
+    gpus_per_node: int = NODE_GPUS,
+) -> Estimate:
+    """Return what training `model` takes on some GPUs. Nothing is trained, and no GPU is needed.
+
+    Args:
+        model: A module that is called with the inputs alone. It may be on the meta device; its values are
+            not looked at, and it is not changed.
+        batch: Inputs and targets, [samples, ...] each, of which only shapes and dtypes count; they may be on
+            the meta device. The samples are those that one GPU computes on at once.
+        gpus: Number of GPUs.
+        gpu: Their name as people write it.
+        strategy: Name of a strategy of stratbench; None: `single` on one GPU, `fsdp` on more.
+        options: Options of the strategy; None: `mixed_precision: policy` of fsdp, and defaults of others.
+        loss: Called with outputs and targets, returns a scalar; None: cross-entropy for targets of whole
+            numbers, mean squares for others.
+        optimizer: adamw or sgd.
+        precision: bf16, fp16, fp32 or tf32, as config.yaml has it.
+        activation_checkpointing: Whether the model's blocks compute their activations again in backward.
+        gpus_per_node: GPUs of a node.
+
+    Raises:
+        ValueError: What is asked cannot be followed; the message says why.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "stratbench.estimate: a process group exists; call it in a process without one"
+        )
+    x, y = _checked(batch)
+    name = strategy or ("single" if gpus == 1 else "fsdp")
+    given = USUAL_OPTIONS.get(name, {}) if options is None else options
+    try:
+        _check_word("strategy", name, REGISTRY)
+        for key in given:
+            _check_word("options", key, option_defaults(name))
+        for key, value in (("optimizer", optimizer), ("precision", precision)):
+            _check_word(key, value, schema_of_given()["properties"][key]["enum"])
+        resolved = resolved_options(name, given, gpus)
+        mesh_of(name, resolved, gpus)
+        cluster = checked_block("cluster", {"gpus_per_node": gpus_per_node})
+        device = gpu_device(find_gpu(gpu, "gpu"), precision, cluster)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"stratbench.estimate: {error}") from error
+    request = _GivenRequest(
+        settings=_settings(name, resolved, gpus, optimizer, precision, activation_checkpointing),
+        input_shape=(1,),  # the example batch says it all
+        classes=0,
+        local_world=min(gpus, gpus_per_node),
+        eval_batch=0,
+        given=Given(model, x.to("meta"), y.to("meta"), loss or _usual_loss(y)),
+    )
+    cls = strategy_class(name)
+    reason = BY_COMMAND if request.by_command else None
+    if cls.divides_network:
+        reason = cls.why_not(request.network)
+    if reason is not None:
+        raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
+    # With a GPU in sight, some of PyTorch's code on fake tensors takes the way of real ones.
+    with replaced(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        footprint = try_footprint(request, blocks=_blocks_of(request))
+    if isinstance(footprint, str):
+        raise ValueError(f"stratbench.estimate: {footprint}")
+    cell = Cell("estimate", "", name, request.settings.model, "", gpus, 0)
+    nothing = Dataset(shape=(0,), classes=0, train_samples=0, test_samples=0)
+    subject = Subject(cell, request.settings, nothing, request.served, None, request)
+    is_text = not x.is_floating_point()
+    chosen = partial(choose_batch, subject, footprint, device, cluster, reads_text=is_text)
+    samples = len(x) * request.parts
+    found, largest = chosen(batch=samples), chosen()
+    peak = footprint.fullest(samples, device.resident_threads).training_peak(
+        samples, device.resident_threads
+    )
+    fits = largest.verdict == "fits"
+    return Estimate(
+        strategy=name,
+        gpus=gpus,
+        gpu=device.name,
+        batch=len(x),
+        verdict=found.verdict,
+        allocated_bytes=found.memory.allocated_bytes,
+        reserved_bytes=found.memory.reserved_bytes,
+        shown_bytes=found.memory.shown_bytes,
+        parts_bytes={part: n for part, n in peak.parts_bytes.items() if n},
+        phase=peak.phase,
+        largest_batch=largest.micro_batch if fits else 0,
+        step_s=found.step_s and found.step_s[2],
+        step_range_s=found.step_s and found.step_s[:2],
+        time_source=found.time_source,
+    )
+
+
+def _blocks_of(request: Request) -> tuple[str, int] | None:
+    """Return path and number of the model's equal blocks; None if there are none."""
+    # What is wrong with the model is told when all of it is followed.
+    with suppress(Exception), fake.surroundings(request):
+        model, _, _ = fake.built(request)
+        return equal_blocks(request, model)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a caller gives: a module, an example batch on the meta device, and the loss."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    loss: Loss
+
+
+@dataclass(frozen=True)
+class _GivenRequest(Request):
+    """A request whose model, batch and loss are objects, in place of what a config names."""
+
+    given: Given = field(kw_only=True)
+
+    @property
+    def network(self) -> Model:
+        own = OwnModel(self.settings.model, f"{__name__}:copy_given", {"given": self.given}, None)
+        return Model("own", None, own=own)
+
+    def example_batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        return tuple(
+            torch.empty((samples, *t.shape[1:]), dtype=t.dtype).zero_()
+            for t in (self.given.inputs, self.given.targets)
+        )
+
+    def tried_task(self) -> tuple[Task, LossKind]:
+        return _GivenTask(self.given.loss), LossKind()
+
+
+class _GivenTask(Task):
+    """A loss alone: nothing is scored."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self._loss(outputs, targets)
+
+
+def copy_given(given: Given) -> nn.Module:
+    """Return a copy of a given module with tensors of no value, in the fake mode that is active."""
+    memo: dict[int, Any] = {}
+    for p in given.model.parameters():
+        empty = torch.empty(p.shape, dtype=p.dtype)
+        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+    for b in given.model.buffers():
+        memo[id(b)] = torch.empty(b.shape, dtype=b.dtype)
+    return deepcopy(given.model, memo)
+
+
+#: Numbers the modules of a process, for what is kept of each by its name.
+_numbers = count(1)
+
+
+def _settings(
+    name: str,
+    options: dict[str, Any],
+    gpus: int,
+    optimizer: str,
+    precision: str,
+    activation_checkpointing: bool,
+) -> Settings:
+    return Settings(
+        strategy=name,
+        options=options,
+        model=f"model-{next(_numbers)}",
+        own_model={"call": f"{__name__}:copy_given", "kwargs": {}, "wrap_classes": None},
+        dataset="",
+        gpus=gpus,
+        seed=0,
+        global_batch=gpus,
+        per_worker_batch=1,
+        steps=MANY_STEPS,
+        lr=0.1,
+        optimizer=optimizer,
+        betas=[0.9, 0.999] if optimizer == "adamw" else None,
+        eps=1e-8 if optimizer == "adamw" else None,
+        precision=precision,
+        activation_checkpointing=activation_checkpointing,
+        device="cuda",
+        data_placement="host",
+    )
+
+
+def _check_word(key: str, value: str, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        listed = ", ".join(allowed)
+        raise ValueError(
+            f"{key} = {value!r}: is none.{did_you_mean(value, allowed)} Allowed: {listed}"
+        )
+
+
+def _checked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    pair = isinstance(batch, tuple | list) and len(batch) == 2
+    if not pair or not all(torch.is_tensor(t) and t.dim() for t in batch):
+        raise ValueError(
+            "stratbench.estimate: batch: give a pair of tensors, inputs and targets; a module of several "
+            "inputs goes into one of one input"
+        )
+    x, y = batch
+    if len(x) != len(y) or not len(x):
+        raise ValueError(
+            f"stratbench.estimate: batch: inputs have {len(x)} samples and targets {len(y)}; give as many "
+            "of both, one at least"
+        )
+    return x, y
+
+
+def _usual_loss(y: Tensor) -> Loss:
+    if y.is_floating_point():
+        return nn.functional.mse_loss
+
+    def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    return cross_entropy

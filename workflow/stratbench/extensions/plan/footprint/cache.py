@@ -1,0 +1,137 @@
+"""Keeps on disk what is found of networks and kinds of cells, and has processes find what is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+from stratbench.cell.extensions import installed
+from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.installation import PACKAGE
+from stratbench.cell.text.words import seconds_text
+from stratbench.extensions.plan.footprint.processes import pool_of
+from stratbench.telemetry.machine.cores import usable_cores
+
+#: The package's files that decide what a training process allocates and sends.
+SOURCES = (
+    "cell/settings.py", "workload/**/*.py", "telemetry/collective*.py", "telemetry/memory.py",
+    "telemetry/flops.py", "telemetry/shards.py", "strategies/**/*.py", "ps/flat.py", "ps/wire/shm.py",
+    "extensions/plan/check.py", "extensions/plan/footprint/*.py",
+    *(f"extensions/{name}/**/*.py" for name, each in installed().items() if each.strategies),
+)  # fmt: skip
+#: The fault where there is no result.
+KILLED = "its process was killed (out of memory?)"
+
+
+class CachedResult(Protocol):
+    """What a process finds, a dataclass. It is kept if it has no `fault`, which may be mended elsewhere."""
+
+    @property
+    def fault(self) -> str | None: ...
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self: ...
+
+    @classmethod
+    def failed(cls, reason: str) -> Self: ...
+
+
+class CachedJob(NamedTuple):
+    """Work for a process: the arguments, and all that the result depends on beside code, JSON-able.
+
+    `weight`: how long it takes beside the others, about.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+    asked: Any
+    weight: float = 1.0
+
+
+Key = TypeVar("Key", bound=Hashable)
+Kept = TypeVar("Kept", bound=CachedResult)
+
+
+def results_of(
+    doing: str,
+    kind: type[Kept],
+    work: Callable[..., Kept],
+    jobs: Mapping[Key, CachedJob],
+    folder: Path,
+    imported: Sequence[str] = (),
+) -> dict[Key, Kept]:
+    """The result of each job: read from `folder`, or made by `work` in a process, and written there.
+
+    `imported`: modules that the processes share, if these are the first.
+
+    The results have the order of `jobs`, not that in which the processes end.
+    Prints what is missing (`doing`, with its number in place of `{}`) and how long it will take.
+    """
+    paths = {key: folder / f"{key_of(job.asked)}.json" for key, job in jobs.items()}
+    results = {key: kept for key, path in paths.items() if (kept := _read(path, kind))}
+    # The longest first, so that none is left running alone at the end.
+    missing = sorted(jobs.keys() - results.keys(), key=lambda key: (-jobs[key].weight, paths[key]))
+    if not missing:
+        return results
+    print(doing.format(len(missing)), flush=True)
+    begun, done, whole = time.monotonic(), 0.0, sum(jobs[key].weight for key in missing)
+    with pool_of(min(len(usable_cores()), len(missing)), imported) as pool:
+        running = {pool.submit(work, *jobs[key].arguments): key for key in missing}
+        for i, future in enumerate(as_completed(running), 1):
+            key = running[future]
+            job = jobs[key]
+            try:
+                result = results[key] = future.result()
+            except BrokenProcessPool:
+                result = results[key] = kind.failed(KILLED)
+            if result.fault is None:
+                entry = {"of": key_parts(job.asked), "result": asdict(result)}
+                write_atomic(paths[key], json.dumps(entry) + "\n")
+            done += job.weight
+            if i % -(-len(missing) // 10) == 0 or i == len(missing):
+                left_s = (time.monotonic() - begun) * (whole / done - 1)
+                left = f", about {seconds_text(left_s)} left" if i < len(missing) else ""
+                print(f"  {job.name}: {i} of {len(missing)}{left}", flush=True)
+    return {key: results[key] for key in jobs}
+
+
+def key_parts(asked: Any) -> dict[str, Any]:
+    """Everything that a result depends on."""
+    return {
+        "asked": asked,
+        "torch": version("torch"),
+        "torchvision": version("torchvision"),
+        "source_sha256": source_sha256(),
+    }
+
+
+def key_of(asked: Any) -> str:
+    """The name of the file that holds a result: a hash of `key_parts`."""
+    text = json.dumps(key_parts(asked), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def source_sha256() -> str:
+    """Hash of SOURCES."""
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(PACKAGE.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, kind: type[Kept]) -> Kept | None:
+    try:
+        return kind.from_dict(read_json(path)["result"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none, or one that was cut off or edited: it will be made again

@@ -1,0 +1,98 @@
+"""Autocast on a CPU that chooses the number formats which it chooses on CUDA.
+
+The lists are those of PyTorch 2.13 (`AT_FORALL_FP32` and the following, ATen/autocast_mode.h).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, fallthrough_kernel
+
+from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister
+from stratbench.workload.torch_internals import get_arguments
+
+#: What is computed in float32, of operands that are cast.
+FLOAT32 = frozenset({
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
+    "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm",
+    "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss",
+    "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss",
+    "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist",
+    "cdist", "renorm", "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d",
+    "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"
+})  # fmt: skip
+#: What is given float32 as its `dtype`, unless its caller names another.
+BY_DTYPE = frozenset({
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"
+})  # fmt: skip
+#: The same, where another operation has the `dtype`.
+BY_OTHER = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+#: What is cast as a whole on a CPU. On CUDA each of its parts is by itself: of cross-entropy the logarithms
+#: are in the scores' own format.
+BY_PARTS = ("cross_entropy_loss",)
+SHORT = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Until the block ends, autocast on a CPU casts as on CUDA. What it casts so anyway is left to it."""
+    library = Library("aten", "IMPL", "AutocastCPU")
+    kernels = dict.fromkeys(FLOAT32, _in_float32) | dict.fromkeys(BY_DTYPE, _by_dtype)
+    kernels |= {name: partial(_by_other, other=_op(other)) for name, other in BY_OTHER.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels take the place of others
+            for name in BY_PARTS:
+                library.impl(name, fallthrough_kernel)
+            for name, kernel in kernels.items():
+                library.impl(name, _outside(partial(kernel, _op(name))))
+        yield
+    finally:
+        unregister(library)
+
+
+def _op(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _outside(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, within which nothing is cast."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with no_autocast():
+            return kernel(*args, **kwargs)
+
+    return called
+
+
+def _in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return op(*map(_cast, args), **{key: _cast(value) for key, value in kwargs.items()})
+
+
+def _cast(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value
+
+
+def _by_dtype(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    place = [argument.name for argument in get_arguments(op)].index("dtype") - 1
+    given = args[place] if place < len(args) else kwargs.get("dtype")
+    if x.dtype in SHORT and given is None:
+        return op(x, *args[:place], **kwargs | {"dtype": torch.float32})
+    return op(x, *args, **kwargs)
+
+
+def _by_other(op: Any, x: Tensor, *args: Any, other: Any) -> Any:
+    return other(x, *args, dtype=torch.float32) if x.dtype in SHORT else op(x, *args)

@@ -1,0 +1,361 @@
+"""Draws the footprint of a network of N equal blocks from those of few of them.
+
+What is counted is a line in the number of blocks. Memory is not: its peak is the largest of many moments. So
+the moments are matched, by the marks that blocks leave in a trace: those of the first blocks from the start,
+those of the last ones from the end. Each pair is a line, and the highest line is the peak.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from stratbench.extensions.plan.footprint.footprint import (
+    Affine,
+    Followed,
+    Footprint,
+    MemoryPeak,
+    Moment,
+    Sums,
+    follow,
+    make_footprint,
+    sums_of,
+    upper_envelope,
+    without_zeros,
+)
+from stratbench.strategies import mesh_of
+from stratbench.telemetry.collectives import CollectiveCall
+
+if TYPE_CHECKING:
+    from stratbench.extensions.plan.footprint.equal_blocks import Blocks
+    from stratbench.extensions.plan.footprint.request import Request
+    from stratbench.extensions.plan.footprint.trace import OperatorTrace
+    from stratbench.workload.network.trial import Trial
+
+log = logging.getLogger(__name__)
+
+#: Blocks of the two networks that are followed. The second has one in the middle, which is repeated.
+FEW, MORE = 5, 6
+#: As many blocks are counted from the start, the others from the end.
+FROM_START = 2
+
+
+def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks) -> Footprint:
+    """Return what `make_footprint` does, by few of the network's equal blocks where that gives the same."""
+    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    # With every-N, none of the few blocks may be one that is computed again.
+    alike = not str(request.settings.activation_checkpointing).startswith("every-")
+    if mesh.stages == 1 and alike:
+        try:
+            return draw_footprint(partial(follow, request, 0, trial), blocks)
+        except UnlikeError:
+            pass
+        except Exception:
+            log.exception("the footprint could not be drawn out; all blocks are followed")
+    return make_footprint(request, trial)
+
+
+def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint:
+    """Return the footprint of a network with `blocks`, of which few are followed.
+
+    Args:
+        follow: Follows the network with so many of its blocks, as its keyword `blocks`.
+        blocks: All of them.
+
+    Raises:
+        UnlikeError: The blocks do not take their turns alike, so that all must be followed.
+    """
+    try:
+        few, more = (follow(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
+    except Exception as error:  # all blocks may not raise it, or say it of themselves
+        raise UnlikeError("fewer blocks") from error
+    if few.others or more.others:
+        raise UnlikeError("steps of several kinds")
+    further, parts = blocks.count - MORE, few.request.parts
+    both = (few, more)
+    phases = len(more.steps[0])
+    steps = [
+        [_segments_of_step(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)] for f in both
+    ]
+    for f, each in zip(both, steps, strict=True):
+        if each[0] != each[1] or len(f.steps[0]) != phases:
+            raise UnlikeError("steps of two batches")
+    (a, _), (b, _) = steps
+    lives = few.lives, more.lives
+    check_steady(b, lives[1], more.calls)
+    footprints = few.footprint(), more.footprint()
+    pairs = matched(a, b)
+    candidates = [(i, j, None) for x, y in pairs for i, j in zip(x.moments, y.moments, strict=True)]
+    sums = [_sums_in_order(f, parts) for f in both]
+    for x, y in pairs:
+        for i, j in zip(range(*x.sums), range(*y.sums), strict=True):
+            if sums[0][i][1] != sums[1][j][1]:
+                raise UnlikeError("reductions")
+            candidates.append((sums[0][i][0], sums[1][j][0], sums[1][j][1]))
+    evaluation = _draw_evaluation(both, 1 + 2 * phases, further)
+    flops = draw(few.forward_flops, more.forward_flops, further)
+    counted = draw(few.counted, more.counted, further)
+    plain = [
+        replace(f, moments=[], evaluation=evaluation, collectives=[], attention_share=0.0)
+        for f in footprints
+    ]
+    return replace(
+        draw(plain[0], plain[1], further),
+        moments=_draw_moments(both, lives, candidates, further),
+        evaluation=evaluation,
+        collectives=[c.listed for c in draw_calls(a, b, (few.calls, more.calls), further)],
+        training_flops_per_sample=more.training_flops(counted, flops[0]),
+        attention_share=flops[1] / flops[0] if flops[0] else 0.0,
+    )
+
+
+def _segments_of_step(followed: Followed, first: int, stop: int) -> list[EventSegment]:
+    return segments_of(followed.trace, followed.blocks.count, first, stop)
+
+
+def _sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
+    """The sums of a step in their order, with the events before each."""
+    by_sums = sums_of(followed.steps, followed.edges, parts)
+    return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
+
+
+def _draw_moments(
+    both: tuple[Followed, Followed],
+    lives: Sequence[Sequence[Sequence[int]]],
+    candidates: Sequence[tuple[int, int, Sums | None]],
+    further: int,
+) -> list[Moment]:
+    """The moments that are a step's peak for some batch, by lines through those of both networks."""
+    parts = both[0].request.parts
+
+    def line_of(i: int, j: int) -> Affine:
+        pair = (draw(few[i], more[j], further) for few, more in zip(*lives, strict=True))
+        return Affine.through(tuple(pair), parts)
+
+    moments = []
+    for kind in dict.fromkeys(sums for _, _, sums in candidates):
+        alike = [(i, j) for i, j, sums in candidates if sums == kind]
+        lines = [line_of(i, j) for i, j in alike]
+        for number in upper_envelope(lines):
+            at = alike[number]
+            held = [
+                draw(
+                    *(
+                        f.trace.parts_bytes(f.edges[batch] + n)
+                        for f, n in zip(both, at, strict=True)
+                    ),
+                    further,
+                )
+                for batch in (0, 1)
+            ]
+            used = {k: Affine.through((held[0][k], held[1][k]), parts) for k in held[0]}
+            phase = both[1].trace.phase_at(both[1].edges[1] + max(at[1] - 1, 0))
+            used = {k: v for k, v in used.items() if v.fixed or v.per_sample}
+            moments.append(Moment(phase, lines[number], used, kind))
+    return moments
+
+
+def _draw_evaluation(both: tuple[Followed, Followed], first: int, further: int) -> MemoryPeak:
+    """The peak of the evaluation, which has one batch."""
+    a, b = (_segments_of_step(f, first, first + 1) for f in both)
+    start = [f.edges[2] for f in both]
+    lives = [f.trace.live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)]
+    best, where = -1, (0, 0)
+    for x, y in matched(a, b):
+        for i, j in zip(x.moments, y.moments, strict=True):
+            n_bytes = draw(lives[0][i], lives[1][j], further)
+            if n_bytes > best:
+                best, where = n_bytes, (i, j)
+    held = [f.trace.parts_bytes(at + n) for f, at, n in zip(both, start, where, strict=True)]
+    return MemoryPeak(best, "evaluation", without_zeros(draw(*held, further)))
+
+
+class UnlikeError(Exception):
+    """Two traces do not match: the network has to be followed with all of its blocks."""
+
+
+@dataclass(frozen=True)
+class EventSegment:
+    """What happens between two marks of a step.
+
+    Attributes:
+        key: The mark, with its block's number from the start, or from the end (negative), and how often this
+            mark came before.
+        moments: Numbers of events, counted from the step's start, after which memory may be highest.
+        calls: The first of the step's collectives in it, and the first after it.
+        sums: The same of its reductions.
+    """
+
+    key: tuple[Any, ...]
+    moments: list[int]
+    calls: tuple[int, int]
+    sums: tuple[int, int]
+
+    @property
+    def block(self) -> int | None:
+        """The block's number; None between blocks."""
+        return self.key[1]
+
+    @property
+    def is_middle(self) -> bool:
+        """Whether it is of the block that only the longer network has."""
+        return self.block == FROM_START - MORE
+
+
+def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> list[EventSegment]:
+    """Return the segments of a step.
+
+    Args:
+        trace: With marks.
+        blocks: Of the network that was followed.
+        first: Number of the step's first phase in the trace.
+        stop: Number of the first phase after it; the number of phases for what comes last.
+    """
+    starts = [i for i, mark in enumerate(trace.marks) if mark.label == "phase"]
+    end = trace.mark_here()
+    marks = trace.marks[starts[first - 1] : starts[stop - 1] if stop <= len(starts) else None]
+    after = trace.marks[starts[stop - 1]] if stop <= len(starts) else end
+    begin = marks[0]
+    seen: dict[tuple[Any, ...], int] = {}
+    segments = []
+    for mark, following in zip(marks, [*marks[1:], after], strict=True):
+        block = mark.block
+        if block is not None and block >= FROM_START:
+            block -= blocks
+        occurrence = seen[mark.label, block] = seen.get((mark.label, block), -1) + 1
+        allocations = [
+            i + 1 - begin.events
+            for i in range(mark.events, following.events)
+            if trace.events[i][1] > 0
+        ]
+        segments.append(
+            EventSegment(
+                (mark.label, block, occurrence),
+                [mark.events - begin.events, *allocations],
+                (mark.calls - begin.calls, following.calls - begin.calls),
+                (mark.sums - begin.sums, following.sums - begin.sums),
+            )
+        )
+    return segments
+
+
+def matched(
+    few: Sequence[EventSegment], more: Sequence[EventSegment]
+) -> list[tuple[EventSegment, EventSegment]]:
+    """Return the segments of both networks in pairs, without the middle. UnlikeError if they do not match."""
+    rest = [s for s in more if not s.is_middle]
+    if [s.key for s in few] != [s.key for s in rest]:
+        raise UnlikeError("marks")
+    pairs = list(zip(few, rest, strict=True))
+    for a, b in pairs:
+        if len(a.moments) != len(b.moments) or _length(a.sums) != _length(b.sums):
+            raise UnlikeError(f"events of {a.key}")
+    return pairs
+
+
+def check_steady(
+    segments: Sequence[EventSegment],
+    lives: Sequence[Sequence[int]],
+    calls: Sequence[CollectiveCall],
+) -> None:
+    """UnlikeError if a block is unlike its neighbours, so that one more might be unlike them, too.
+
+    Args:
+        segments: Of a step of the longer network.
+        lives: Bytes after each event of the step, for each batch.
+        calls: Collectives of the step.
+    """
+    middle = FROM_START - MORE
+    inner = (middle, middle + 1, middle + 2)
+    by_key = {s.key: s for s in segments}
+    some_calls = any(s.calls[1] > s.calls[0] for s in segments if s.key[0] == "backward")
+    for label, block, occurrence in by_key:
+        if block != middle:
+            continue
+        three = [by_key.get((label, i, occurrence)) for i in inner]
+        if None in three or len({len(s.moments) for s in three}) > 1:
+            raise UnlikeError(f"blocks at {label}")
+        for live in lives:
+            for x, y, z in zip(*(s.moments for s in three), strict=True):
+                if live[z] - live[y] != live[y] - live[x]:
+                    raise UnlikeError(f"memory of blocks at {label}")
+        each = [[calls[i] for i in range(*s.calls)] for s in three]
+        if each[0] != each[1] or each[1] != each[2]:
+            raise UnlikeError(f"collectives of blocks at {label}")
+        # Buckets that no block fills drift from block to block.
+        if label == "backward" and some_calls and not each[0]:
+            raise UnlikeError("buckets of several blocks")
+
+
+def draw_calls(
+    few: Sequence[EventSegment],
+    more: Sequence[EventSegment],
+    calls: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
+    further: int,
+) -> list[CollectiveCall]:
+    """Return the collectives of a step with `further` blocks more than the longer network has."""
+    by_key = {s.key: s for s in few}
+    drawn: list[CollectiveCall] = []
+    for is_middle, run in groupby(more, key=lambda s: s.is_middle):
+        segments = list(run)
+        if is_middle:
+            first, stop = segments[0].calls[0], segments[-1].calls[1]
+            drawn += list(calls[1][first:stop]) * (further + 1)
+            continue
+        for s in segments:
+            a, b = calls[0][slice(*by_key[s.key].calls)], calls[1][slice(*s.calls)]
+            drawn += _lengthened(a, b, further)
+    return drawn
+
+
+def _lengthened(
+    a: Sequence[CollectiveCall], b: Sequence[CollectiveCall], further: int
+) -> Iterator[CollectiveCall]:
+    if len(a) == len(b):
+        for x, y in zip(a, b, strict=True):
+            if replace(x, n_bytes=0, sample_bytes=0) != replace(y, n_bytes=0, sample_bytes=0):
+                raise UnlikeError("collectives")
+            n_bytes, sample_bytes = draw(
+                (x.n_bytes, x.sample_bytes), (y.n_bytes, y.sample_bytes), further
+            )
+            yield replace(y, n_bytes=n_bytes, sample_bytes=sample_bytes)
+        return
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    added = len(b) - len(a)
+    if added < 0 or list(b[same + added :]) != list(a[same:]):
+        raise UnlikeError("collectives")
+    yield from b[:same]
+    yield from list(b[same : same + added]) * (further + 1)
+    yield from b[same + added :]
+
+
+def draw(few: Any, more: Any, further: int) -> Any:
+    """Return what numbers of both networks become with `further` blocks more than the longer one.
+
+    Numbers may be in dicts, tuples and dataclasses; all else must be the same in both.
+    """
+    if type(few) is not type(more) and not isinstance(few, int | float):
+        raise UnlikeError("kinds")
+    if isinstance(more, bool | str) or more is None:
+        if few != more:
+            raise UnlikeError("values")
+        return more
+    if isinstance(more, int | float):
+        return more + (more - few) * further
+    if isinstance(more, dict):
+        return {k: draw(few.get(k, 0), more.get(k, 0), further) for k in few | more}
+    if is_dataclass(more):
+        names = [f.name for f in fields(more)]
+        return replace(more, **{n: draw(getattr(few, n), getattr(more, n), further) for n in names})
+    if len(few) != len(more):
+        raise UnlikeError("lengths")
+    return type(more)(draw(x, y, further) for x, y in zip(few, more, strict=True))
+
+
+def _length(ends: tuple[int, int]) -> int:
+    return ends[1] - ends[0]

@@ -1,0 +1,293 @@
+"""Runs one worker of a cell on fake tensors: real model and strategy, but no memory and no device.
+
+A fake process group of any size takes the place of the other workers, so that one process on a CPU
+sees what a rank of a thousand GPUs would allocate and send.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import parallel
+
+from stratbench.cell.run_folder import RunFolder
+from stratbench.extensions.plan.footprint.cuda_autocast import cuda_autocast
+from stratbench.extensions.plan.footprint.equal_blocks import Blocks, keep_blocks, mark_blocks
+from stratbench.extensions.plan.footprint.replica import Replica
+from stratbench.extensions.plan.footprint.request import Request
+from stratbench.extensions.plan.footprint.torch_internals import (
+    FakeTensors,
+    fake_group,
+    torch_on_fakes,
+)
+from stratbench.extensions.plan.footprint.trace import OperatorTrace
+from stratbench.extensions.splitting.pipeline import Pipeline
+from stratbench.extensions.splitting.stages import MeasuredUnit
+from stratbench.ps.flat import FlatSpace
+from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
+from stratbench.strategies import acceptance, base, mesh_of, strategy_class
+from stratbench.strategies.compression import PowerSGD
+from stratbench.strategies.mesh import MeshCoordinate
+from stratbench.strategies.ps import ParameterServer
+from stratbench.telemetry.memory import optimizer_state
+from stratbench.workload.network import models
+from stratbench.workload.network.trial import Trial
+from stratbench.workload.torch_internals import replaced, unset_fake_temporarily
+
+#: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
+CUDA_BLOCK_BYTES = 512
+#: What a strategy that keeps its states on the host holds there beside a GPU.
+HOST_PARTS = ("parameters", "gradients", "optimizer")
+
+
+def traced_steps(
+    request: Request,
+    batches: Iterable[int],
+    number: int = 0,
+    stage: int = 0,
+    trial: Trial | None = None,
+    blocks: Blocks | None = None,
+) -> tuple[OperatorTrace, base.Strategy]:
+    """The trace of the first rank of a stage (rank 0, where there is one), and its strategy after the steps.
+
+    A training step for each of `batches` (samples), then an evaluation. The trace's phases are
+    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first is like any
+    later one, since momentum and buckets exist from the start; where it is not, others come before it.
+    Forward and backward alternate as often as the strategy computes parts of a batch. `number`: of the
+    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`). `trial`: of
+    the network, by which the strategy may refuse it; None: it is not asked. `blocks`: of equal blocks, which
+    hold so many in place of all, and are marked in the trace.
+    """
+    with ExitStack() as stack:
+        # First: what is imported there must not make fake tensors.
+        stack.enter_context(strategy_class(request.strategy).on_fakes())
+        stack.enter_context(surroundings(request, stage=stage))
+        model, strategy, worker = built(request, blocks=blocks)
+        if trial is not None:
+            worker.trial = trial
+            acceptance.check_model(strategy, request.network, model, worker)
+        trace = OperatorTrace(
+            round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
+            on_cpu=not request.on_cuda,
+            on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
+        )
+        set_up(strategy, model, worker)
+        if strategy.warms_up:
+            with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
+                for batch in batches:
+                    strategy.step(*request.example_batch(batch))
+                evaluate(strategy, request)
+        worker.mark = _marking(trace, model)
+        if blocks is not None:
+            mark_blocks(model, blocks.path, trace.mark)
+        _tag_states(trace, strategy, model)
+        with trace:
+            if request.autocasts_like_cuda:
+                stack.enter_context(cuda_autocast())
+            for batch in batches:
+                _step(trace, strategy, request, batch, number)
+            trace.begin("evaluate")
+            evaluate(strategy, request)
+        return trace, strategy
+
+
+@contextmanager
+def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Iterator[None]:
+    """The process group and torch's ways of which a worker of the request is made, until the block ends."""
+    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    with ExitStack() as stack:
+        stack.enter_context(fake_group(request.world_size, mesh.rank(MeshCoordinate(0, stage, 0))))
+        if on_fakes:
+            stack.enter_context(FakeTensors())
+        # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that is not
+        # fused would look at what the loss scaler found, which a fake tensor does not have.
+        fused = request.on_cuda or request.settings.precision == "fp16"
+        by_kernels = request.settings.optimizer_impl == "fused"
+        stack.enter_context(torch_on_fakes(request.on_cuda, fused and by_kernels, not by_kernels))
+        for module in (parallel, parallel.distributed):
+            stack.enter_context(replaced(module, "DistributedDataParallel", Replica))
+        yield
+
+
+def built(
+    request: Request, on_fakes: bool = True, blocks: Blocks | None = None
+) -> tuple[nn.Module, base.Strategy, base.Worker]:
+    """The network, the strategy and its worker, before `setup`; all within `surroundings`."""
+    model = models.for_training(
+        request.network,
+        request.classes,
+        request.input_shape,
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=request.dtype,
+        build=partial(blank, blocks=blocks) if on_fakes else models.build,
+        checkpointing=request.settings.activation_checkpointing,
+    )
+    strategy = strategy_on_fakes(request)
+    with unset_fake_temporarily():
+        task, kind = request.tried_task()
+    worker = base.Worker(
+        settings=request.settings,
+        rank=dist.get_rank(),
+        world_size=request.world_size,
+        local_world=request.local_world,
+        device=torch.device("cpu"),
+        folder=RunFolder(Path()),
+        wrap_groups=models.wrap_groups(request.network, model),
+        task=task,
+        weighs=kind.weighs,
+        mesh=strategy.mesh(request.world_size),
+        input_shape=request.input_shape,
+    )
+    return model, strategy, worker
+
+
+def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
+    """`setup`, and what a training's first steps make beside it."""
+    strategy.setup(model, worker)
+    if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
+        compressor.skip_start()
+        for replica in replicas_of(strategy):
+            replica.reduce_all()
+
+
+def _step(
+    trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int, number: int
+) -> None:
+    # Each is a training's last step: all that may be due, is.
+    strategy.steps, strategy.worker.total_steps = number, number + 1
+    trace.begin("forward")
+    x, y = request.example_batch(batch)
+    trace.tag("activations", (x, y))
+    strategy.step(x, y)
+    _tag_kept(trace, strategy)
+    if isinstance(strategy, FakePipeline):
+        strategy.forget_schedule()
+
+
+def evaluate(strategy: base.Strategy, request: Request) -> None:
+    """As the training loop does: without autocast, the logits in float64."""
+    if not request.eval_batch:
+        return
+    with strategy.evaluating() as model, torch.no_grad():
+        model(request.example_batch(request.eval_batch)[0]).double()
+
+
+def _marking(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
+    """What a strategy calls at the end of a phase: what began before it has its name then."""
+
+    def mark(ended: str) -> None:
+        if ended not in ("forward", "backward"):
+            return
+        trace.phases[-1].name = ended
+        if ended == "backward":
+            trace.tag("gradients", (p.grad for p in model.parameters()))
+        trace.begin("optimizer")
+
+    return mark
+
+
+def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
+    trace.tag("parameters", model.parameters())
+    trace.tag("buffers", model.buffers())
+    if strategy.optimizer is not None:
+        state = optimizer_state(strategy.optimizer).values()
+        trace.tag("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag("optimizer", filter(torch.is_tensor, strategy.extra_state()))
+    _tag_kept(trace, strategy)
+
+
+def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
+    for part, tensors in strategy.kept_tensors().items():
+        trace.tag(part, tensors)
+    for replica in replicas_of(strategy):
+        trace.tag("gradients" if replica.as_view else "buckets", replica.buckets)
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def blank(
+    model: str | models.Model,
+    classes: int,
+    shape: tuple[int, ...],
+    blocks: Blocks | None = None,
+) -> nn.Module:
+    """What `models.build` makes, of fake tensors and without the time that initial weights take.
+
+    `blocks`: of equal blocks, of which so many are left in place of all.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that weights without memory are not initialised
+        made = models.build_without_memory(model, classes, shape)
+    if blocks is not None:
+        keep_blocks(made, *blocks)
+    return made
+
+
+# --- the strategies ------------------------------------------------------------------------------
+
+
+def strategy_on_fakes(request: Request) -> base.Strategy:
+    """The request's strategy, but for what no other process is there for.
+
+    A fake overrides what reaches out of the process and nothing else: whatever else a strategy does, the
+    plan does.
+    """
+    cls = strategy_class(request.strategy)
+    for real, fake in ((ParameterServer, FakeParameterServer), (Pipeline, FakePipeline)):
+        if issubclass(cls, real):
+            cls = type(cls.__name__, (fake, cls), {})
+    return cls(cls.Options(**dict(request.options)))
+
+
+class FakeParameterServer(ParameterServer):
+    """A worker of parameter servers that are not there: its tensors are not mapped."""
+
+    def flatten(self) -> FlatSpace:
+        return FlatSpace(self.model, allocate=_unmapped)
+
+    def connect(self) -> NoChannel:
+        return NoChannel()
+
+
+class NoChannel:
+    """Of the channel to the servers, what a step calls before the first ticket; it moves nothing."""
+
+    def arm(self) -> None: ...
+
+    def weigh(self, weight: Tensor) -> None: ...
+
+    def rehearse(self) -> None: ...
+
+
+def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
+    weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
+    buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
+    return FlatTensors(weights, torch.zeros_like(weights), buffers)
+
+
+class FakePipeline(Pipeline):
+    """A worker of a pipeline whose other stages are not there."""
+
+    def measure(self, *args: Any) -> list[MeasuredUnit]:
+        with unset_fake_temporarily():
+            return super().measure(*args)
+
+    def forget_schedule(self) -> None:
+        """Have the next step make its own buffers, as large as its batch."""
+        self._schedule, self._stages, self._batch = None, [], 0
+
+
+def replicas_of(strategy: base.Strategy) -> list[Replica]:
+    """What stands for DistributedDataParallel in what the strategy has wrapped."""
+    module = getattr(strategy, "module", None)
+    return [] if module is None else [m for m in module.modules() if isinstance(m, Replica)]

@@ -1,0 +1,519 @@
+"""The footprint of a cell: memory and traffic of one rank, for any batch.
+
+Two training steps with different batches run on fake tensors (`fake.py`). Every event of a step has
+a fixed size and a size per sample, so the two give the peak for all batches.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from stratbench.extensions.plan.footprint.reductions import Reduction
+from stratbench.extensions.plan.footprint.request import Request
+from stratbench.strategies import mesh_of
+from stratbench.telemetry.flops import TRAINING_FLOPS, counted_flops
+from stratbench.workload.network import models
+from stratbench.workload.users_code import ModelError
+
+if TYPE_CHECKING:
+    from stratbench.extensions.plan.footprint.equal_blocks import Blocks
+    from stratbench.extensions.plan.footprint.trace import OperatorTrace, Phase
+    from stratbench.strategies.base import Strategy
+    from stratbench.strategies.ps import ParameterServer
+    from stratbench.telemetry.collectives import CollectiveCall
+    from stratbench.workload.network.trial import Trial
+
+#: Samples of the two steps, in each of the parts in which they are computed.
+BATCHES = (16, 32)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A quantity that is a line in the batch: fixed + per_sample * batch."""
+
+    fixed: float
+    per_sample: float
+
+    def at(self, batch: int) -> float:
+        return self.fixed + self.per_sample * batch
+
+    @classmethod
+    def through(cls, values: tuple[float, float], parts: int = 1) -> Affine:
+        """The line through the two values measured at `parts` times BATCHES."""
+        slope = (values[1] - values[0]) / (parts * (BATCHES[1] - BATCHES[0]))
+        return cls(values[0] - slope * parts * BATCHES[0], slope)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A sum on CUDA (`Reduction`) for any batch: how many are made, and of how many numbers each."""
+
+    outputs: Affine
+    inputs: Affine
+    together: int
+    sum_bytes: int
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Sums:
+        return cls(**fields | {k: Affine(**fields[k]) for k in ("outputs", "inputs")})
+
+    def buffer_bytes(self, batch: int, resident_threads: int) -> int:
+        outputs, inputs = (round(line.at(batch)) for line in (self.outputs, self.inputs))
+        made = Reduction(outputs, inputs, self.together, self.sum_bytes)
+        return made.buffer_bytes(resident_threads)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory at a moment of a step. For some batch this moment is the peak.
+
+    `sums`: what is summed up at this moment, whose buffer on a GPU is not in the bytes.
+    """
+
+    phase: str
+    total_bytes: Affine
+    parts_bytes: dict[str, Affine]
+    sums: Sums | None = None
+
+    def buffer_bytes(self, batch: int, resident_threads: int) -> int:
+        """Bytes of the buffer on a GPU that holds so many threads at once; 0 where it is not known."""
+        if self.sums is None or not resident_threads:
+            return 0
+        return self.sums.buffer_bytes(batch, resident_threads)
+
+    def bytes_at(self, batch: int, resident_threads: int) -> float:
+        return self.total_bytes.at(batch) + self.buffer_bytes(batch, resident_threads)
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Peak bytes of one rank: how many, in which phase, and what they are for."""
+
+    n_bytes: int
+    phase: str
+    parts_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory and traffic of rank 0, which holds the largest share.
+
+    `between_steps_bytes`: what exists between two steps, by part; `host_bytes`: the same of what is kept
+    on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, its ranks where they are
+    not all, and what comes to the bytes with each sample, if anything. `flops_per_sample`: of the forward
+    pass; `training_flops_per_sample`: of forward and backward, which frozen parameters make less;
+    `recomputed_flops_per_sample`: what checkpointed blocks compute again beside that.
+    `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
+    `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
+    `attention_share`: the share of `flops_per_sample` in fused attention, which is slower than products.
+    `frozen_bytes`: what of the parameters that this rank holds is never trained. `streamed_bytes`: the most
+    that FSDP holds at a moment of a step to gather and to scatter. `stages`: the same of the
+    first rank of each stage, where the network is cut into several; what stands here is the first one's.
+    """
+
+    model_states_bytes: dict[str, int]
+    between_steps_bytes: dict[str, int]
+    moments: list[Moment]
+    evaluation: MemoryPeak
+    collectives: list[tuple[Any, ...]]
+    flops_per_sample: float
+    training_flops_per_sample: float
+    operations_per_step: int
+    touched_bytes: Affine
+    flat_bytes: dict[str, int]
+    host_bytes: dict[str, int] = field(default_factory=dict)
+    grown_bytes: int = 0
+    frozen_bytes: int = 0
+    streamed_bytes: int = 0
+    on_cuda: bool = False
+    attention_share: float = 0.0
+    recomputed_flops_per_sample: float = 0.0
+    stages: list[Footprint] = field(default_factory=list)
+
+    @property
+    def each(self) -> list[Footprint]:
+        """Of every stage; of one like all ranks, where the network has no stages."""
+        return self.stages or [self]
+
+    def fullest(self, batch: int, resident_threads: int = 0) -> Footprint:
+        """Of the rank that needs most, with `stages` as here."""
+        fullest = max(self.each, key=lambda f: f.needed_bytes(batch, resident_threads))
+        return replace(fullest, stages=self.stages)
+
+    @property
+    def computed_flops_per_sample(self) -> float:
+        """Operations of a step per sample, with those of checkpointed blocks that are computed again."""
+        return self.training_flops_per_sample + self.recomputed_flops_per_sample
+
+    @property
+    def slowest(self) -> Footprint:
+        """Of the rank that computes most."""
+        return max(self.each, key=lambda f: f.computed_flops_per_sample)
+
+    def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
+        """The peak of a training step with `batch` samples on this rank.
+
+        `resident_threads`: that the GPU holds at once, on which the buffers of sums depend; 0: there
+        are none.
+        """
+        highest = max(self.moments, key=lambda m: m.bytes_at(batch, resident_threads))
+        parts = {k: round(v.at(batch)) for k, v in highest.parts_bytes.items()}
+        if buffer_bytes := highest.buffer_bytes(batch, resident_threads):
+            parts["scratch"] = parts.get("scratch", 0) + buffer_bytes
+        return MemoryPeak(round(highest.bytes_at(batch, resident_threads)), highest.phase, parts)
+
+    def reserved_bytes(self, batch: int, resident_threads: int = 0) -> int:
+        """The bytes that PyTorch's allocator reserves on a GPU for that step, in expandable segments.
+
+        FSDP gathers and scatters in streams of their own, whose memory no other stream is given: what is
+        gathered, what is scattered, and gradients, which are what comes of it.
+        """
+        peak = self.training_peak(batch, resident_threads)
+        if not self.streamed_bytes:
+            return peak.n_bytes
+        gradients_bytes = 0 if self.host_bytes else self.model_states_bytes["gradients_bytes"]
+        pools = {"communication": self.streamed_bytes, "gradients": gradients_bytes}
+        held = peak.parts_bytes
+        return peak.n_bytes + sum(max(0, n - held.get(part, 0)) for part, n in pools.items())
+
+    def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
+        """The most bytes that a cell needs, without the data set.
+
+        On a CPU the warm-up trains and evaluates while its copy is kept in the same memory.
+        """
+        peak_bytes = self.training_peak(batch, resident_threads).n_bytes
+        return max(peak_bytes, self.evaluation.n_bytes) + self.copied_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the warm-up's copy of what is trained and of buffers, which is in host memory."""
+        held = self.between_steps_bytes
+        trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
+        return trained_bytes + held.get("buffers", 0)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of that copy in the device's memory, which a CPU shares with the host."""
+        return 0 if self.on_cuda else self.saved_bytes
+
+    def largest_batch(
+        self,
+        available_bytes: float,
+        resident_threads: int = 0,
+        data_bytes: Callable[[int], int] = lambda _: 0,
+    ) -> int:
+        """The most samples that fit into `available_bytes` on every rank; 0 if not even one does.
+
+        `data_bytes`: what the data take there beside so many samples.
+        """
+        return bisect_right(
+            range(1, 1 << 24),
+            available_bytes,
+            key=lambda batch: (
+                max(f.needed_bytes(batch, resident_threads) for f in self.each) + data_bytes(batch)
+            ),
+        )
+
+    def payload_bytes(self) -> dict[str, int]:
+        """Bytes that the collectives of a step work on, by kind of collective."""
+        payload: dict[str, int] = {}
+        for kind, n_bytes, *_ in self.collectives:
+            payload[kind] = payload.get(kind, 0) + n_bytes
+        return payload
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Footprint:
+        """The inverse of `asdict`, also after JSON."""
+        moments = [
+            Moment(
+                m["phase"],
+                Affine(**m["total_bytes"]),
+                {k: Affine(**v) for k, v in m["parts_bytes"].items()},
+                m["sums"] and Sums.from_dict(m["sums"]),
+            )
+            for m in fields["moments"]
+        ]
+        return cls(
+            **fields
+            | {
+                "moments": moments,
+                "evaluation": MemoryPeak(**fields["evaluation"]),
+                "collectives": [tuple(c) for c in fields["collectives"]],
+                "touched_bytes": Affine(**fields["touched_bytes"]),
+                "stages": [cls.from_dict(f) for f in fields["stages"]],
+            }
+        )
+
+
+def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
+    """The footprint of a request: runs it on fake tensors, which takes seconds for each stage.
+
+    `trial`: of its network. With it, Refused is raised where the strategy refuses the network.
+    """
+    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    found = [follow(request, stage, trial).footprint() for stage in range(mesh.stages)]
+    return found[0] if len(found) == 1 else replace(found[0], stages=found)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Two steps of a worker on fake tensors, with different batches.
+
+    Attributes:
+        request: What was followed.
+        blocks: Of equal blocks, how many the network has in place of all; None: all.
+        trace: What happened.
+        strategy: The strategy after the steps.
+        steps: The phases of each step.
+        edges: The events at which the steps and the evaluation begin.
+        calls: The collectives of a step, each with what comes to its bytes for a sample.
+        others: Moments of steps of other kinds.
+    """
+
+    request: Request
+    blocks: Blocks | None
+    trace: OperatorTrace
+    strategy: Strategy
+    steps: tuple[list[Phase], list[Phase]]
+    edges: list[int]
+    calls: list[CollectiveCall]
+    others: list[Moment]
+
+    @property
+    def lives(self) -> list[list[int]]:
+        """Bytes that exist after each number of events of a step, for each of both batches."""
+        length = self.edges[1] - self.edges[0]
+        return [self.trace.live_bytes(edge, edge + length) for edge in self.edges[:2]]
+
+    @property
+    def forward_flops(self) -> tuple[int, int]:
+        """Operations of the second step's forward, and those of fused attention among them."""
+        forward = [phase for phase in self.steps[1] if phase.name == "forward"]
+        return sum(p.flops for p in forward), sum(p.attention_flops for p in forward)
+
+    @property
+    def recomputed_flops(self) -> int:
+        """Operations of the second step that checkpointed blocks compute again."""
+        return sum(phase.recomputed_flops for phase in self.steps[1])
+
+    @cached_property
+    def counted(self) -> dict[str, float]:
+        """Operations of a sample on the whole network, as a job counts them."""
+        forward_flops = self.forward_flops[0] / (self.request.parts * BATCHES[1])
+        return _counted_flops(self.request, forward_flops, self.blocks)
+
+    def training_flops(self, counted: dict[str, float], flops: int) -> float:
+        """Operations of a sample's forward and backward on a rank.
+
+        Of divided layers, and of some of them, a rank computes a part of forward, and the same of all.
+
+        Args:
+            counted: As the attribute.
+            flops: Of the second step's forward.
+        """
+        training_flops = counted["training_flops_per_sample"]
+        if self.strategy.worker.mesh.members == 1:
+            return training_flops
+        forward_flops = flops / (self.request.parts * BATCHES[1])
+        return training_flops * (forward_flops / counted["forward_flops_per_sample"])
+
+    def footprint(self) -> Footprint:
+        """The footprint of what was followed."""
+        request, trace, strategy, edges = self.request, self.trace, self.strategy, self.edges
+        parts, (flops, attention_flops) = request.parts, self.forward_flops
+        touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.steps]
+        moments = _moments(trace, self.steps, self.lives, edges, parts)
+        return Footprint(
+            model_states_bytes=strategy.model_states(),
+            between_steps_bytes=without_zeros(trace.parts_bytes(edges[0])),
+            moments=_highest(moments + self.others),
+            evaluation=_evaluation(trace, edges[2]),
+            collectives=[c.listed for c in self.calls],
+            flops_per_sample=flops / (parts * BATCHES[1]),
+            training_flops_per_sample=self.training_flops(self.counted, flops),
+            operations_per_step=sum(phase.operations for phase in self.steps[1]),
+            touched_bytes=Affine.through((touched[0], touched[1]), parts),
+            flat_bytes=_flat_bytes(strategy) if request.served else {},
+            host_bytes=trace.host_bytes(edges[0]),
+            grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
+            frozen_bytes=_frozen_bytes(strategy),
+            streamed_bytes=trace.streamed_bytes(*edges[1:]),
+            on_cuda=request.on_cuda,
+            attention_share=attention_flops / flops if flops else 0.0,
+            recomputed_flops_per_sample=self.recomputed_flops / (parts * BATCHES[1]),
+        )
+
+
+def follow(
+    request: Request, stage: int = 0, trial: Trial | None = None, blocks: Blocks | None = None
+) -> Followed:
+    """Return two steps of a stage's first rank. ModelError where they differ in more than their batch.
+
+    `blocks`: of equal blocks, which hold so many in place of all.
+    """
+    from stratbench.extensions.plan.footprint import fake
+
+    parts = request.parts
+    batches = [parts * batch for batch in BATCHES]
+    trace, strategy = fake.traced_steps(request, batches, 0, stage, trial, blocks)
+    steps, edges = _two_steps(trace)
+    each = [[c for phase in step for c in phase.collectives] for step in steps]
+    kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
+    if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
+        raise ModelError(
+            f"{models.in_words(request.network)}: two training steps differ in more than their batch, as "
+            "where forward keeps a tensor for the next step: what other batches take cannot be predicted"
+        )
+    collectives = []
+    for call, other in zip(*each, strict=True):
+        if call != other:
+            line = Affine.through((call.n_bytes, other.n_bytes), parts)
+            call = replace(call, n_bytes=line.fixed, sample_bytes=line.per_sample)
+        collectives.append(call)
+    others = []
+    for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
+        other, _ = fake.traced_steps(request, batches, number, stage, trial)
+        lives_of = Followed(request, None, other, strategy, *_two_steps(other), [], [])
+        others += _moments(other, lives_of.steps, lives_of.lives, lives_of.edges, parts)
+    return Followed(request, blocks, trace, strategy, steps, edges, collectives, others)
+
+
+def _two_steps(
+    trace: OperatorTrace,
+) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
+    """The phases of the two steps, and the events at which these and the evaluation begin."""
+    # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
+    n = len(trace.phases) // 2 - 1
+    steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
+    return steps, [p.first for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
+
+
+def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
+    layout = strategy.flat.layout
+    return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
+
+
+def _frozen_bytes(strategy: Strategy) -> int:
+    from stratbench.telemetry.shards import local_part
+
+    frozen = [local_part(p) for p in strategy.model.parameters() if not p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in frozen)
+
+
+def _counted_flops(
+    request: Request, forward_flops: float, blocks: Blocks | None
+) -> dict[str, float]:
+    """Operations of a sample on the whole network, as the job counts them.
+
+    `forward_flops`: of the forward that was followed, for a user's network that cannot be counted by itself.
+    """
+    s = request.settings
+    own = json.dumps(s.own_model, sort_keys=True)
+    try:
+        return _flops_of(s.model, own, request.classes, request.input_shape, blocks)
+    except Exception:  # whatever a model raises
+        if s.own_model is None:
+            raise
+        return {
+            "forward_flops_per_sample": forward_flops,
+            "training_flops_per_sample": TRAINING_FLOPS * forward_flops,
+        }
+
+
+@cache
+def _flops_of(
+    model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
+) -> dict[str, int]:
+    """The same; they are those of the network alone, which is built and counted once a process."""
+    from stratbench.extensions.plan.footprint.fake import blank
+
+    network = models.named_model(model, json.loads(own))
+    return counted_flops(partial(blank, network, classes, shape, blocks), shape)
+
+
+def _moments(
+    trace: OperatorTrace,
+    steps: tuple[list[Phase], list[Phase]],
+    lives: list[list[int]],
+    edges: list[int],
+    parts: int,
+) -> list[Moment]:
+    """The moments of a step that are its peak for some batch of at least one sample, on some GPU."""
+    lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
+    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines)]
+    for sums, at in sums_of(steps, edges, parts).items():
+        chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at])]
+    moments = []
+    for i, sums in chosen:
+        both = [trace.parts_bytes(edge + i) for edge in edges[:2]]
+        held = {k: Affine.through((both[0][k], both[1][k]), parts) for k in both[0]}
+        used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
+        # After i events: the event that led here is number i - 1.
+        phase = trace.phase_at(edges[1] + max(i - 1, 0))
+        moments.append(Moment(phase, lines[i], used, sums))
+    return moments
+
+
+def sums_of(
+    steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
+) -> dict[Sums, list[int]]:
+    """The sums of a step that may need a buffer, and after how many of the step's events each is made."""
+    made = [
+        [(at - edge, r) for phase in step for at, r in phase.reductions]
+        for step, edge in zip(steps, edges[:2], strict=True)
+    ]
+    found: dict[Sums, list[int]] = {}
+    for (at, one), (_, other) in zip(*made, strict=True):
+        sums = Sums(
+            Affine.through((one.outputs, other.outputs), parts),
+            Affine.through((one.inputs, other.inputs), parts),
+            max(one.together, other.together),
+            one.sum_bytes,
+        )
+        found.setdefault(sums, []).append(at)
+    return found
+
+
+def _highest(moments: list[Moment]) -> list[Moment]:
+    """Of the moments with no sum, and with each kind of sum, those that are highest for some batch."""
+    found = []
+    for sums in dict.fromkeys(m.sums for m in moments):
+        alike = [m for m in moments if m.sums == sums]
+        found += [alike[i] for i in upper_envelope([m.total_bytes for m in alike])]
+    return found
+
+
+def upper_envelope(lines: list[Affine]) -> list[int]:
+    """The lines that are highest for some batch >= 1, by ascending slope."""
+    batch, found = 1.0, []
+    current = max(range(len(lines)), key=lambda i: (lines[i].at(1), lines[i].per_sample))
+    while True:
+        found.append(current)
+        best, best_at = None, float("inf")
+        for i, line in enumerate(lines):
+            steeper = line.per_sample - lines[current].per_sample
+            if steeper > 0:
+                meets_at = max((lines[current].fixed - line.fixed) / steeper, batch)
+                if meets_at < best_at or (
+                    meets_at == best_at and line.per_sample > lines[best].per_sample
+                ):
+                    best, best_at = i, meets_at
+        if best is None:
+            return found
+        current, batch = best, best_at
+
+
+def _evaluation(trace: OperatorTrace, first: int) -> MemoryPeak:
+    stop = len(trace.events)
+    live = trace.live_bytes(first, stop)
+    at = max(range(len(live)), key=live.__getitem__)
+    return MemoryPeak(live[at], "evaluation", without_zeros(trace.parts_bytes(first + at)))
+
+
+def without_zeros(parts: dict[str, int]) -> dict[str, int]:
+    return {k: v for k, v in parts.items() if v}

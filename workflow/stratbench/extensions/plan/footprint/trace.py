@@ -1,0 +1,328 @@
+"""Records what operators allocate, compute and send, as a list of events.
+
+Used on fake tensors (`fake.py`), where nothing is really allocated. It works on real ones, too.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stratbench.extensions.plan.footprint.reductions import Reduction
+from stratbench.extensions.plan.footprint.torch_internals import FLOP_FORMULAS
+from stratbench.extensions.plan.footprint.traffic import PARTS, staging_bytes
+from stratbench.telemetry.collective_count import collective_of, tensors_in
+from stratbench.telemetry.collectives import CollectiveCall
+from stratbench.telemetry.shards import local_part
+from stratbench.workload.network.checkpointing import is_recomputing
+from stratbench.workload.torch_internals import (
+    CPU_ATTENTION_BACKWARD,
+    TorchDispatchMode,
+    get_storage_key,
+)
+
+#: Scalars weigh nothing, and the loss scaler's come and go at other times in its first step.
+SCALAR_BYTES = 8
+
+
+@dataclass
+class Phase:
+    """What happened between two marks."""
+
+    name: str
+    first: int  # number of its first event
+    operations: int = 0  # kernels, about: operations that are not views
+    touched_bytes: int = 0  # read and written by them
+    flops: int = 0
+    attention_flops: int = 0  # of these, those of fused attention
+    recomputed_flops: int = 0  # of these, those of checkpointed blocks that are computed again
+    collectives: list[CollectiveCall] = field(default_factory=list)
+    #: Operations and bytes of the phase when each of the collectives started.
+    reached: list[tuple[int, int]] = field(default_factory=list)
+    #: Sums that may need a buffer on CUDA, with the number of events before that.
+    reductions: list[tuple[int, Reduction]] = field(default_factory=list)
+
+
+class TraceMark(NamedTuple):
+    """A place in a trace: how many events, collectives and reductions came before it.
+
+    `label`: `phase` where one begins; or what of the equal block number `block` begins or ends there.
+    """
+
+    label: str
+    block: int | None
+    events: int
+    calls: int
+    sums: int
+
+
+class OperatorTrace(TorchDispatchMode):
+    """While active, logs each change of a tensor storage's size and each collective.
+
+    `events` are (storage number, change in bytes); `tags` says what a storage is for, if that is
+    known, and may be learnt after the event. `round_bytes`: sizes count as multiples of it, as an
+    allocator hands them out. `on_cpu`: whether to log also what the CPU's libraries allocate for a
+    moment: gloo in its collectives, oneDNN in its convolutions. `on_host`: parts of memory that are not
+    in the device's, and so in no sum unless it asks for them.
+    """
+
+    def __init__(
+        self, round_bytes: int = 1, on_cpu: bool = False, on_host: Collection[str] = ()
+    ) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self.tags: dict[int, str] = {}
+        #: Storages that FSDP makes in streams of its own, to gather and to scatter.
+        self.streamed: set[int] = set()
+        self.marks: list[TraceMark] = []
+        self.phases = [Phase("setup", 0)]
+        self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
+        self._known: dict[
+            int, list[Any]
+        ] = {}  # address of a storage: number, bytes, weak reference
+        self._count = 0
+
+    # --- what the caller says ----------------------------------------------------------------------
+
+    def begin(self, phase: str) -> None:
+        """What follows belongs to `phase`."""
+        self.mark("phase")
+        self.phases.append(Phase(phase, len(self.events)))
+
+    def mark(self, label: str, block: int | None = None) -> None:
+        """Remember this place."""
+        self.marks.append(self.mark_here(label, block))
+
+    def mark_here(self, label: str = "", block: int | None = None) -> TraceMark:
+        """This place."""
+        calls = sum(len(phase.collectives) for phase in self.phases)
+        sums = sum(len(phase.reductions) for phase in self.phases)
+        return TraceMark(label, block, len(self.events), calls, sums)
+
+    def tag(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Say what the tensors' storages are for. New ones are counted from now on."""
+        for t in tensors:
+            if t is not None:
+                self.tags[self._note(local_part(t))] = part
+
+    # --- what is logged ----------------------------------------------------------------------------
+
+    def __enter__(self) -> OperatorTrace:
+        # FSDP resizes the storages of its gathered parameters, which no operator sees.
+        self._resize = original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            result = original(storage, n_bytes)
+            if (entry := self._known.get(get_storage_key(storage))) is not None:
+                self._change(entry, storage.size())
+                self.tags.setdefault(entry[0], "gathered")
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t is DTensor for t in types):
+            return NotImplemented  # the operations on the local tensors will come by
+        kwargs = kwargs or {}
+        collective = self._collective(op, args, kwargs)
+        out = op(*args, **kwargs)
+        made = [self._note(t) for t in tensors_in(out)]
+        phase = self.phases[-1]
+        reached = phase.flops, phase.touched_bytes
+        # `prim`: C++ asks a fake tensor for its device, which launches nothing.
+        if not op.is_view and op.namespace != "prim":
+            phase.operations += 1
+            phase.touched_bytes += sum(map(_n_bytes, tensors_in((args, kwargs)))) + sum(
+                map(_n_bytes, tensors_in(out))
+            )
+            if op.overloadpacket in FLOP_FORMULAS:
+                flops = FLOP_FORMULAS[op.overloadpacket](*args, **kwargs, out_val=out)
+                phase.flops += flops
+                phase.attention_flops += flops * ("attention" in op.__name__)
+                phase.recomputed_flops += flops * is_recomputing()
+        if self._on_cpu and op.overloadpacket in _CONVOLUTIONS:
+            for copies_bytes in _CONVOLUTIONS[op.overloadpacket](args, out):
+                self._passing("scratch", copies_bytes)
+        if not self._on_cpu and op.overloadpacket is CPU_ATTENTION_BACKWARD:
+            self._passing("scratch", _flash_attention_bytes(args[1]))
+        if not self._on_cpu and op.overloadpacket in _SUMS:
+            reduction = _SUMS[op.overloadpacket](args)
+            if reduction is not None:
+                phase.reductions.append((len(self.events), reduction))
+        if op.namespace == "fsdp":
+            self._tag_fsdp(op.__name__, args, kwargs, made)
+        if collective is not None:
+            phase.collectives.append(collective)
+            phase.reached.append(reached)
+        return out
+
+    def _collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
+        """The collective that `op` is, with its memory logged; None for any other operation."""
+        collective = collective_of(op, args, kwargs)
+        if collective is None:
+            return None
+        if collective.kind in ("all_gather", "reduce_scatter"):
+            for t in tensors_in((args, kwargs)):
+                self.tags.setdefault(self._note(t), "communication")
+        if self._on_cpu:
+            self._passing("staging", [staging_bytes(collective)])
+        return collective
+
+    def _tag_fsdp(self, name: str, args: Any, kwargs: Any, made: list[int]) -> None:
+        match name.partition(".")[0]:
+            case "all_gather_copy_in":
+                self.tags.update(dict.fromkeys(made, "communication"))
+                self.streamed.update(made)
+            case "chunk_cat":  # the gathered parameters' gradients, into what will be scattered
+                for t in tensors_in(args):
+                    self.tags.setdefault(self._note(t), "gathered")
+                scattered = [self._note(t) for t in tensors_in(kwargs)]
+                self.tags.update(dict.fromkeys(scattered, "communication"))
+                self.streamed.update(scattered)
+
+    def _passing(self, part: str, sizes: list[int]) -> None:
+        """Log allocations that exist together for a moment."""
+        numbers = range(self._count + 1, self._count + 1 + len(sizes))
+        self._count += len(sizes)
+        self.tags.update(dict.fromkeys(numbers, part))
+        made = list(zip(numbers, sizes, strict=True))
+        self.events += made
+        self.events += [(number, -n_bytes) for number, n_bytes in reversed(made)]
+
+    def _note(self, tensor: torch.Tensor) -> int:
+        """The number of the tensor's storage, whose size is logged if it has changed."""
+        storage = tensor.untyped_storage()
+        key = get_storage_key(storage)
+        entry = self._known.get(key)
+        if entry is None:
+            self._count += 1
+            entry = [self._count, 0, weakref.ref(storage, partial(self._freed, key))]
+            self._known[key] = entry
+        self._change(entry, storage.size())
+        return entry[0]
+
+    def _change(self, entry: list[Any], n_bytes: int) -> None:
+        if n_bytes <= SCALAR_BYTES:
+            n_bytes = 0
+        n_bytes = -(-n_bytes // self._round_bytes) * self._round_bytes
+        if n_bytes != entry[1]:
+            self.events.append((entry[0], n_bytes - entry[1]))
+            entry[1] = n_bytes
+
+    def _freed(self, key: int, _: object) -> None:
+        number, n_bytes, _reference = self._known.pop(key)
+        if n_bytes:
+            self.events.append((number, -n_bytes))
+
+    # --- what came of it ---------------------------------------------------------------------------
+
+    def live_bytes(self, first: int, stop: int) -> list[int]:
+        """Bytes that existed after `first`, first + 1, ... and `stop` events."""
+        away = {number for number, part in self.tags.items() if part in self._on_host}
+        changes = (0 if number in away else n for number, n in self.events[:stop])
+        return list(accumulate(changes, initial=0))[first:]
+
+    def streamed_bytes(self, first: int, stop: int) -> int:
+        """The most bytes of `streamed` storages that exist between two events."""
+        changes = (n if number in self.streamed else 0 for number, n in self.events[:stop])
+        return max(list(accumulate(changes, initial=0))[first:])
+
+    def parts_bytes(self, at: int) -> dict[str, int]:
+        """Bytes that existed after `at` events, by what they were for."""
+        parts = self._all_parts_bytes(at)
+        return parts | dict.fromkeys(self._on_host, 0)
+
+    def host_bytes(self, at: int) -> dict[str, int]:
+        """The same of what is on the host."""
+        parts = self._all_parts_bytes(at)
+        return {part: parts[part] for part in self._on_host}
+
+    def _all_parts_bytes(self, at: int) -> dict[str, int]:
+        sizes: dict[int, int] = {}
+        born: dict[int, int] = {}
+        for i, (number, change) in enumerate(self.events[:at]):
+            sizes[number] = sizes.get(number, 0) + change
+            born.setdefault(number, i)
+        parts = dict.fromkeys(PARTS, 0)
+        for number, n_bytes in sizes.items():
+            parts[self._part(number, born[number])] += n_bytes
+        return parts
+
+    def phase_at(self, event: int) -> str:
+        """Name of the phase that an event belongs to."""
+        return [p.name for p in self.phases if p.first <= event][-1]
+
+    def _part(self, number: int, event: int) -> str:
+        if number in self.tags:
+            return self.tags[number]
+        in_forward = self.phase_at(event) in ("forward", "evaluate")
+        return "activations" if in_forward else "temporaries"
+
+
+def _n_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
+    """OneDNN computes in a blocked layout: it copies the input and the weight, and the result back."""
+    return [[_n_bytes(args[0]), _n_bytes(args[1]), _n_bytes(out)]]
+
+
+def _backward_copies(args: Any, out: Any) -> list[list[int]]:
+    """The same for the gradient of the input and then for that of the weight."""
+    grad, x, weight = (_n_bytes(t) for t in args[:3])
+    return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
+
+
+_CONVOLUTIONS = {
+    torch.ops.aten.convolution: _forward_copies,
+    torch.ops.aten.convolution_backward: _backward_copies,
+}
+
+
+def _sum_over_dims(args: Any) -> Reduction | None:
+    x, dims = args[0], args[1] if len(args) > 1 else None
+    return _reduction(x, {d % x.dim() for d in dims or range(x.dim())}) if x.dim() else None
+
+
+def _sum_of_bias(args: Any) -> Reduction | None:
+    """A convolution's backward sums the gradient of its output up for the bias, when all else is done."""
+    grad, wanted = args[0], args[-1]
+    return _reduction(grad, {d for d in range(grad.dim()) if d != 1}) if wanted[2] else None
+
+
+def _reduction(x: torch.Tensor, dims: set[int]) -> Reduction | None:
+    x = local_part(x)
+    return Reduction.of(x.shape, x.stride(), dims, x.storage_offset(), x.element_size())
+
+
+_SUMS = {
+    torch.ops.aten.sum: _sum_over_dims,
+    torch.ops.aten.mean: _sum_over_dims,
+    torch.ops.aten.convolution_backward: _sum_of_bias,
+}
+
+
+def _flash_attention_bytes(query: torch.Tensor) -> list[int]:
+    """What its backward keeps in 32 bits: the query's gradient, padded, and a sum for each of its rows.
+
+    Of PyTorch 2.11 (mha_bwd, transformers/cuda/flash_attn/flash_api.cpp), which takes 16-bit numbers alone.
+    """
+    if query.element_size() != 2:
+        return [0, 0]
+    *many, time, width = query.shape
+    rows = math.prod(many) * -(-time // 128) * 128
+    return [4 * rows * -(-width // 32) * 32, 4 * rows]

@@ -1,0 +1,292 @@
+"""The answer for one model: which strategies fit on some GPUs, with which batch, how fast, at what cost.
+
+`stratbench plan --model NAME --gpus N`. Nothing is trained, and no study has to name the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stratbench.cell.installation import PACKAGE
+from stratbench.extensions.plan.check import Network, Rehearsal, refusal_of_cell, rehearsals_of
+from stratbench.extensions.plan.device_rates import Device, find_gpu, gpu_device, known_gpus
+from stratbench.extensions.plan.duration import BEST, USUAL, WORST, step_on
+from stratbench.extensions.plan.footprint.footprint import Footprint
+from stratbench.extensions.plan.needs import Subject, data_bytes_of, needs_of, subject_of
+from stratbench.extensions.plan.one_network import study_of
+from stratbench.extensions.plan.public_runs import span_from_runs
+from stratbench.extensions.plan.schedule import FITS, verdict_of
+from stratbench.strategies import acceptance
+from stratbench.study import resources
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.job_environment import set_job_environment
+from stratbench.study.model_question import Question
+from stratbench.telemetry.machine.hardware import Datasheet
+from stratbench.workload.data.dataset import Dataset, kind_of
+
+TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
+#: GPUs per node where no config says it.
+NODE_GPUS = 8
+#: What GPU-hours are told of where nobody says it.
+USUAL_TOKENS, USUAL_IMAGES = 1e9, 1e6
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest GPU in a training step.
+
+    Attributes:
+        allocated_bytes: What torch.cuda.max_memory_allocated shows.
+        reserved_bytes: What PyTorch's allocator holds, in expandable segments.
+        shown_bytes: What nvidia-smi shows: with the CUDA context and NCCL's buffers.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    shown_bytes: int
+
+
+@dataclass(frozen=True)
+class StrategyAnswer:
+    """A strategy with or without activation checkpointing, at its largest micro-batch that fits.
+
+    Attributes:
+        strategy: Its name, or that of its variant.
+        checkpointing: Whether activations are checkpointed.
+        reason: Why nothing is predicted of it; empty if something is.
+        verdict: FITS, TIGHT or DOES_NOT_FIT, of that batch.
+        micro_batch: Samples that a copy of the network computes on at once; the least if none fits.
+        global_batch: Samples of a step on all GPUs.
+        memory: What a GPU holds then.
+        step_s: Seconds of a step at best, at worst, and as one time to compare by; None if the GPU's rate is
+            not known.
+        time_source: The public runs that the range comes from; empty if it is the datasheet's.
+    """
+
+    strategy: str
+    checkpointing: bool
+    reason: str = ""
+    verdict: str = ""
+    micro_batch: int = 0
+    global_batch: int = 0
+    memory: Memory | None = None
+    step_s: tuple[float, float, float] | None = None
+    time_source: str = ""
+
+    @property
+    def samples_per_s(self) -> tuple[float, float, float] | None:
+        """Samples of all GPUs per second: at worst, at best, and to compare by."""
+        if self.step_s is None:
+            return None
+        best_s, worst_s, usual_s = self.step_s
+        return self.global_batch / worst_s, self.global_batch / best_s, self.global_batch / usual_s
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found of a model. `choices` are ordered: what fits and is quickest first."""
+
+    question: Question
+    gpu: Datasheet
+    cluster: Mapping[str, Any]
+    data: Dataset
+    optimizer: str
+    precision: str
+    parameters: int
+    choices: list[StrategyAnswer]
+    variants: Mapping[str, Any]
+    left_out: list[str]
+
+    @property
+    def counts(self) -> str:
+        """What a throughput counts: tokens, images or waveforms."""
+        return "tokens" if self.data.is_text else kind_of(self.data.shape)
+
+    @property
+    def amount(self) -> float:
+        """Tokens or images of the whole training."""
+        if self.data.is_text:
+            return self.question.tokens or USUAL_TOKENS
+        return self.question.samples or USUAL_IMAGES
+
+    def rates_of(self, choice: StrategyAnswer) -> tuple[float, float, float]:
+        """Return a choice's throughput in `counts`: at worst, at best, and to compare by."""
+        each = self.data.shape[0] if self.data.is_text else 1
+        return tuple(each * rate for rate in choice.samples_per_s)
+
+
+def answer_for(
+    config: Mapping[str, Any], question: Question, tell: Callable[[Answer], None] = lambda _: None
+) -> Answer:
+    """Return the answer to a question.
+
+    Args:
+        config: Not validated, for its models, data sets and cluster; it may be empty.
+        question: The question.
+        tell: Called with the answer of the first strategy, as soon as that is known.
+
+    Raises:
+        ConfigError: The model, data set or GPU is unknown, or the config has mistakes.
+    """
+    sheet = _datasheet_of(question, config)
+    given = _template_for(question, config)
+    config = dict(config) | {
+        "cluster": {"gpus_per_node": NODE_GPUS} | (config.get("cluster") or {})
+    }
+    config, study, left_out = study_of(
+        config, question.model, question.dataset, question.sequence, given
+    )
+    cluster = config["cluster"]
+    if question.price is not None:
+        cluster = cluster | {"price_per_gpu_hour": question.price}
+    set_job_environment(config, str(PACKAGE.parent))
+    subjects = [_unevaluated(subject_of(config, study, cell)) for cell in study.cells]
+    first, data = subjects[0].settings, subjects[0].data
+    _check_amount(question, data)
+    found: dict[Any, Rehearsal] = {}
+    networks: dict[Network, Any] = {}
+
+    def answered(some: Iterable[Subject]) -> Answer:
+        choices = [
+            _choice_of(s, networks[Network.of(s.request)], found[s.request], sheet, cluster)
+            for s in some
+        ]
+        return Answer(
+            question, sheet, cluster, data, first.optimizer, first.precision,
+            max(n.parameters for n in networks.values()), sorted(choices, key=_rank),
+            given["variants"], list(dict.fromkeys(left_out)),
+        )  # fmt: skip
+
+    folder = Path(config["results"]) / "plan-cache"
+    early = [s for s in subjects if s.cell.strategy == subjects[0].cell.strategy]
+    for some in (early, subjects):
+        with redirect_stdout(sys.stderr):
+            of_networks, of_requests = rehearsals_of([s.request for s in some], folder)
+        networks |= of_networks
+        found |= of_requests
+        if some is early and len(early) < len(subjects):
+            tell(answered(early))
+    return answered(subjects)
+
+
+def _datasheet_of(question: Question, config: Mapping[str, Any]) -> Datasheet:
+    if question.gpu:
+        return find_gpu(question.gpu, "--gpu")
+    if named := (config.get("cluster") or {}).get("gpu"):
+        return find_gpu(named)
+    raise ConfigError(f"--gpu: name the GPU, such as 'H100 80GB'; known are {known_gpus()}")
+
+
+def _check_amount(question: Question, data: Dataset) -> None:
+    """ConfigError where the length of a training is given in what the data do not have."""
+    amount, kind, other = question.samples, "texts", "tokens"
+    if not data.is_text:
+        amount, kind, other = question.tokens, kind_of(data.shape), "samples"
+    if amount is not None:
+        wrong = "samples" if data.is_text else "tokens"
+        raise ConfigError(
+            f"--{wrong} {amount:g}: {question.model} is trained on {kind}; give --{other}"
+        )
+
+
+def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template's study for the GPUs of the question, as `study_of` takes it."""
+    node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
+    node = next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
+    text = TEMPLATE.read_text(encoding="utf-8")
+    given = yaml.safe_load(text.replace("{node}", str(node)))
+    strategies = given.pop("strategies")["alone" if question.gpus == 1 else "together"]
+    if node == 1:
+        strategies = [name for name in strategies if not name.endswith("-1")]
+    # Any batch that all can divide; the largest that fits is found by the footprint.
+    given["experiment"]["global_batch"] = question.gpus
+    given["numbers"] = {"gpus": {"strategies": strategies, "gpus": [question.gpus]}}
+    return given
+
+
+def _unevaluated(s: Subject) -> Subject:
+    """Return the same cell, which evaluates nothing: how it does is a study's choice."""
+    return replace(s, request=replace(s.request, eval_batch=0))
+
+
+def _choice_of(
+    s: Subject, network: Any, rehearsal: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
+) -> StrategyAnswer:
+    checkpointing = s.settings.activation_checkpointing
+    reason = refusal_of_cell(s, network, rehearsal) or rehearsal.unpredicted
+    if rehearsal.footprint is None or reason:
+        return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
+    least = acceptance.least_samples(network.batchnorm, s.settings.gradient_accumulation_steps)
+    return choose_batch(s, rehearsal.footprint, gpu_device(sheet, s.settings.precision, cluster),
+                        cluster, least)  # fmt: skip
+
+
+def choose_batch(
+    s: Subject,
+    footprint: Footprint,
+    device: Device,
+    cluster: Mapping[str, Any],
+    least: int = 1,
+    batch: int | None = None,
+    reads_text: bool | None = None,
+) -> StrategyAnswer:
+    """Return what a cell is on a device at the largest batch that fits, or else at the least.
+
+    Args:
+        s: The cell, with any batch.
+        footprint: Of its network and strategy.
+        device: One GPU.
+        cluster: The config's block.
+        least: Samples that a copy of the network must compute on at once.
+        batch: Samples of a copy of the network in a step, in place of the largest that fits.
+        reads_text: Whether its samples are texts; None if its data set says so.
+    """
+    threads, parts = device.resident_threads, s.request.parts
+    margin = cluster["memory_margin"]
+    if batch is None:
+        data_bytes = partial(data_bytes_of, s)
+        batch = footprint.largest_batch(device.room_bytes(margin), threads, data_bytes)
+        batch = max(batch // parts * parts, -(-least // parts) * parts)
+    settings = replace(s.settings, per_worker_batch=batch, global_batch=batch * s.mesh.replicas)
+    samples = max(s.data.train_samples, settings.global_batch)
+    s = replace(s, settings=settings, data=replace(s.data, train_samples=samples))
+    fullest = footprint.fullest(batch, threads)
+    needs = needs_of(s, fullest, resources.node_count(s.cell, cluster))
+    needed_bytes = fullest.needed_bytes(batch, threads) + needs.data_bytes
+    reserved_bytes = fullest.reserved_bytes(batch, threads) + needs.data_bytes
+    step_s, runs = None, None
+    if device.flops_per_s is not None:
+        *ends, usual = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+        is_text = s.data.is_text if reads_text is None else reads_text
+        runs = span_from_runs(device.name, settings, is_text, usual, steps=1)
+        step_s = (*(runs or (step.seconds for step in ends)), usual.seconds)
+    return StrategyAnswer(
+        s.cell.strategy,
+        settings.activation_checkpointing,
+        verdict=verdict_of(needed_bytes, device, margin),
+        micro_batch=batch // parts,
+        global_batch=settings.global_batch,
+        memory=Memory(
+            needed_bytes,
+            reserved_bytes,
+            reserved_bytes + device.reserve_bytes,
+        ),
+        step_s=step_s,
+        time_source=runs.source if runs else "",
+    )
+
+
+def _rank(choice: StrategyAnswer) -> tuple[int, float]:
+    """What fits first, the quickest of it before others; what is not predicted last."""
+    order = 2 if not choice.verdict else 0 if choice.verdict == FITS else 1
+    if choice.samples_per_s and order == 0:
+        return order, -choice.samples_per_s[2]
+    return order, choice.memory.allocated_bytes if choice.memory else 0.0

@@ -1,0 +1,252 @@
+"""A cell before it is planned, and what follows from its footprint: bytes, work, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.cell.text.words import MIB
+from stratbench.extensions.plan import servers
+from stratbench.extensions.plan.device_rates import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
+from stratbench.extensions.plan.footprint.footprint import Footprint
+from stratbench.extensions.plan.footprint.request import Request, buffer_bytes, data_bytes
+from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.strategies import strategy_class
+from stratbench.strategies.base import Strategy
+from stratbench.strategies.mesh import Mesh
+from stratbench.study import resources
+from stratbench.study.config.config import Study
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.device_data import packed_bytes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A cell with what is known of it before anything is predicted."""
+
+    cell: Cell
+    settings: Settings
+    data: Dataset
+    served: bool
+    time_limit_s: float | None
+    request: Request
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that a worker computes on at once."""
+        return strategy_class(self.settings.strategy).samples_per_step(self.settings)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Steps in which a worker takes its part of a global batch."""
+        return self.settings.per_worker_batch // self.samples_per_step
+
+    @property
+    def steps(self) -> int:
+        """Global batches of the whole training."""
+        return self.settings.total_steps(self.data.train_samples)
+
+    @property
+    def exchanging_share(self) -> float:
+        """The share of the steps in which the workers communicate."""
+        return self.strategy.exchanges(self.steps) / self.steps
+
+    @property
+    def strategy(self) -> Strategy:
+        """The cell's strategy, not set up."""
+        cls = strategy_class(self.settings.strategy)
+        return cls(cls.Options(**self.settings.options))
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the cell's workers divide its work."""
+        return self.strategy.mesh(self.cell.gpus)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of a step in which a worker waits for others' layers."""
+        return self.strategy.bubble_share(self.cell.gpus) or 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times slower the slowest worker is made on purpose."""
+        return float((self.settings.slowdown or {}).get("factor", 1.0))
+
+
+def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
+    settings = study.settings(cell)
+    data = study.dataset(cell.dataset)
+    if not data.is_read:
+        raise ConfigError(
+            f"config: datasets.{cell.dataset}: is not yet prepared, so that nothing is known of its size; "
+            "`plan` prepares it, and this command can follow"
+        )
+    return Subject(
+        cell=cell,
+        settings=settings,
+        data=data,
+        served=study.strategy_kind(cell.strategy) == "server",
+        time_limit_s=study.time_limit_s(cell),
+        request=Request.of(
+            settings,
+            data,
+            on_cuda=settings.device != "cpu",
+            local_world=resources.workers_of_node(cell, config["cluster"]),
+        ),
+    )
+
+
+def sent_bytes(s: Subject, footprint: Footprint) -> float:
+    """Bytes that a rank sends for each global batch, as a mean over the training."""
+    if s.served:
+        sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_bytes)
+        return sent
+    on_gloo = not s.request.on_cuda
+    return fmean(mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each)
+
+
+def mean_wire_bytes(
+    s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
+) -> float:
+    """Bytes that a rank (of a stage) sends in a step by these collectives, as a mean over the training."""
+    each = s.exchanging_share * wire_bytes(collectives, s.cell.gpus, on_gloo, s.samples_per_step)
+    if not (first := min(s.strategy.plain_steps, s.steps)):
+        return each
+    whole = plain_wire_bytes(s, footprint, collectives, on_gloo)
+    return (first * whole + (s.steps - first) * each) / s.steps
+
+
+def plain_wire_bytes(
+    s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
+) -> float:
+    """Bytes that a rank sends in one of the first steps in which gradients are averaged whole."""
+    whole = [c for c in collectives if c[0] == "broadcast"]
+    whole.append(("all_reduce", footprint.model_states_bytes["gradients_bytes"]))
+    return wire_bytes(whole, s.cell.gpus, on_gloo)
+
+
+def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
+    """Bytes of `sent_bytes` whose groups of workers lie within a node of so many; 0 with servers."""
+    if s.served:
+        return 0.0
+    return s.exchanging_share * fmean(
+        wire_bytes(
+            f.collectives, s.cell.gpus, not s.request.on_cuda, s.samples_per_step, node_ranks
+        )
+        for f in footprint.each
+    )
+
+
+def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
+    """Bytes of activations that a rank sends in a step and that its next layer waits for.
+
+    `within`: count only groups that lie within a node of so many ranks.
+    """
+    if not s.strategy.waits_for_activations:
+        return 0.0
+    calls, on_gloo = footprint.slowest.collectives, not s.request.on_cuda
+    each = [wire_bytes(calls, s.cell.gpus, on_gloo, n, within) for n in (0, s.samples_per_step)]
+    return each[1] - each[0]
+
+
+def data_bytes_of(s: Subject, samples: int | None = None) -> int:
+    """Bytes on the device: of the whole data set, or of the batches of `samples` (or the cell's) that wait.
+
+    On a CPU what is mapped from files becomes resident as it is read, so that it counts whole.
+    """
+    if s.settings.data_placement == "host" and s.request.on_cuda:
+        each = s.samples_per_step if samples is None else samples
+        return buffer_bytes(s.data, each, s.settings.augment)
+    return data_bytes(s.data, s.request.input_shape, s.settings.augment)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a cell takes wherever it runs. What only cells with servers have is None or 0 for others."""
+
+    nodes: int
+    data_bytes: int  # of a worker's device
+    wire_bytes: float  # sent by a rank in a step, and as many received
+    awaited_bytes: float  # of them, what the next layer waits for, so that no computation hides it
+    node_bytes: float  # of `wire_bytes`, those of groups that lie within a node
+    awaited_node_bytes: float  # of `awaited_bytes`, the same
+    collectives: int  # in a step
+    host_bytes: int  # memory of a node's processes, as far as known
+    slowest: Footprint  # of the rank that computes most
+    link_bytes: float | None = None  # a global batch, over the busiest link between nodes
+    #: Taken in from all workers and handed out by a server process in a step.
+    served_bytes: float = 0.0
+    server_bytes: int | None = None  # memory of the largest server process
+    servers_host_bytes: int = 0  # memory of all server processes together
+    #: Disk: the servers' snapshots, one an epoch, until they are evaluated.
+    snapshot_bytes: int | None = None
+
+    @property
+    def host_mib(self) -> int:
+        return -(-self.host_bytes // MIB)
+
+    @property
+    def servers_host_mib(self) -> int:
+        return -(-self.servers_host_bytes // MIB)
+
+
+def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
+    """The needs of a cell on so many nodes, by its footprint."""
+    data_bytes, node_ranks = data_bytes_of(s), -(-s.cell.gpus // n_nodes)
+    host_bytes = node_ranks * _worker_host_bytes(s, footprint, data_bytes)
+    served: dict[str, Any] = {}
+    if s.served:
+        flat, n_servers = footprint.flat_bytes, s.settings.options["servers"]
+        server_bytes = sum(servers.server_needs(s.settings, flat, n_nodes).values())
+        process_bytes = CPU_PROCESS_BYTES + server_bytes
+        host_bytes += -(-n_servers // n_nodes) * process_bytes
+        moved = servers.worker_traffic_bytes(s.settings, flat)
+        served = {
+            "link_bytes": servers.busiest_link_bytes(s.settings, flat, n_nodes),
+            "served_bytes": s.cell.gpus * sum(moved) / n_servers,
+            "server_bytes": server_bytes,
+            "servers_host_bytes": n_servers * process_bytes,
+            "snapshot_bytes": (s.settings.epochs or 0) * sum(flat.values()),
+        }
+    return Needs(
+        nodes=n_nodes,
+        data_bytes=data_bytes,
+        wire_bytes=sent_bytes(s, footprint),
+        awaited_bytes=awaited_bytes(s, footprint),
+        node_bytes=node_bytes(s, footprint, node_ranks),
+        awaited_node_bytes=awaited_bytes(s, footprint, node_ranks),
+        collectives=len(footprint.collectives),
+        host_bytes=host_bytes,
+        slowest=footprint.slowest,
+        **served,
+    )
+
+
+def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
+    """Bytes of host memory that a worker's process takes."""
+    # In the warm-up what it changes waits there, to be restored (on a CPU the weights are in the need).
+    n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
+    if "checkpoints" in s.settings.more:  # a copy of all that is kept, from the first one on
+        states = footprint.model_states_bytes
+        n_bytes += sum(states.values()) - states["gradients_bytes"]
+    if s.served:
+        passes = s.settings.passes(s.data.train_samples)
+        n_bytes += passes * packed_bytes(s.data, s.settings.augment)
+    if not s.request.on_cuda:
+        needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes
+        return n_bytes + CPU_PROCESS_BYTES + needed_bytes
+    flat = footprint.flat_bytes
+    mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
+    # With gradients as large as the parameters, and what the warm-up keeps, to put it back.
+    kept = footprint.host_bytes
+    kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
+    kept_bytes -= 2 * footprint.frozen_bytes if kept else 0
+    n_bytes += GPU_HOST_PROCESS_BYTES + footprint.saved_bytes + mirror_bytes + kept_bytes
+    if s.settings.data_placement == "host":  # pinned; mapped files are the kernel's to keep or drop
+        n_bytes += data_bytes
+    return n_bytes

@@ -1,0 +1,275 @@
+"""Answers the questions that people ask before they submit a study."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from stratbench.cell.text.words import bytes_text, counted, names_text
+from stratbench.extensions.plan.footprint.footprint import Footprint
+from stratbench.extensions.plan.footprint.request import RESHARDING
+from stratbench.extensions.plan.needs import data_bytes_of
+from stratbench.extensions.plan.quantities import cells_by, span_text
+from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned
+from stratbench.extensions.verdict.verdict_cost import sentences_on_a_verdict
+
+#: What a part of the memory is called in a sentence.
+PART_NAMES = {
+    "parameters": "the weights",
+    "gradients": "the gradients",
+    "optimizer": "what the optimizer keeps",
+    "buffers": "BatchNorm's statistics",
+    "buckets": "DDP's buckets",
+    "data": "the data set",
+    "gathered": "FSDP's gathered weights and their gradients",
+    "communication": "buffers of the collectives",
+    "received": "buffers for what other stages send",
+    "staging": "the CPU backend's staging copies",
+    "scratch": "copies that the CPU's convolutions work on",
+    "activations": "the activations kept for backward",
+    "temporaries": "temporary results of backward and optimizer",
+}
+
+#: Parts of the memory that grow with a network's parameters, however it grows.
+STATES = ("parameters", "gradients", "optimizer", "buckets", "gathered")
+#: By how much two predicted times may differ, relatively, and still count as alike.
+ALIKE = 0.03
+#: Within so much of the least, the quickest was in each of 36 published sweeps of PyTorch
+#: (benchmarks/results/public-sweeps.md).
+NEAR = 0.1
+
+
+def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Pairs of a question and the sentences that answer it."""
+    return [
+        ("What fits, and what is quickest?", list(_quickest(plan))),
+        *_if_any("How is the network best divided among workers?", list(_divisions(plan))),
+        ("How large a batch fits?", list(_batches(plan))),
+        *_if_any("How large a network fits, of this kind?", list(_sizes(plan))),
+        ("How does the number of workers change the peak?", list(_workers(plan))),
+        (
+            "May FSDP keep its gathered weights between forward and backward?",
+            list(_resharding(plan)),
+        ),
+        ("What takes the memory?", list(_dominant(plan))),
+        (
+            "What would a verdict by short paired blocks cost (`snakemake verdict`)?",
+            list(sentences_on_a_verdict(plan)),
+        ),
+    ]
+
+
+def _if_any(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
+    return [(question, sentences)] if sentences else []
+
+
+def _known(plan: Plan) -> list[Planned]:
+    """One cell of each set of repeats, where there is a prediction."""
+    return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
+
+
+def _on_most_workers(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
+    """Of each experiment and model, in words, the cells on the largest number of workers."""
+    for (experiment, model), cells in cells_by(_known(plan), "experiment", "model").items():
+        workers = max(c.cell.gpus for c in cells)
+        there = [c for c in cells if c.cell.gpus == workers]
+        yield f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].fit.device}", there
+
+
+def _batches(plan: Plan) -> Iterator[str]:
+    for where, there in _on_most_workers(plan):
+        settings, samples = there[0].subject.settings, there[0].subject.data.train_samples
+        most = {
+            c.cell.strategy: c.fit.largest_batch
+            * (c.subject.settings.global_batch // c.subject.settings.per_worker_batch)
+            for c in there
+        }
+        low, high = min(most, key=most.get), max(most, key=most.get)
+        several = f"; {high}: {most[high]:,}" if most[high] != most[low] else ""
+        fit = f"The most that fit: {low}: {most[low]:,}{several}."
+        if most[low] >= samples:
+            fit = f"All {samples:,} of the data set would fit."
+        yield f"{where}: the study's global batch is {settings.global_batch:,}. {fit}"
+
+
+def larger_networks(
+    footprint: Footprint, batch: int, room_bytes: float, threads: int = 0
+) -> tuple[float, float]:
+    """How many times the parameters may become that fit into `room_bytes`, with `batch` samples per worker.
+
+    At least: all that a worker needs grows as they do, as in a deeper network. At most: the states alone
+    do. `threads`: that the GPU holds at once.
+    """
+    peak, copied_bytes = footprint.training_peak(batch, threads), footprint.copied_bytes
+    states_bytes = sum(peak.parts_bytes.get(part, 0) for part in STATES)
+    rest_bytes = peak.n_bytes - states_bytes
+    least = room_bytes / footprint.needed_bytes(batch, threads)
+    return least, max(least, (room_bytes - rest_bytes) / (states_bytes + copied_bytes))
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    """Which is quickest of those that still fit, as a network grows."""
+    for where, there in _on_most_workers(plan):
+        growth = {
+            c.cell.strategy: larger_networks(
+                c.footprint,
+                c.subject.samples_per_step,
+                c.fit.room_bytes - c.needs.data_bytes,
+                c.fit.resident_threads,
+            )
+            for c in there
+            if c.fit.verdict == FITS and c.fit.by_device
+        }
+        timed = sorted(
+            (c for c in there if c.cell.strategy in growth),
+            key=lambda c: (c.fit.usual_s, -growth[c.cell.strategy][0]),
+        )
+        chain: list[str] = []
+        for name in (c.cell.strategy for c in timed):
+            if not chain or growth[name] > growth[chain[-1]]:
+                chain.append(name)
+        if chain:
+            told = [f"{name} up to {_times(growth[name])}" for name in chain]
+            yield (
+                f"{where}, this batch: of those that fit the quickest is {', then '.join(told)} as many "
+                "parameters."
+            )
+
+
+def _times(growth: tuple[float, float]) -> str:
+    low, high = (f"{n:,.0f}" if n >= 10 else f"{n:.1f}" for n in growth)
+    return f"{low} times" if low == high else f"{low} to {high} times"
+
+
+def _quickest(plan: Plan) -> Iterator[str]:
+    """What fits, and the quickest of it by one time at the same rates for all."""
+    for where, there in _on_most_workers(plan):
+        least = min(there, key=lambda c: c.fit.needed_bytes)
+        able = [c for c in there if c.fit.may_run]
+        tight = sum(c.fit.verdict == TIGHT for c in there)
+        if len(there) == 1:
+            continue
+        if not able:
+            needs = bytes_text(least.fit.needed_bytes)
+            yield f"{where}: none fits; {least.cell.strategy} needs least, {needs}."
+            continue
+        fit = len(able) - tight
+        count = "all fit" if fit == len(there) else f"{fit} of {len(there)} fit"
+        count += f", {tight} tight" if tight else ""
+        told = f"{where}: {count}; {least.cell.strategy} needs least memory"
+        best, near = _quickest_of(able, ALIKE), _quickest_of(able, NEAR)
+        if all(c.state == "done" for c in able):
+            told += "; all are trained, and `decide` says which is quickest"
+        elif best:
+            ranges = {span_text(c.fit.by_device) for c in best}
+            told += f"; quickest by what the device can do: {names_text([c.cell.strategy for c in best])}"
+            told += f" ({' or '.join(sorted(ranges))})" if len(ranges) < 3 else ""
+            if len(near) > len(best):
+                others = names_text([c.cell.strategy for c in near[len(best) :]])
+                told += f"; within {100 * NEAR:.0f} %: {others}"
+        yield f"{told}."
+
+
+def _quickest_of(cells: list[Planned], within: float) -> list[Planned]:
+    """The cells whose usual time is at most this share above the least, the quickest first."""
+    timed = sorted((c for c in cells if c.fit.by_device), key=lambda c: c.fit.usual_s)
+    return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + within)]
+
+
+def _divisions(plan: Plan) -> Iterator[str]:
+    """Of the ways to divide layers (T) or cut into stages (S): the quickest, the smallest, what fits not."""
+    for where, there in _on_most_workers(plan):
+        divided = [c for c in there if c.subject.mesh.members > 1]
+        if not divided:
+            continue
+        able = [c for c in divided if c.fit.may_run]
+        least = min(divided, key=lambda c: c.fit.needed_bytes)
+        told = [f"{_division(least)} needs least, {bytes_text(least.fit.needed_bytes)}"]
+        if best := _quickest_of(able, ALIKE):
+            told.insert(
+                0, f"quickest of those that fit: {names_text([_division(c) for c in best])}"
+            )
+        told += [
+            f"{_division(c)} does not fit: it needs {bytes_text(c.fit.needed_bytes)}"
+            for c in divided
+            if not c.fit.may_run
+        ]
+        yield f"{where}: {'; '.join(told)}."
+
+
+def _division(c: Planned) -> str:
+    """A cell's strategy with its numbers: `fsdp-tensor (T = 2, 4 replicas)`."""
+    mesh = c.subject.mesh
+    told = [f"{name} = {n}" for name, n in (("T", mesh.tensor), ("S", mesh.stages)) if n > 1]
+    told += [f"{mesh.replicas} replicas"] if mesh.replicas > 1 else []
+    return f"{c.cell.strategy} ({', '.join(told)})"
+
+
+def _workers(plan: Plan) -> Iterator[str]:
+    known = _known(plan)
+    if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
+        yield "No strategy of the study is on two numbers of workers."
+    for (experiment, model), cells in cells_by(known, "experiment", "model").items():
+        rows = []
+        ordered = sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus))
+        for strategy, each in cells_by(ordered, "strategy").items():
+            if len(each) < 2:
+                continue
+            first, last = each[0], each[-1]
+            factor = first.fit.peak.n_bytes / last.fit.peak.n_bytes
+            rows.append((strategy, first.cell.gpus, last.cell.gpus, factor))
+        if rows:
+            best = max(rows, key=lambda r: r[3])
+            worst = min(rows, key=lambda r: r[3])
+            other = f", with {worst[0]} {worst[3]:.2f} times lower" if worst[3] < best[3] else ""
+            yield (
+                f"{experiment}, {model}: on {best[2]} workers the peak of a training step is {best[3]:.2f} "
+                f"times lower than on {best[1]} with {best[0]}{other}."
+            )
+
+
+def _resharding(plan: Plan) -> Iterator[str]:
+    if not plan.resharding:
+        yield "The study has no FSDP cells."
+    followed = [c for c in _known(plan) if c.subject.request in plan.resharding]
+    for (experiment, model, workers), cells in cells_by(
+        followed, "experiment", "model", "gpus"
+    ).items():
+        # Cells that differ in this choice alone are of one kind, as are those of one request.
+        kinds = {
+            c.subject.request.with_options(**{RESHARDING: "always"}): c for c in reversed(cells)
+        }
+        for c in reversed(kinds.values()):
+            choice = plan.resharding[c.subject.request]
+            always, never = choice["always"], choice["never"]
+            batch, threads = c.subject.samples_per_step, c.fit.resident_threads
+            peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
+            gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]
+            largest = never.largest_batch(
+                c.fit.room_bytes, threads, partial(data_bytes_of, c.subject)
+            )
+            answer = (
+                "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
+            )
+            name = f", {c.cell.strategy}" if len(kinds) > 1 else ""
+            yield (
+                f"{experiment}, {model}, {counted(workers, 'worker')}{name}: keeping them costs "
+                f"{bytes_text(peaks[1] - peaks[0])} and saves {bytes_text(gathers[0] - gathers[1])} of "
+                f"gathering a step; {answer}."
+            )
+
+
+def _dominant(plan: Plan) -> Iterator[str]:
+    for (experiment, model), cells in cells_by(_known(plan), "experiment", "model").items():
+        workers = max(c.cell.gpus for c in cells)
+        # Strategies that do the same on a worker, as all parameter servers do, are listed once.
+        distinct = {c.subject.request: c for c in reversed(cells) if c.cell.gpus == workers}
+        for c in reversed(distinct.values()):
+            parts = sorted(c.fit.peak.parts_bytes.items(), key=lambda p: -p[1])[:2]
+            told = " and ".join(
+                f"{PART_NAMES[name]} ({100 * n_bytes / c.fit.peak.n_bytes:.0f} %)"
+                for name, n_bytes in parts
+            )
+            if each := c.fit.stage_peaks_bytes:
+                told += f"; peaks of the stages: {', '.join(map(bytes_text, each))}"
+            yield f"{experiment}, {model}, {c.cell.strategy} on {workers}: {told}."

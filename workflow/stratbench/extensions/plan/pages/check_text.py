@@ -1,0 +1,132 @@
+"""Writes the check of a study as text for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.text.words import counted, names_text
+from stratbench.extensions.plan.check import Checked, CheckResult, Network
+from stratbench.extensions.plan.needs import Subject
+from stratbench.strategies import strategy_class
+from stratbench.strategies.base import Strategy
+from stratbench.study.reasons import lines_by_reason, without_subject, workers_text
+from stratbench.workload.data.dataset import kind_of
+from stratbench.workload.tasks import OwnTask
+
+#: Shard groups that are named one by one; of more, the largest and the smallest.
+MAX_GROUPS = 16
+#: What becomes of a parameter in a step that has no gradient for it: by `updates_by_zeros`.
+WITHOUT_GRADIENT = {
+    False: "left as it is",
+    True: "updated by zeros, so that momentum and decay go on",
+}
+
+
+def check_text(checked: Checked) -> str:
+    """What `snakemake check` prints."""
+    return "\n".join(_lines(checked))
+
+
+def _lines(checked: Checked) -> Iterator[str]:
+    yield f"Study {checked.study.name}: {counted(len(checked.networks), 'network')}"
+    for network, found in checked.networks.items():
+        cells = [s for s in checked.subjects if Network.of(s.request) == network]
+        yield ""
+        unchecked = {
+            s.cell: reason for s in cells if (reason := checked.rehearsals[s.request].unchecked)
+        }
+        yield from _network(network, found, cells, checked.refused, unchecked)
+    yield ""
+    if checked.refused:
+        n = len(checked.refused)
+        yield f"{n} of {counted(len(checked.subjects), 'cell')} would end as unsupported:"
+        yield from (f"  {line}" for line in lines_by_reason(checked.refused.items()))
+    else:
+        yield f"none of {counted(len(checked.subjects), 'cell')} would end as unsupported"
+    if n := sum(bool(checked.rehearsals[s.request].unchecked) for s in checked.subjects):
+        yield f"{counted(n, 'cell')} could not be checked before the training"
+
+
+def _network(
+    network: Network,
+    found: CheckResult,
+    subjects: list[Subject],
+    refused: Mapping[Cell, str],
+    unchecked: Mapping[Cell, str],
+) -> Iterator[str]:
+    datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
+    own = json.loads(network.own_task)
+    task = f", {OwnTask(own['call'])}" if own else ""
+    yield f"{network.model} on {datasets}{task}"
+    if found.fault is not None:
+        yield f"   cannot be trained: {found.fault}"
+        return
+    if found.unchecked is not None:
+        yield f"   not checked: {found.unchecked}"
+        return
+    shape = ", ".join(map(str, network.input_shape))
+    kind = kind_of(network.input_shape).replace("texts", "tokens")
+    gives = f"scores for {network.classes:,} {'tokens' if kind == 'tokens' else 'classes'}"
+    if network.values:
+        gives = counted(network.classes, "value")
+    frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
+    yield (
+        f"   {found.parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"
+    )
+    normalises = (
+        "BatchNorm: each worker normalises over its own batch"
+        if found.batchnorm
+        else "no BatchNorm"
+    )
+    yield f"   {normalises}; {'dropout' if found.dropout else 'no dropout'}"
+    yield f"   shard groups, {found.rule}: {_groups(found)}"
+    trained = [s for s in subjects if s.cell not in refused]
+    if found.writes_buffers and trained:
+        said = _by_note(trained, lambda strategy: strategy.buffers_note)
+        yield f"   buffers that forward writes: {said}"
+    if found.skipped and trained:
+        said = _by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
+        yield f"   without a gradient in some steps, {names_text(found.skipped)}: {said}"
+    yield from (f"   {remark}" for remark in found.remarks)
+    for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
+        own = [s.cell for s in subjects if s.cell.strategy == strategy]
+        if next(s for s in subjects if s.cell.strategy == strategy).request.by_command:
+            yield f"   {strategy}: is a command of yours, which is not tried before it trains"
+            continue
+        if works := [c for c in own if c not in refused and c not in unchecked]:
+            yield f"   {strategy}: works with {_where(works, own)}"
+        for reason in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
+            of = [c for c in own if unchecked.get(c) == reason]
+            yield f"   {strategy}: not checked with {_where(of, own)}: {without_subject(reason)}"
+        for reason in dict.fromkeys(refused[c] for c in own if c in refused):
+            of = [c for c in own if refused.get(c) == reason]
+            yield f"   {strategy}: unsupported with {_where(of, own)}: {without_subject(reason)}"
+
+
+def _by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
+    """Each note that is true of some of the strategies, with their names."""
+    names: dict[str, list[str]] = {}
+    for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
+        names.setdefault(note_of(strategy_class(used)), []).append(name)
+    return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
+
+
+def _groups(found: CheckResult) -> str:
+    if not found.groups:
+        return "none, so that fsdp gathers all at once"
+    groups = found.groups
+    if len(groups) <= MAX_GROUPS:
+        said = ", ".join(f"{label} {size:,}" for label, size in groups)
+    else:
+        sizes = sorted(size for _, size in groups)
+        said = f"{len(groups)} of {sizes[0]:,} to {sizes[-1]:,}"
+    return f"{said}; in none: {found.root:,}"
+
+
+def _where(cells: list[Cell], of: list[Cell]) -> str:
+    """Their numbers of workers, and their experiments where it is not so in all of them."""
+    names = dict.fromkeys(c.experiment for c in cells)
+    others = {c.experiment for c in of} - names.keys()
+    return workers_text({c.gpus for c in cells}) + (f" in {', '.join(names)}" if others else "")

@@ -1,0 +1,167 @@
+"""The answer for one model as text: the quickest that fits in a sentence, then all choices in a table."""
+
+from __future__ import annotations
+
+import json
+
+from stratbench.cell.text.words import GIB, counted, folded, hours_text
+from stratbench.extensions.plan.model_answer import Answer, StrategyAnswer
+from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
+from stratbench.study.resources import node_count_of
+
+NOTES = """\
+micro: the most samples that fit on a GPU at once, or on the GPUs that share one copy of the model. \
+fits: in 81 % of the GPU's memory; tight: in 103 %, a short run tells. \
+alloc.: what torch.cuda.max_memory_allocated shows; reserv.: what PyTorch's allocator holds with \
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, without it up to a third more; smi: what nvidia-smi shows, \
+with the CUDA context and NCCL. {counts}/s: one time to compare by, and the range{runs}; GPU-hours follow \
+from the first."""
+#: The columns that are words or ranges, which begin at the left.
+LEFT = (0, 1, 2, 7)
+
+
+def answer_text(answer: Answer) -> str:
+    """Return what `stratbench plan --model NAME --gpus N` prints."""
+    above = folded([_heading(answer), "", _best(answer), ""])
+    below = [f"{told}: {reason}" for reason, told in _reasons(answer).items()]
+    below += [f"left out: {reason}" for reason in answer.left_out]
+    below += ["", f"In config.yaml: variants: {{{_variants(answer)}}}", ""]
+    sources = {c.time_source for c in answer.choices if c.time_source}
+    runs = f", with * from {sources.pop()}" if sources else ""
+    below.append(NOTES.format(counts=answer.counts, runs=runs))
+    return "\n".join([above, *_table(answer), folded(below)])
+
+
+def first_text(answer: Answer) -> str:
+    """Return a line on the first strategy that was followed."""
+    return folded([f"first: {_sentence(answer, answer.choices[0])}"])
+
+
+def _heading(answer: Answer) -> str:
+    shape, gpus, millions = answer.data.shape, answer.question.gpus, answer.parameters / 1e6
+    samples = (
+        f"texts of {shape[0]} tokens"
+        if answer.data.is_text
+        else f"{answer.counts} of {'x'.join(map(str, shape))}"
+    )
+    nodes = node_count_of(gpus, answer.cluster)
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    size = f"{millions / 1e3:.3g} billion" if millions >= 1000 else f"{millions:.3g} million"
+    return (
+        f"{answer.question.model} ({size} parameters) on {gpus} x {answer.gpu.name} "
+        f"{answer.gpu.memory_gib:g} GiB{where}: {samples}, {answer.optimizer}, {answer.precision}"
+    )
+
+
+def _best(answer: Answer) -> str:
+    first = answer.choices[0]
+    if first.verdict != FITS:
+        tight = [c for c in answer.choices if c.verdict and c.verdict != DOES_NOT_FIT]
+        if not tight:
+            known = any(c.verdict for c in answer.choices)
+            return "Nothing fits: take more GPUs or larger ones." if known else "Nothing is known."
+        return f"Nothing fits with room to spare. {_sentence(answer, tight[0])}"
+    said = _sentence(answer, first)
+    if first.step_s is None:
+        return said
+    gpu_hours = _gpu_hours(answer, first)
+    cost = _cost(answer, gpu_hours)
+    amount = f"{answer.amount:g} {answer.counts}".replace("e+0", "e").replace("e+", "e")
+    return (
+        f"{said} {amount} take {hours_text(gpu_hours / answer.question.gpus)} h, "
+        f"{hours_text(gpu_hours)} GPU-hours{f', which cost {cost}' if cost else ''}."
+    )
+
+
+def _sentence(answer: Answer, choice: StrategyAnswer) -> str:
+    if not choice.verdict:
+        return f"{_name(choice)}: {choice.reason}"
+    noun = answer.counts.removesuffix("s") if not answer.data.is_text else "text"
+    verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
+    text = f"{_name(choice)} {verdict} with {counted(choice.micro_batch, noun)} at once"
+    held = f"{text}: {choice.memory.allocated_bytes / GIB:.1f} GiB per GPU."
+    if choice.verdict == DOES_NOT_FIT:
+        return held
+    if choice.step_s is None:
+        return f"{held} A {answer.gpu.name} has no rate for {answer.precision}, so no time is told."
+    low, high, usual = answer.rates_of(choice)
+    return (
+        f"{text}, {choice.global_batch} in a step of all GPUs: {usual:,.0f} {answer.counts} per second "
+        f"({low:,.0f} to {high:,.0f}{f', from {choice.time_source}' if choice.time_source else ''})."
+    )
+
+
+def _name(choice: StrategyAnswer) -> str:
+    return f"{choice.strategy}{' with checkpointing' if choice.checkpointing else ''}"
+
+
+def _table(answer: Answer) -> list[str]:
+    """The lines of the table of what is predicted; none where nothing is."""
+    heads = ["strategy", "ckpt", "verdict", "micro", "alloc.", "reserv.", "smi"]
+    heads += [f"{answer.counts}/s (range)", "GPU-h", "cost"]
+    rows = [heads, *(_row(answer, c) for c in answer.choices if c.memory is not None)]
+    if len(rows) == 1:
+        return []
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        fields = [
+            text.ljust(width) if i in LEFT else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(fields).rstrip())
+    return [f"{' ' * lines[0].index('alloc.')}GiB per GPU", *lines]
+
+
+def _row(answer: Answer, c: StrategyAnswer) -> list[str]:
+    memory = (c.memory.allocated_bytes, c.memory.reserved_bytes, c.memory.shown_bytes)
+    row = [c.strategy, "yes" if c.checkpointing else "no", c.verdict, str(c.micro_batch)]
+    row += [f"{n / GIB:.1f}" for n in memory]
+    if c.verdict == DOES_NOT_FIT or c.step_s is None:
+        return [*row, "", "", ""]
+    low, high, usual = map(_short, answer.rates_of(c))
+    gpu_hours = _gpu_hours(answer, c)
+    mark = "*" if c.time_source else ""
+    return [*row, f"{usual} ({low}-{high}){mark}", hours_text(gpu_hours), _cost(answer, gpu_hours)]
+
+
+def _gpu_hours(answer: Answer, choice: StrategyAnswer) -> float:
+    return answer.amount / answer.rates_of(choice)[2] / 3600 * answer.question.gpus
+
+
+def _short(number: float) -> str:
+    """A rate with three digits: 4.21, 68.4k, 1.2M."""
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return (
+                f"{number / unit:.3g}{name}"
+                if number < 1000 * unit
+                else f"{number / unit:.0f}{name}"
+            )
+    return f"{number:.3g}"
+
+
+def _cost(answer: Answer, gpu_hours: float) -> str:
+    price = answer.cluster["price_per_gpu_hour"]
+    return "" if price is None else hours_text(gpu_hours * price)
+
+
+def _reasons(answer: Answer) -> dict[str, str]:
+    """Why nothing is known of choices: each reason once, with the choices' names."""
+    names: dict[str, list[str]] = {}
+    for c in answer.choices:
+        if c.reason:
+            names.setdefault(c.reason, []).append(_name(c))
+    if len(names) == 1 and len(next(iter(names.values()))) == len(answer.choices):
+        return dict.fromkeys(names, "not predicted")
+    return {reason: f"not predicted, {', '.join(each)}" for reason, each in names.items()}
+
+
+def _variants(answer: Answer) -> str:
+    used = {c.strategy for c in answer.choices}
+    entries = {name: values for name, values in answer.variants.items() if name in used}
+    return ", ".join(
+        f"{name}: {json.dumps(values)}".replace('"', "") for name, values in entries.items()
+    )

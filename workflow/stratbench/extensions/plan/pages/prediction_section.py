@@ -1,0 +1,48 @@
+"""The report's section on the plan: how far it was from what finished cells recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
+
+TEMPLATE = Path(__file__).parent / "templates" / "prediction.html.j2"
+
+
+def make_prediction_sections(given: ReportInput) -> Iterator[Section]:
+    """Make the section where a cell that was planned has a record."""
+    path = given.folder / "prediction.csv"
+    if path.exists() and (lines := prediction_lines(path)):
+        on_cpu = (given.cells["device_kind"] == "cpu").any()
+        html = render_section(TEMPLATE, predictions=lines, on_cpu=on_cpu)
+        yield Section("predictions", html)
+
+
+def prediction_lines(path: Path) -> list[dict[str, Any]]:
+    """A row for each experiment and strategy with the errors of the plan, from prediction.csv."""
+    rows = pd.read_csv(path)
+    lines = []
+    for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):
+        line = {"experiment": experiment, "strategy": strategy, "cells": len(held)}
+        for what in ("peak_mib", "states_bytes", "sent_bytes"):
+            same = held[f"{what}_predicted"] == held[f"{what}_measured"]
+            errors = held[f"{what.rpartition('_')[0]}_error_percent"].dropna()
+            line[what] = "exact" if same.all() else describe_errors(errors)
+        timed = held["train_s_in_range"].dropna().astype(bool)
+        line["time"] = f"{timed.sum()} of {len(timed)}" if len(timed) else ""
+        lines.append(line)
+    return lines
+
+
+def describe_errors(percent: pd.Series) -> str:
+    """The error; of several the median and the one that is farthest from 0; empty if there are none."""
+    if len(percent) < 2:
+        return "".join(f"{error:+.1f} %" for error in percent)
+    return f"median {percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
+
+
+READING = Reading(sections=make_prediction_sections)

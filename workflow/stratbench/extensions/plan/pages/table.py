@@ -1,0 +1,153 @@
+"""The plan as a table: plan.csv has a row for each cell, and plan.json what the workflow reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stratbench.cell.files import write_atomic
+from stratbench.cell.text.words import MIB, bytes_text, seconds_text
+from stratbench.extensions.plan.footprint.traffic import PARTS
+from stratbench.extensions.plan.quantities import in_order, span_text
+from stratbench.extensions.plan.schedule import Plan, Planned, longest_time_s
+from stratbench.study import plan_file
+
+
+class Unit(NamedTuple):
+    """How quantities of a kind are written.
+
+    `csv`: a number in plan.csv; `text`: the value as people read it; `ends`: what the names of its columns
+    end in, of a range one for each end.
+    """
+
+    csv: Callable[[Any], Any] = lambda value: value
+    text: Callable[[Any], str] = str
+    ends: tuple[str, ...] = ("",)
+
+
+PLAIN = Unit()
+BYTES = Unit(round, bytes_text)
+EACH_IN_MIB = Unit(
+    lambda each: " ".join(f"{n_bytes / MIB:.2f}" for n_bytes in each),
+    lambda each: ", ".join(map(bytes_text, each)),
+)
+IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), bytes_text)
+SECONDS = Unit(lambda value: f"{value:.6g}", seconds_text)
+RANGE = Unit(lambda end: f"{end:.6g}", span_text, ("_low", "_high"))
+
+
+class PlanColumn(NamedTuple):
+    """A quantity of a cell: where it is in a `Planned`, or in its `DeviceFit` on `device`, and its unit."""
+
+    path: str
+    unit: Unit = PLAIN
+    device: str | None = None
+
+    def value(self, c: Planned) -> Any:
+        """The value of a cell; None where it is not known."""
+        value: Any = c if self.device is None else c.fits_on.get(self.device)
+        for name in self.path.split("."):
+            if value is None:
+                return None
+            value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+        return value
+
+    def text(self, c: Planned) -> str:
+        """The same as people read it; empty where it is not known."""
+        value = self.value(c)
+        return "" if value is None else self.unit.text(value)
+
+
+#: The columns of plan.csv after a cell's coordinates. The text and the page show the same quantities.
+COLUMNS = {
+    "state": PlanColumn("state"),
+    "reason": PlanColumn("reason"),
+    "precision": PlanColumn("subject.settings.precision"),
+    "global_batch": PlanColumn("subject.settings.global_batch"),
+    "per_worker_batch": PlanColumn("subject.settings.per_worker_batch"),
+    "device": PlanColumn("fit.device"),
+    "fits": PlanColumn("fit.verdict"),
+    "needed_mib": PlanColumn("fit.needed_bytes", IN_MIB),
+    "peak_mib": PlanColumn("fit.peak.n_bytes", IN_MIB),
+    "peak_phase": PlanColumn("fit.peak.phase"),
+    "stage_peaks_mib": PlanColumn("fit.stage_peaks_bytes", EACH_IN_MIB),
+    **{f"{part}_mib": PlanColumn(f"fit.peak.parts_bytes.{part}", IN_MIB) for part in PARTS},
+    **{
+        f"state_{state}_bytes": PlanColumn(f"footprint.model_states_bytes.{state}_bytes", BYTES)
+        for state in ("parameters", "gradients", "optimizer", "buffers")
+    },
+    "largest_per_worker_batch": PlanColumn("fit.largest_batch"),
+    "wire_bytes_per_step": PlanColumn("needs.wire_bytes", BYTES),
+    "collectives_per_step": PlanColumn("needs.collectives"),
+    "busiest_link_bytes_per_batch": PlanColumn("needs.link_bytes", BYTES),
+    "server_mib": PlanColumn("needs.server_bytes", IN_MIB),
+    "snapshots_mib": PlanColumn("needs.snapshot_bytes", IN_MIB),
+    "wire_s_per_step": PlanColumn("fit.sending_s", RANGE),
+    "compared_time_s": PlanColumn("fit.usual_s", SECONDS),
+    "train_time_s": PlanColumn("fit.train", RANGE),
+    "time_source": PlanColumn("fit.train.source"),
+    "cell_time_s": PlanColumn("fit.total", RANGE),
+    "gpu_hours": PlanColumn("fit.gpu_hours", RANGE),
+    "cost": PlanColumn("fit.cost", RANGE),
+    "cut_off": PlanColumn("fit.cut_off"),
+}
+#: Those after the columns of other devices.
+REQUEST_COLUMNS = {
+    "host_mem_mib_needed": PlanColumn("needs.host_bytes", IN_MIB),
+    **{
+        f"slurm_{key}": PlanColumn(f"asked.{key}")
+        for key in ("nodes", "gres", "cpus", "mem_mib", "runtime_min", "workers")
+    },
+    "sbatch": PlanColumn("asked.sbatch"),
+}
+
+
+def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
+    """A cell's row, also of what it is on `others`; a field is empty where nothing is known."""
+    columns = dict(COLUMNS)
+    for device in others:
+        columns[f"fits {device}"] = PlanColumn("verdict", PLAIN, device)
+        columns[f"train_time_s {device}"] = PlanColumn("train", RANGE, device)
+    row = c.cell.as_dict()
+    for name, column in (columns | REQUEST_COLUMNS).items():
+        value, unit = column.value(c), column.unit
+        is_pair = len(unit.ends) > 1 and value is not None
+        values = value if is_pair else [value] * len(unit.ends)
+        for end, number in zip(unit.ends, values, strict=True):
+            row[name + end] = "" if number is None else unit.csv(number)
+    return row
+
+
+def write_csv(plan: Plan, path: Path) -> None:
+    """Write plan.csv."""
+    write_rows([row_of(c, plan.others) for c in in_order(plan.cells)], path)
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:
+    """Write rows of the same columns as CSV; `header`: the columns where there is no row."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0] if rows else header), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue())
+
+
+def write_json(plan: Plan, path: Path) -> None:
+    """Write plan.json: what the workflow reads of each cell, by the cell's path."""
+    cells = {
+        c.cell.path: {
+            "settings": plan_file.digest_of(c.subject.settings),
+            "infeasible": None if c.state != "infeasible" else c.reason,
+            "host_mem_mib": c.needs.host_mib,
+            "servers_mem_mib": c.needs.servers_host_mib,
+            "cell_time_high_s": longest_time_s(c.fit),
+        }
+        for c in plan.cells
+        if c.needs is not None
+    }
+    whole = {"gpu": plan.gpu, "cells": cells}
+    write_atomic(path, json.dumps(whole, indent=1) + "\n")

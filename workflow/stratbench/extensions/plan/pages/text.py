@@ -1,0 +1,219 @@
+"""The plan as people read it: a text for a terminal, and plan.html, one page without other files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.files import write_atomic
+from stratbench.cell.text.pages import as_json, hash_of_script, render
+from stratbench.cell.text.words import COLUMNS as WIDTH
+from stratbench.cell.text.words import (
+    bytes_text,
+    counted,
+    folded,
+    hours_text,
+    seconds_text,
+    unit_for,
+)
+from stratbench.extensions.plan.pages.answers import PART_NAMES, answered_questions
+from stratbench.extensions.plan.pages.table import COLUMNS, RANGE
+from stratbench.extensions.plan.pages.what_fits import data_of
+from stratbench.extensions.plan.quantities import (
+    assumed_rates,
+    cells_by,
+    compared_text,
+    in_order,
+    in_unit,
+    span_text,
+    totals,
+)
+from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
+from stratbench.study.reasons import lines_by_reason
+
+TEMPLATES = Path(__file__).parent / "templates"
+#: How far in the lines of a table stand.
+INDENT = 5
+#: So many strategies do not stand in one field of a table.
+MANY_ALIKE = 3
+
+
+def _fit_mark(c: Planned) -> str:
+    return {FITS: "", TIGHT: "?", DOES_NOT_FIT: "!"}[c.fit.verdict]
+
+
+def _time_mark(c: Planned) -> str:
+    return {"no": "", "possible": "?", "certain": "!"}[c.fit.cut_off]
+
+
+#: Of each experiment: a column of the plan, what is said over its table, and how a field is marked.
+TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
+    "needed_mib": (
+        "{unit} per worker that {who} needs, at {workers} workers (! does not fit, ? tight)",
+        _fit_mark,
+    ),
+    "train_time_s": (
+        "training time to compare by (range), at {workers} workers (! cut off, ? perhaps)",
+        _time_mark,
+    ),
+    "wire_bytes_per_step": (
+        "{unit} that a worker sends in a step, at {workers} workers",
+        lambda _: "",
+    ),
+}
+
+
+def plan_text(plan: Plan) -> str:
+    """What `snakemake plan` prints."""
+    states = Counter(c.state for c in plan.cells)
+    values = _values(plan) | {
+        "tables": TABLES,
+        "lines_of": _lines,
+        "states": ", ".join(f"{n} {state}" for state, n in states.items()),
+        "reasons": _reasons(plan),
+        "snapshots": max(
+            (c for c in plan.cells if c.needs and c.needs.snapshot_bytes),
+            key=lambda c: c.needs.snapshot_bytes,
+            default=None,
+        ),
+        "elastic": [c for c in plan.cells if c.asked.workers and c.cell.repeat == 0],
+        "raised": sorted(
+            (c for c in plan.cells if c.asked.gpus and c.asked.planned_mib),
+            key=lambda c: -c.needs.host_bytes,
+        ),
+    }
+    filters = {"counted": counted, "seconds": seconds_text} | FILTERS
+    text = render("plan.txt.j2", TEMPLATES, values=values, filters=filters)
+    return folded([text.rstrip()]) + "\n"
+
+
+def network_text(plan: Plan) -> str:
+    """What `stratbench plan --model NAME` prints: memory in the way to train with which the page begins."""
+    first = plan.cells[0].subject.settings
+    lines = [
+        f"{plan.cells[0].cell.model} on {plan.device}, {plan.cells[0].cell.dataset}, {first.optimizer}, "
+        f"{first.precision}, global batch {first.global_batch}"
+    ]
+    for cells in cells_by(plan.cells, "experiment").values():
+        s = cells[0].subject.settings
+        if (s.precision, s.activation_checkpointing) == (first.precision, False):
+            lines.append(_lines(cells, "needed_mib", "it"))
+    lines += [f"   {state}: {line}" for state, told in _reasons(plan).items() for line in told]
+    return folded(lines)
+
+
+def write_html(plan: Plan, path: Path) -> None:
+    """Render plan.html."""
+    script = (TEMPLATES / "what_fits.js").read_text(encoding="utf-8")
+    values = _values(plan) | {
+        "columns": COLUMNS,
+        "part_names": PART_NAMES,
+        "data": as_json(data_of(plan)),
+        "script": script,
+        "script_hash": hash_of_script(script),
+    }
+    page = render("plan.html.j2", TEMPLATES, values=values, filters=FILTERS)
+    write_atomic(path, page)
+
+
+FILTERS = {"bytes": bytes_text, "hours": hours_text}
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    return {
+        "plan": plan,
+        "experiments": cells_by(in_order(plan.cells), "experiment").items(),
+        "answers": answered_questions(plan),
+        "assumed": assumed_rates(plan),
+        "totals": {name: totals(plan, name) for name in (plan.device, *plan.others)},
+    }
+
+
+def _reasons(plan: Plan) -> dict[str, list[str]]:
+    """Why cells are not trained, or were not, by what has become of them: a line for each reason."""
+    told = {
+        state: [c for c in plan.cells if c.state == state]
+        for state in ("unsupported", "infeasible", "failed", "recorded")
+    }
+    told["not predicted"] = [c for c in plan.cells if not c.footprint and c.state != "unsupported"]
+    return {
+        state: lines_by_reason((c.cell, c.reason) for c in cells) for state, cells in told.items()
+    }
+
+
+def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
+    """A quantity of an experiment's cells (of `who`): what it is, and a table.
+
+    Rows are strategies, columns models, and in each field the worker counts side by side. Models that do
+    not fit the terminal beside the others stand in a further table below. Strategies of which all fields
+    are alike share a row; where they are many, a line below names them.
+    """
+    title, mark = TABLES[name]
+    column, workers = COLUMNS[name], sorted({c.cell.gpus for c in cells})
+    first = {
+        (c.cell.strategy, c.cell.model, c.cell.gpus): c for c in reversed(cells) if c.footprint
+    }
+    unit, n_bytes = "", 0
+    if column.unit is not RANGE:
+        most = max(map(column.value, first.values()), default=0)
+        # Where nothing is sent, 0 is told in the unit of the network's weights.
+        weights = COLUMNS["state_parameters_bytes"]
+        unit, n_bytes = unit_for(most or max(map(weights.value, first.values()), default=0))
+
+    def field(c: Planned) -> str:
+        if not n_bytes:
+            return _time_field(c) + mark(c)
+        return in_unit(column.value(c), n_bytes) + mark(c)
+
+    models = list(dict.fromkeys(c.cell.model for c in cells))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for strategy in _quickest_first(cells):
+        found = [[first.get((strategy, model, n)) for n in workers] for model in models]
+        fields = tuple("  ".join(field(c) for c in there if c) or "-" for there in found)
+        alike.setdefault(fields, []).append(strategy)
+    rows = [["", *models], *([_names(names), *fields] for fields, names in alike.items())]
+    widths = [max(map(len, fields)) for fields in zip(*rows, strict=True)]
+    lines = [
+        "   ".join(row[i].ljust(widths[i]) for i in (0, *group))
+        for group in side_by_side(widths)
+        for row in rows
+    ]
+    lines += [f"alike: {', '.join(names)}" for names in alike.values() if len(names) >= MANY_ALIKE]
+    told = title.format(unit=unit, who=who, workers=", ".join(map(str, workers)))
+    return "\n".join([f"   {told}", *(f"{' ' * INDENT}{line}".rstrip() for line in lines)])
+
+
+def _quickest_first(cells: list[Planned]) -> list[str]:
+    """The strategies by their usual time on the most workers, then the others, in their order."""
+    most = max(c.cell.gpus for c in cells)
+    there = in_order(c for c in cells if c.cell.gpus == most)
+    return list(dict.fromkeys(c.cell.strategy for c in [*there, *cells]))
+
+
+def _time_field(c: Planned) -> str:
+    """The range of a cell's training, after the time that compares cells where both are by the device."""
+    fit = c.fit
+    if fit.train is None:
+        return "unknown"
+    if fit.train != fit.by_device:
+        return span_text(fit.train)
+    return compared_text(fit.usual_s, fit.train)
+
+
+def side_by_side(widths: list[int]) -> list[list[int]]:
+    """The columns from the second on, in groups that fit a terminal beside the first."""
+    groups: list[list[int]] = [[]]
+    for i in range(1, len(widths)):
+        together = sum(3 + widths[j] for j in (*groups[-1], i))
+        if groups[-1] and INDENT + widths[0] + together > WIDTH:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
+def _names(strategies: list[str]) -> str:
+    if len(strategies) < MANY_ALIKE:
+        return ", ".join(strategies)
+    return f"{strategies[0]} and {len(strategies) - 1} alike"

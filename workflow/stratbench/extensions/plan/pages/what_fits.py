@@ -1,0 +1,340 @@
+"""The plan as plan.html computes with it: footprints, bytes and rates as JSON, for any batch, on any GPU.
+
+Nothing is predicted here. What the page adds are the formulas of `Footprint.needed_bytes`, `Reduction` and
+`duration`, in templates/what_fits.js; a test holds its figures against the plan's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from statistics import fmean
+from typing import Any
+
+from stratbench.cell.settings import Settings
+from stratbench.cell.text.words import GIB, MIB
+from stratbench.extensions.plan import device_rates, duration, public_runs
+from stratbench.extensions.plan.duration import Span
+from stratbench.extensions.plan.footprint import reductions
+from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, Sums
+from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.extensions.plan.needs import Subject, data_bytes_of, plain_wire_bytes
+from stratbench.extensions.plan.schedule import Plan, Planned
+from stratbench.strategies.base import Strategy
+from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets
+
+#: What the bar calls the parts of the memory, and which of `PARTS` each is. `copy` is the warm-up's.
+GROUPS = {
+    "weights": ("parameters", "buffers"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "communication": ("buckets", "received", "gathered", "communication", "staging"),
+    "activations": ("activations",),
+    "temporary": ("temporaries", "scratch"),
+}
+#: Of a training in which it shows whether workers exchange in every step.
+MANY_STEPS = 1 << 20
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16-true")
+#: Cards of usual sizes, beside which the page shows a choice where the config names none of that size.
+USUAL_CARDS = ("A10G", "L40S", "A100 SXM 80 GB", "H200 SXM")
+
+
+def data_of(plan: Plan) -> dict[str, Any]:
+    """All that the page needs, as JSON-able values. Amounts are in bytes, times in seconds."""
+    cells = [c for c in plan.cells if c.cell.repeat == 0]
+    footprints: dict[str, int] = {}
+    networks = [
+        _network(plan, label, found, footprints) for label, found in _by_network(cells).items()
+    ]
+    return {
+        "study": plan.study,
+        "margin": plan.cluster["memory_margin"],
+        "gpus_per_node": plan.cluster["gpus_per_node"],
+        "own_of": ["CPU", plan.device],
+        "beside": _beside([plan.device, *plan.others]),
+        "devices": _devices(plan, cells),
+        "groups": list(GROUPS),
+        "footprints": [json.loads(text) for text in footprints],
+        "networks": networks,
+        "rates": {
+            "utilisation": _by_kind(duration.GPU_UTILISATION, duration.CPU_UTILISATION),
+            "launch_s": _by_kind(duration.GPU_LAUNCH_S, duration.CPU_LAUNCH_S),
+            "memory": duration.MEMORY_UTILISATION,
+            "link": duration.LINK_UTILISATION,
+            "server": duration.SERVER_BYTES_PER_S,
+            "hiding": duration.HIDING,
+            "public": public_runs.band()._asdict(),
+            "waiting_share": public_runs.MAX_WAITING_SHARE,
+        },
+        "sums": {
+            "block": reductions.BLOCK_THREADS,
+            "warp": reductions.WARP,
+            "least": reductions.MIN_NUMBERS,
+            "most": reductions.MAX_NUMBERS,
+            "counter": reductions.COUNTER_BYTES,
+        },
+    }
+
+
+def _by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, Any]:
+    return {"gpu": gpu, "cpu": cpu}
+
+
+# --- devices ---------------------------------------------------------------------------------------
+
+
+def _devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
+    """The GPUs of the table, the plan's own first, where cells are on GPUs; the CPU where some are on it."""
+    kinds = {c.subject.request.on_cuda for c in cells}
+    found = []
+    if True in kinds:
+        order = {name: i for i, name in enumerate([plan.device, *plan.others])}
+        known = sorted(all_datasheets(), key=lambda gpu: order.get(gpu.name, len(order)))
+        found += [_gpu(gpu, plan.cluster) for gpu in known]
+    if False in kinds:
+        found.append(_cpu(plan.cluster))
+    return found
+
+
+def _beside(named: list[str]) -> list[str]:
+    """The devices that the page shows beside each other: those `named`, and a card of each usual size."""
+    size = {gpu.name: gpu.memory_gib for gpu in all_datasheets()}
+    known = {size.get(name) for name in named}
+    usual = [name for name in USUAL_CARDS if size[name] not in known]
+    return sorted([*named, *usual], key=lambda name: size.get(name, 0))
+
+
+def _gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
+    each = {p: device_rates.gpu_device(gpu, p, cluster) for p in PRECISIONS}
+    flops = {p: device.flops_per_s for p, device in each.items() if device.flops_per_s}
+    return {
+        **asdict(each["fp32"]),
+        "whole_bytes": gpu.memory_gib * GIB,
+        "flops_per_s": flops,
+        "public": gpu.name in public_runs.GPUS,
+    }
+
+
+def _cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
+    """Its rate is that of all cores, which the workers share."""
+    device = device_rates.cpu_device(cluster, 1)
+    whole_bytes = cluster["mem_mib_per_gpu"] * MIB
+    return {**asdict(device), "whole_bytes": whole_bytes, "flops_per_s": {"": device.flops_per_s}}
+
+
+# --- networks --------------------------------------------------------------------------------------
+
+
+def _by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
+    """The cells of each network, by what the page calls it: those that can be told apart by its controls."""
+    alike: dict[str, list[Planned]] = {}
+    for c in cells:
+        alike.setdefault(_apart_from_controls(c.subject), []).append(c)
+    named: dict[str, list[Planned]] = {}
+    for found in alike.values():
+        model, dataset = found[0].cell.model, found[0].cell.dataset
+        same = [f[0].cell for f in alike.values() if f[0].cell.model == model]
+        label = model
+        if len({cell.dataset for cell in same}) > 1:
+            label += f" on {dataset}"
+        if sum(cell.dataset == dataset for cell in same) > 1:
+            label += f", {', '.join(dict.fromkeys(c.cell.experiment for c in found))}"
+        named[label] = found
+    return named
+
+
+def _apart_from_controls(s: Subject) -> str:
+    """What is the same in all cells that differ in nothing but what the page has a control for."""
+    # The page's control is for true and false; cells that checkpoint in part are a network by themselves.
+    mode = s.settings.activation_checkpointing
+    own_mode = isinstance(mode, str) and mode
+    same: dict[str, Any] = {
+        "strategy": "", "options": {}, "gpus": 1, "seed": 0, "global_batch": 1, "per_worker_batch": 1,
+        "precision": "fp32", "activation_checkpointing": own_mode, "slowdown": s.settings.slowdown,
+    }  # fmt: skip
+    return replace(s.settings, **same).as_json()
+
+
+def _network(
+    plan: Plan, label: str, cells: list[Planned], footprints: dict[str, int]
+) -> dict[str, Any]:
+    first = cells[0].subject
+    kinds: dict[str, dict[str, dict[int, Any]]] = {}
+    for c in cells:
+        kind = kinds.setdefault(kind_of(c.subject.settings), {})
+        by_count = kind.setdefault(c.cell.strategy, {})
+        by_count.setdefault(c.cell.gpus, _entry(plan, c, footprints))
+    return {
+        "name": label,
+        "dataset": first.cell.dataset,
+        "optimizer": first.settings.optimizer,
+        "train_samples": first.data.train_samples,
+        "epochs": first.settings.epochs,
+        "steps": first.settings.steps,
+        "batch": first.settings.global_batch,
+        "on_cuda": first.request.on_cuda,
+        "kinds": kinds,
+        "ahead": _ahead(plan, cells),
+    }
+
+
+def _ahead(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """What records were projected to on numbers of workers that the study lacks, by kind and strategy."""
+    own = {replace(c.cell, gpus=0, repeat=0): c.subject.settings for c in cells}
+    there = {replace(c.cell, repeat=0) for c in cells}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for cell, p in sorted(plan.projected.items(), key=lambda item: item[0].gpus):
+        settings = own.get(replace(cell, gpus=0))
+        if settings is not None and cell not in there:
+            of_kind = found.setdefault(kind_of(settings), {})
+            told = _recorded("projected", p.global_batch, p.span)
+            of_kind.setdefault(cell.strategy, []).append(told | {"workers": cell.gpus})
+    return found
+
+
+def _recorded(kind: str, batch: int, span: Span) -> dict[str, Any]:
+    """A training's time by records. `kind`: measured, projected, or nearby (of another cell)."""
+    return {"kind": kind, "batch": batch, "span": [*span], "source": span.source}
+
+
+def kind_of(s: Settings) -> str:
+    """The precision, and whether activations are checkpointed, as the page's data has them."""
+    return s.precision + ("+checkpointing" if s.activation_checkpointing else "")
+
+
+def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
+    """A strategy on a number of workers; `reason` alone where there is no footprint."""
+    if c.footprint is None:
+        return {"reason": c.reason}
+    s, needs = c.subject, c.needs
+    fit = c.fits_on.get(plan.device) or c.fit
+    recorded = fit.train if fit is not None and fit.train != fit.by_device else None
+    return {
+        "footprints": [_numbered(f, footprints) for f in c.footprint.each],
+        "slowest": _slowest(c.footprint),
+        "regular": _is_regular(s),
+        "replicas": s.mesh.replicas,
+        "pushes": s.steps_per_batch,
+        "parts": s.request.parts,
+        "least": c.least_samples,
+        "nodes": needs.nodes,
+        "data": _data_line(s),
+        "wire": None if s.served else _wire(s, c.footprint, needs.nodes),
+        "sent": needs.wire_bytes if s.served else 0,
+        "awaits": s.strategy.waits_for_activations,
+        "served": needs.served_bytes,
+        "link": needs.link_bytes or 0,
+        "bubble": s.bubble_share,
+        "slowdown": s.slowdown,
+        "fused": duration.COMPILED if s.settings.compile else 1,
+        "host_s": duration.host_s(needs.slowest),
+        "public": public_runs.is_like(s.settings, s.data.is_text),
+        "recorded": recorded and _recorded(_evidence(plan, c), s.settings.global_batch, recorded),
+    }
+
+
+def _evidence(plan: Plan, c: Planned) -> str:
+    """What a time by records rests on."""
+    if c.state == "done":
+        return "measured"
+    return "projected" if c.cell in plan.projected else "nearby"
+
+
+def _is_regular(s: Subject) -> bool:
+    """Whether a worker holds so much fixed and a share of the rest, and sends by rings over all workers.
+
+    Then every amount is a line in one over the number of workers, from two on.
+    """
+    n, traits = s.cell.gpus, s.request.traits
+    divided = {traits.weight_parts, traits.optimizer_parts} <= {1, n}
+    return n > 1 and divided and s.mesh.replicas == n and not s.served
+
+
+def _slowest(footprint: Footprint) -> int:
+    """Which of its stages `Footprint.slowest` is."""
+    return next(i for i, f in enumerate(footprint.each) if f is footprint.slowest)
+
+
+def _data_line(s: Subject) -> tuple[float, float]:
+    """Bytes of data on the device: fixed, and for each sample that a worker computes on at once."""
+    fixed = data_bytes_of(s, 0)
+    return fixed, data_bytes_of(s, 1) - fixed
+
+
+def _wire(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
+    """What a rank sends in a step (bytes), as a line in its samples, and in which steps it does.
+
+    `within`: the same of groups that lie within a node.
+    In the first `start` steps and then in one of `period`; in the first `plain_steps` it is `plain` instead.
+    """
+    on_gloo, gpus = not s.request.on_cuda, s.cell.gpus
+    node_ranks = -(-gpus // nodes)
+
+    def line(within: int | None = None) -> tuple[float, float]:
+        at = [
+            fmean(wire_bytes(f.collectives, gpus, on_gloo, n, within) for f in footprint.each)
+            for n in (0, 1)
+        ]
+        return at[0], at[1] - at[0]
+
+    plain = [plain_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each]
+    start, period = exchanging(s.strategy)
+    return {
+        "line": line(),
+        "within": line(node_ranks),
+        "start": start,
+        "period": period,
+        "plain_steps": s.strategy.plain_steps,
+        "plain": fmean(plain),
+    }
+
+
+def exchanging(strategy: Strategy) -> tuple[int, int]:
+    """In how many first steps workers exchange, and then in one of how many: `Strategy.exchanges`."""
+    if strategy.exchanges(MANY_STEPS) == MANY_STEPS:
+        return 0, 1
+    return strategy.first_steps[-1], strategy.period
+
+
+def _numbered(footprint: Footprint, footprints: dict[str, int]) -> int:
+    """The number of a footprint among all: equal ones are there once."""
+    text = json.dumps(_reduced(footprint), separators=(",", ":"))
+    return footprints.setdefault(text, len(footprints))
+
+
+def _reduced(f: Footprint) -> dict[str, Any]:
+    """What the page needs of a footprint: of a moment its phase, a line for each of GROUPS, and its sum."""
+    return {
+        "moments": [
+            [m.phase, _grouped_lines(m.parts_bytes), m.sums and _sums(m.sums)] for m in f.moments
+        ],
+        "evaluation": _grouped(f.evaluation.parts_bytes),
+        "copy": f.copied_bytes,
+        "flops": f.computed_flops_per_sample,
+        "attention": f.attention_share,
+        "operations": f.operations_per_step,
+        "touched": _line(f.touched_bytes),
+    }
+
+
+def _line(line: Affine) -> tuple[float, float]:
+    return line.fixed, line.per_sample
+
+
+def _grouped_lines(parts: Mapping[str, Affine]) -> list[float]:
+    """Fixed bytes and bytes per sample of each group, one after the other."""
+    none = Affine(0, 0)
+    return [
+        sum(getattr(parts.get(part, none), of) for part in members)
+        for members in GROUPS.values()
+        for of in ("fixed", "per_sample")
+    ]
+
+
+def _grouped(parts: Mapping[str, int]) -> list[int]:
+    return [sum(parts.get(part, 0) for part in members) for members in GROUPS.values()]
+
+
+def _sums(sums: Sums) -> list[float]:
+    return [*_line(sums.outputs), *_line(sums.inputs), sums.together, sums.sum_bytes]

@@ -1,0 +1,121 @@
+"""Sums over the cells of a plan, and the texts of its quantities."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+from stratbench.extensions.plan.device_rates import NETWORK_GB_PER_S
+from stratbench.extensions.plan.duration import Span
+from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned, cost_of
+from stratbench.telemetry.machine.hardware import all_datasheets
+
+
+def totals(plan: Plan, device: str) -> dict[str, Any]:
+    """The sums over the cells on `device`; time and cost of those that are still to do.
+
+    `unknown`: cells of which no memory is predicted; they are in no other count and in no sum.
+    No cell counts for longer than its time limit. `gpu_hours` and `cost` (at best, at worst) are None where
+    nothing is known; `longest`: the cell that takes longest, if any, and `longest_high_s`.
+    """
+    fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
+    open_ = [(c, v) for c, v in fits if not c.recorded and v.may_run]
+    timed = [(c, _within_limit(c, v.total)) for c, v in open_ if v.total is not None]
+    unknown = [c for c in plan.cells if not (c.fits_on or c.recorded or c.state == "unsupported")]
+    gpu_hours = cost = None
+    if timed or not (open_ or unknown):
+        low = sum(c.cell.gpus * span.low_s for c, span in timed) / 3600
+        high = sum(c.cell.gpus * span.high_s for c, span in timed) / 3600
+        gpu_hours, cost = (low, high), cost_of(low, high, plan.cluster, device != "CPU")
+    longest, its_span = max(timed, key=lambda t: t[1].high_s, default=(None, Span(0.0, 0.0, "")))
+    return {
+        "cells": len(fits) + len(unknown),
+        "fit": sum(v.verdict == FITS for _, v in fits),
+        "tight": sum(v.verdict == TIGHT for _, v in fits),
+        "unfit": sum(not v.may_run for _, v in fits),
+        "unknown": len(unknown),
+        "gpu_hours": gpu_hours,
+        "cost": cost,
+        "longest": longest,
+        "longest_high_s": its_span.high_s,
+        "cut_off": sum(v.cut_off == "certain" for _, v in open_),
+        "perhaps_cut_off": sum(v.cut_off == "possible" for _, v in open_),
+        "sources": _sources(span.source for _, span in timed),
+    }
+
+
+def assumed_rates(plan: Plan) -> list[str]:
+    """Rates of links that some cell uses and the config does not give, in words."""
+    cells = [c for c in plan.cells if c.needs is not None]
+    rates = []
+    sheet = next((gpu for gpu in all_datasheets() if gpu.name == plan.device), None)
+    linked = any(c.cell.gpus > 1 and c.subject.request.on_cuda for c in cells)
+    if sheet and linked and not plan.cluster["link_gb_per_s"]:
+        rates.append(
+            f"{sheet.link_gb_per_s:g} GB/s between GPUs of a node ({sheet.link}; "
+            "cluster.link_gb_per_s)"
+        )
+    if not plan.cluster["network_gb_per_s"] and any(c.needs.nodes > 1 for c in cells):
+        rates.append(f"{NETWORK_GB_PER_S:g} GB/s between nodes (cluster.network_gb_per_s)")
+    return rates
+
+
+def _within_limit(c: Planned, span: Span) -> Span:
+    limit_s = c.subject.time_limit_s or math.inf
+    return Span(*(min(end_s, limit_s) for end_s in span), span.source)
+
+
+def _sources(sources: Iterable[str]) -> str:
+    counted = Counter(sources)
+    if len(counted) > 3:
+        return f"{len(counted)} sources (see the column time_source)"
+    return ", ".join(source for source, _ in counted.most_common())
+
+
+def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
+    """The cells that share these coordinates, by their values, in the order of the first of each."""
+    value_of = attrgetter(*coordinates)
+    found: dict[Any, list[Planned]] = {}
+    for c in cells:
+        found.setdefault(value_of(c.cell), []).append(c)
+    return found
+
+
+def in_order(cells: Iterable[Planned]) -> list[Planned]:
+    """The cells of each experiment, model and number of workers by their usual time, the unknown last.
+
+    Groups, and cells of equal times, keep their order.
+    """
+    groups = cells_by(cells, "experiment", "model", "gpus", "repeat").values()
+    return [c for group in groups for c in sorted(group, key=_usual_s)]
+
+
+def _usual_s(c: Planned) -> float:
+    return math.inf if c.fit is None or c.fit.usual_s is None else c.fit.usual_s
+
+
+def in_unit(n_bytes: float, unit: int) -> str:
+    """The number of units as text, with three digits or more."""
+    return f"{n_bytes / unit:.3g}" if n_bytes < 1000 * unit else f"{n_bytes / unit:.0f}"
+
+
+def span_text(span: Span) -> str:
+    """A range as text: `12-45 min`."""
+    if span.high_s < 1:
+        return "under 1 s"
+    if span.high_s < 100:
+        return f"{span.low_s:.0f}-{span.high_s:.0f} s"
+    if span.high_s < 6000:
+        return f"{span.low_s / 60:.1f}-{span.high_s / 60:.0f} min"
+    return f"{span.low_s / 3600:.1f}-{span.high_s / 3600:.1f} h"
+
+
+def compared_text(usual_s: float, span: Span) -> str:
+    """The time by which cells are compared before its range, in the range's unit: `20.5 (12-45 min)`."""
+    if span.high_s < 1:
+        return span_text(span)
+    unit_s, digits = (1, 0) if span.high_s < 100 else (60, 1) if span.high_s < 6000 else (3600, 1)
+    return f"{usual_s / unit_s:.{digits}f} ({span_text(span)})"

@@ -1,0 +1,391 @@
+"""Makes the plan of a study: for each cell its state, memory, time, cost and request to the scheduler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.text.words import GIB, counted, seconds_text
+from stratbench.extensions.plan.check import Checked, Network
+from stratbench.extensions.plan.device_rates import (
+    Device,
+    cpu_device,
+    gpu_device,
+    gpus_called,
+    named_gpus,
+)
+from stratbench.extensions.plan.duration import (
+    BEST,
+    USUAL,
+    WORST,
+    ProjectedDuration,
+    Span,
+    overhead_span,
+    span_by_records,
+    step_on,
+)
+from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.extensions.plan.footprint.request import Request
+from stratbench.extensions.plan.footprint.traffic import PARTS
+from stratbench.extensions.plan.needs import Needs, Subject, data_bytes_of, needs_of
+from stratbench.extensions.plan.public_runs import span_from_runs
+from stratbench.strategies import acceptance
+from stratbench.study import resources
+from stratbench.study.config.config import Study
+from stratbench.study.slurm import nodes
+from stratbench.telemetry.machine.hardware import datasheet_of
+
+Records = Mapping[Cell, Mapping[str, Any]]
+
+#: Verdicts on a need and a device's memory. Tight: it may fit, but not with the reserve and the margin.
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+
+
+@dataclass(frozen=True)
+class DeviceFit:
+    """How a cell would run on one device, and how long.
+
+    Times are None where neither the device's rates are known nor records, and so is what follows from
+    them; the cost also where no price is. Pairs are at best and at worst.
+    """
+
+    device: str
+    peak: MemoryPeak  # of training, data set included
+    stage_peaks_bytes: tuple[
+        int, ...
+    ]  # the same of each stage, where the network is cut into several
+    needed_bytes: int  # with warm-up and evaluation
+    verdict: str  # FITS, TIGHT or DOES_NOT_FIT
+    largest_batch: int
+    room_bytes: float  # up to which a worker's need fits: reserve and margin taken off
+    #: That a GPU holds at once, on which the buffers of sums depend; footprints on CPUs have none.
+    resident_threads: int
+    sending_s: tuple[float, float]  # of a step
+    by_device: Span | None  # the training by what the device can do
+    usual_s: float | None  # the same as one time, by which cells are compared
+    train: Span | None  # the same, or by records where there are any
+    total: Span | None
+    cut_off: str  # by the time limit: no, possible or certain
+    gpu_hours: tuple[float, float] | None
+    cost: tuple[float, float] | None
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it fits, with or without room for what the plan cannot know."""
+        return self.verdict != DOES_NOT_FIT
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One cell's part of the plan. Without a footprint nothing is known of it; `reason` says why.
+
+    `recorded`: whether it has a record, whatever that says, and so is not trained again.
+    `least_samples`: that a worker must compute on at once.
+    """
+
+    subject: Subject
+    state: str  # done, recorded, failed, unsupported, infeasible, to do
+    reason: str
+    recorded: bool
+    footprint: Footprint | None
+    needs: Needs | None
+    fits_on: dict[str, DeviceFit]  # by device, the plan's own first; of a cell on CPUs only the CPU
+    asked: resources.JobRequest
+    least_samples: int
+
+    @property
+    def cell(self) -> Cell:
+        return self.subject.cell
+
+    @property
+    def fit(self) -> DeviceFit | None:
+        """On the plan's device, or the CPU for a cell that trains there."""
+        return next(iter(self.fits_on.values()), None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a study for `device`. `others`: devices that it is compared with."""
+
+    study: str
+    cluster: Mapping[str, Any]
+    device: str
+    gpu: str | None  # as the config or the command line names it; None: chosen for comparison
+    others: list[str]
+    cells: list[Planned]
+    #: Why no node of the cluster can hold a cell, in words; empty without SLURM.
+    unheld: list[str]
+    #: That nodes have GPUs of several types, in a sentence; None: they do not, or one is chosen.
+    gpu_types: str | None
+    #: Trainings that the records were projected to: of the study's cells (first repeats), and beyond them.
+    projected: Mapping[Cell, ProjectedDuration]
+    #: Of each kind of cell that may free gathered weights after forward: option -> footprint.
+    resharding: dict[Request, dict[str, Footprint]]
+
+    @property
+    def named(self) -> bool:
+        """Whether `device` is what the cells will run on, as far as the config says."""
+        return self.gpu is not None or self.device == "CPU"
+
+
+def make_plan(
+    config: Mapping[str, Any],
+    checked: Checked,
+    records: Records,
+    partition: str | None = "*",
+    projected: Mapping[Cell, ProjectedDuration] | None = None,
+) -> Plan:
+    """The plan of a study that was checked and has these records.
+
+    `partition`: of SLURM, where cells will run (several: `a,b`; None: the default one; `*`: any).
+    `projected`: the times of trainings that records were projected to.
+    """
+    cluster, projected = config["cluster"], projected or {}
+    named, gpus = cluster["gpu"], named_gpus(cluster)
+    if not named:
+        gpus = gpus[-1:] + gpus[:-1]
+    timed = timed_records(records, named).values()
+    cells = []
+    for s in checked.subjects:
+        if s.request.on_cuda:
+            devices = [gpu_device(gpu, s.settings.precision, cluster) for gpu in gpus]
+        else:
+            devices = [cpu_device(cluster, s.cell.gpus)]
+        known = projected.get(replace(s.cell, repeat=0))
+        span = known.span if known else span_by_records(s.cell, timed)
+        cells.append(_planned(s, checked, records.get(s.cell), devices, span, config))
+    on_gpu = any(s.request.on_cuda for s in checked.subjects)
+    on_cpu = any(not s.request.on_cuda for s in checked.subjects)
+    skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
+    to_train = [c for c in cells if not c.recorded and c.state not in skipped]
+    there = nodes.nodes_of_partition(nodes.cluster_nodes(), partition)
+    refusals = {c.cell: nodes.refusal(c.cell, c.subject.settings, c.asked, there) for c in to_train}
+    return Plan(
+        study=checked.study.name,
+        cluster=cluster,
+        device=gpus[0].name if on_gpu else "CPU",
+        gpu=named,
+        others=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
+        cells=cells,
+        unheld=nodes.lines_of_refusals(
+            {cell: reason for cell, reason in refusals.items() if reason}
+        ),
+        gpu_types=nodes.describe_types(there, (c.asked for c in to_train)),
+        projected=projected,
+        resharding=checked.resharding,
+    )
+
+
+def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
+    """The study's usable records by cell. Prints which are left out: also those of other settings."""
+    found, others = {}, []
+    for cell in study.cells:
+        path = cell.record_path(results)
+        if os.path.lexists(path):
+            try:
+                of_cell = record.read_measured(path)
+            except record.RecordError as error:
+                print(f"left out: {error}")
+                continue
+            if reason := record.describe_other_settings(of_cell, study.settings(cell)):
+                others.append(f"{path} {reason}")
+            else:
+                found[cell] = of_cell
+    if others:
+        n = len(others) - 1
+        more = f" (and {counted(n, 'more record')} of other settings)" if n else ""
+        print(f"left out: {others[0]}{more}")
+    return found
+
+
+def timed_records(records: Records, gpu: str | None) -> Records:
+    """Those whose times say something of cells on `gpu` (None: on the GPU that they are of)."""
+    named = gpus_called(gpu) if gpu else None
+
+    def is_of_another(record: Mapping[str, Any]) -> bool:
+        """Whether it says that it is; those on CPUs say nothing of a GPU."""
+        known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
+        sheets = [datasheet_of(gpu.get("name") or "") for gpu in known]
+        return named is not None and any(sheet and sheet not in named for sheet in sheets)
+
+    return {cell: r for cell, r in records.items() if not is_of_another(r)}
+
+
+def _planned(
+    s: Subject,
+    checked: Checked,
+    record: Mapping[str, Any] | None,
+    devices: list[Device],
+    measured: Span | None,
+    config: Mapping[str, Any],
+) -> Planned:
+    """A cell judged on `devices`, the plan's own first, to which the time by records applies."""
+    cluster = config["cluster"]
+    footprint = None if s.cell in checked.refused else checked.rehearsals[s.request].footprint
+    needs, fits_on = None, {}
+    if footprint is not None:
+        footprint = footprint.fullest(s.samples_per_step, devices[0].resident_threads)
+        needs = needs_of(s, footprint, resources.node_count(s.cell, cluster))
+        spans = [measured] + [None] * len(devices)
+        fits_on = {
+            device.name: _fit(s, footprint, needs, device, span, cluster)
+            for device, span in zip(devices, spans, strict=False)
+        }
+    fit = next(iter(fits_on.values()), None)
+    state, reason = _state(s, checked, record, fit, measured, config["results"])
+    return Planned(
+        subject=s,
+        state=state,
+        reason=reason,
+        recorded=record is not None,
+        footprint=footprint,
+        needs=needs,
+        fits_on=fits_on,
+        asked=resources.job_request(
+            s.cell,
+            s.settings,
+            cluster,
+            s.time_limit_s,
+            needs.host_mib if needs else 0,
+            longest_time_s(fit),
+            needs.servers_host_mib if needs else 0,
+        ),
+        least_samples=acceptance.least_samples(
+            checked.networks[Network.of(s.request)].batchnorm,
+            s.settings.gradient_accumulation_steps,
+        ),
+    )
+
+
+def _fit(
+    s: Subject,
+    footprint: Footprint,
+    needs: Needs,
+    device: Device,
+    measured: Span | None,
+    cluster: Mapping[str, Any],
+) -> DeviceFit:
+    """`measured`: the time of its training, by records."""
+    batch, threads, data_bytes = s.samples_per_step, device.resident_threads, needs.data_bytes
+    fullest = footprint.fullest(batch, threads)
+    peak = fullest.training_peak(batch, threads)
+    needed_bytes = fullest.needed_bytes(batch, threads) + data_bytes
+    margin = cluster["memory_margin"]
+    room_bytes = device.room_bytes(margin)
+    steps = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+    by_device = usual_s = None
+    if device.flops_per_s is not None:
+        source = (
+            f"{device.name}'s peak rates" if device.is_gpu else "this host's CPU, all cells alike"
+        )
+        *ends, usual_s = (step.seconds * s.steps for step in steps)
+        by_device = Span(*ends, source)
+        seen = span_from_runs(device.name, s.settings, s.data.is_text, steps[USUAL], s.steps)
+        by_device = seen or by_device
+    train = measured or by_device
+    total = train and train + overhead_span(device, s, needs)
+    gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)
+    return DeviceFit(
+        device=device.name,
+        peak=MemoryPeak(
+            peak.n_bytes + data_bytes,
+            peak.phase,
+            dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data_bytes},
+        ),
+        stage_peaks_bytes=tuple(
+            f.training_peak(batch, threads).n_bytes + data_bytes for f in footprint.stages
+        ),
+        needed_bytes=needed_bytes,
+        verdict=verdict_of(needed_bytes, device, margin),
+        largest_batch=s.steps_per_batch
+        * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
+        room_bytes=room_bytes,
+        resident_threads=threads,
+        sending_s=(steps[0].sending_s, steps[1].sending_s),
+        by_device=by_device,
+        usual_s=usual_s,
+        train=train,
+        total=total,
+        cut_off=_cut_off(total, s.time_limit_s),
+        gpu_hours=gpu_hours,
+        cost=gpu_hours and cost_of(*gpu_hours, cluster, device.is_gpu),
+    )
+
+
+def verdict_of(needed_bytes: float, device: Device, margin: float) -> str:
+    """Return FITS, TIGHT or DOES_NOT_FIT for a need that may be predicted wrong by a share `margin`."""
+    if needed_bytes <= device.room_bytes(margin):
+        return FITS
+    return TIGHT if needed_bytes <= device.tight_bytes(margin) else DOES_NOT_FIT
+
+
+def _cut_off(total: Span | None, limit_s: float | None) -> str:
+    """Whether the time limit ends a cell before its time."""
+    if total is None or limit_s is None or total.high_s <= limit_s:
+        return "no"
+    return "certain" if total.low_s > limit_s else "possible"
+
+
+def cost_of(
+    low_h: float, high_h: float, cluster: Mapping[str, Any], on_gpu: bool
+) -> tuple[float, float] | None:
+    """What GPU-hours cost; None where no price is known."""
+    price = cluster["price_per_gpu_hour"]
+    return None if price is None or not on_gpu else (low_h * price, high_h * price)
+
+
+def _state(
+    s: Subject,
+    checked: Checked,
+    found: Mapping[str, Any] | None,
+    fit: DeviceFit | None,
+    measured: Span | None,
+    results: str,
+) -> tuple[str, str]:
+    """The state of a cell and why it is so."""
+    if found is not None:
+        if found["status"] == "ok":
+            return "done", ""
+        if found["status"] == "unsupported":
+            return "unsupported", found["reason"]
+        return "recorded", f"{found['status']}: {found['reason']}"
+    if s.cell in checked.refused:
+        return "unsupported", checked.refused[s.cell]
+    failed = record.failure_reason(s.cell.log_dir(results))
+    if failed is not None:
+        return "failed", failed
+    if fit is None:
+        reason = checked.rehearsals[s.request].unpredicted
+        if s.request.by_command and measured is not None:
+            reason = f"{reason}: {' to '.join(map(seconds_text, measured))} by {measured.source}"
+        return "to do", f"could not be predicted: {reason}"
+    if not fit.may_run:
+        return (
+            "infeasible",
+            f"needs {fit.needed_bytes / GIB:.1f} GiB{_share_of_data(s, fit)}",
+        )
+    return "to do", ""
+
+
+def _share_of_data(s: Subject, fit: DeviceFit) -> str:
+    """What keeps the data off the device, where they are a tenth or more of what a cell needs there."""
+    n_bytes = fit.peak.parts_bytes["data"]
+    if (
+        s.settings.data_placement == "host"
+        or not s.request.on_cuda
+        or n_bytes < fit.needed_bytes / 10
+    ):
+        return ""
+    return (
+        f", {n_bytes / GIB:.1f} of it for the data (data_placement: host keeps them in host memory)"
+    )
+
+
+def longest_time_s(fit: DeviceFit | None) -> int | None:
+    """The longest time that a cell is expected to take, in whole seconds; None if not known."""
+    return None if fit is None or fit.total is None else round(fit.total.high_s)

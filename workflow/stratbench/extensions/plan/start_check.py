@@ -1,0 +1,97 @@
+"""Checks the user's networks before the first cell is submitted.
+
+A network that no strategy can train fails cell after cell, and on a cluster each of them queues for that.
+The check runs in a process of its own, since PyTorch would stay in Snakemake's memory.
+
+python -m stratbench.extensions.plan.start_check < JSON     faults on stdout as JSON, progress on stderr
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.text.words import folded
+from stratbench.strategies import strategy_class
+from stratbench.study.config.config import Study
+
+#: Errors that a machine with a GPU, or with other files, may not have.
+MAY_BE_MACHINES = re.compile(r"cuda|gpu|nvidia|triton|'CPU' backend|\w*OSError|FileNotFound", re.I)
+
+
+def faults_of_networks(
+    config: Mapping[str, Any], study: Study, cells: Iterable[Cell], elsewhere: bool
+) -> list[str]:
+    """Return why networks and tasks of the user's cannot be trained, one sentence per fault.
+
+    A fault that another machine may not have is printed, and not returned.
+
+    Args:
+        config: The validated config.
+        study: Its study.
+        cells: The cells that are to be trained.
+        elsewhere: Whether other machines than this one train them.
+    """
+    asked = {_network_key(study, cell): cell for cell in cells}
+    asked.pop(None, None)
+    if not asked or find_spec("torch") is None:
+        return []
+    given = {"config": config, "cells": [cell.as_dict() for cell in asked.values()]}
+    command = [sys.executable, "-m", __name__]
+    done = subprocess.run(
+        command, input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode != 0:  # the jobs check again, and say it
+        print("the user's networks could not be checked before the start", file=sys.stderr)
+        return []
+    faults = []
+    for reason, on_gpus in json.loads(done.stdout).items():
+        if (elsewhere or on_gpus) and MAY_BE_MACHINES.search(reason):
+            print(
+                folded([f"cannot be trained here, and is started all the same: {reason}"]),
+                file=sys.stderr,
+            )
+        else:
+            faults.append(reason)
+    return faults
+
+
+def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
+    """Return a key that is equal for cells with the same check; None if there is nothing to check."""
+    settings = study.settings(cell)
+    own = settings.own_model or settings.own_task
+    # Data of the user's own are known once they are prepared, by a job of this very run.
+    by_command = strategy_class(settings.strategy).kind == "own"
+    if not own or by_command or not study.dataset(cell.dataset).is_read:
+        return None
+    return cell.experiment, cell.model
+
+
+def main() -> int:
+    """Check the networks of the cells on stdin; print the faults, and whether their cells train on GPUs."""
+    # Here, since the rules import this file each time that they are read.
+    from stratbench.extensions.plan.check import Network, networks_of
+    from stratbench.extensions.plan.needs import subject_of
+
+    given = json.load(sys.stdin)
+    config = given["config"]
+    study = Study(config, config["study"])
+    with redirect_stdout(sys.stderr):
+        subjects = [subject_of(config, study, Cell(**cell)) for cell in given["cells"]]
+        requests = {s.request: s.settings.device != "cpu" for s in subjects}
+        found = networks_of(requests, Path(config["results"]) / "plan-cache")
+    faults = {found[Network.of(request)].fault: on_gpus for request, on_gpus in requests.items()}
+    print(json.dumps({fault: on_gpus for fault, on_gpus in faults.items() if fault is not None}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The measured links of a place (`links.csv`), and seconds of a collective on any layout by them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stratbench.cell.text.words import bytes_text
+from stratbench.extensions.links.collective_cost import (
+    FASTEST,
+    Level,
+    LinkLayout,
+    LinkModel,
+    algorithms_of,
+)
+from stratbench.telemetry.collectives import CollectiveCall
+
+#: How many times the largest measured tensor one may be, unless that was so large that its bytes ruled.
+MAX_LARGER, RATE_RULES_BYTES = 8, 64 << 20
+
+
+class Unmeasured(LookupError):
+    """A collective over a link that nobody has measured, or not that large; the message names it."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The measured links of a place: for each kind of collective the levels that it was measured on.
+
+    `library`: nccl or gloo. `kappa`: how many times slower computing is beside a collective. `largest`: bytes
+    of the largest tensor that was measured, by kind. `algorithms`: by which its links were
+    fitted.
+    """
+
+    library: str
+    measured: Mapping[str, Mapping[Level, LinkModel]]
+    kappa: float = 1.0
+    largest: Mapping[str, int] = field(default_factory=dict)
+    algorithms: Mapping[str, str] = field(default_factory=dict)
+
+    def check_size(self, kind: str, n_bytes: float) -> None:
+        """Raise Unmeasured where nothing as large was measured that its bytes would have ruled."""
+        largest = self.largest.get(kind, RATE_RULES_BYTES)
+        if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
+            raise Unmeasured(
+                f"{kind} was measured up to {bytes_text(largest)} with {self.library}, and a step sends "
+                f"{bytes_text(n_bytes)} at once: run `links` again"
+            )
+
+    def of(self, kind: str) -> Mapping[Level, LinkModel]:
+        return self.measured.get(kind, {})
+
+    def chosen(
+        self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
+    ) -> tuple[float, str]:
+        """Seconds of a collective, and its algorithm: that of the fit, or the one that takes the least.
+
+        Raises Unmeasured where the kind was not measured on a level that the layout needs, and KeyError
+        for a kind that the library has no algorithm for.
+        """
+        n_bytes = call.n_bytes + samples * call.sample_bytes
+        layout, together = _of_group(layout, call)
+        if layout.workers == 1:
+            return 0.0, "none"
+        self.check_size(call.kind, n_bytes)
+        links = self.of(call.kind)
+        levels: list[Level] = ["within"] if layout.a_node > 1 else []
+        levels += ["between"] if layout.nodes > 1 else []
+        if missing := [level for level in levels if level not in links]:
+            raise Unmeasured(
+                f"{call.kind} {missing[0]} nodes was not measured with {self.library}: "
+                "run `links` on such a layout"
+            )
+        # A ring with a rank a node has no steps within one.
+        links = {"within": LinkModel(0.0, math.inf), "between": LinkModel(0.0, math.inf)} | dict(
+            links
+        )
+        shared = links["between"].bytes_per_s / together
+        links["between"] = replace(links["between"], bytes_per_s=shared)
+        name = self.algorithms.get(call.kind, FASTEST)
+        return min(
+            (a(call.kind, n_bytes, layout).seconds(links), a.__name__)
+            for a in algorithms_of(name, self.library, call.kind)
+        )
+
+
+def _of_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
+    """The layout of the group that a call is of, and how many such groups share a node's connection.
+
+    Groups of neighbours that do not divide a node lie on two of them, which sets the pace for all.
+    """
+    ranks, a_node = call.ranks, layout.a_node
+    if ranks is None or ranks == layout.workers:
+        return layout, 1
+    if layout.nodes == 1:
+        return LinkLayout(ranks), 1
+    nodes = -(-ranks // max(1, a_node // call.stride))
+    straddles = call.stride == 1 and nodes == 1 and a_node % ranks > 0
+    return LinkLayout(ranks, 2 if straddles else nodes), min(
+        call.stride, a_node
+    ) if nodes > 1 else 1
+
+
+def read_links(path: Path, library: str) -> Links:
+    """The links of a library in a `links.csv`.
+
+    Raises ValueError for a file that is no such table, Unmeasured where it has no row of the library.
+    """
+    measured: dict[str, dict[Level, LinkModel]] = {}
+    largest: dict[str, int] = {}
+    algorithms: dict[str, str] = {}
+    kappa = 1.0
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if row["library"] != library:
+                    continue
+                link = LinkModel(
+                    float(row["alpha_s"]), float(row["bytes_per_s"]), float(row["log_sd"])
+                )
+                measured.setdefault(row["kind"], {})[row["level"]] = link
+                largest[row["kind"]] = int(row["largest_bytes"])
+                algorithms[row["kind"]] = row["algorithm"]
+                algorithms_of(row["algorithm"], library, row["kind"])
+                slowed = float(row["kappa"] or "nan")
+                kappa = slowed if math.isfinite(slowed) else kappa
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is no links.csv ({error!r}); measure links again") from error
+    if not measured:
+        raise Unmeasured(f"{path} has no links of {library}: run `links`")
+    return Links(library, measured, kappa, largest, algorithms)

@@ -1,0 +1,128 @@
+"""A projection as evidence of a decision: candidates on numbers of workers that nobody measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import pandas as pd
+
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.evidence import Evidence, Question
+from stratbench.analysis.decision.sentences import describe_amount, unit_of_cost
+from stratbench.cell.text.words import bytes_text, hours_text, short_time
+from stratbench.extensions.projection.shown.projected import (
+    Line,
+    Projected,
+    read_crossings,
+    read_projection,
+)
+
+
+class ProjectionEvidence(Evidence):
+    """A projection.csv.
+
+    Args:
+        projected: Projections by the number of workers, of those that the constraints allow.
+        crossings: Sentences on where the lead passes from one strategy to another.
+    """
+
+    def __init__(
+        self,
+        projected: Mapping[Line, Mapping[int, Projected]],
+        crossings: Mapping[Question, Sequence[str]] | None = None,
+    ):
+        self.projected, self.crossings = projected, crossings or {}
+
+    def extend(
+        self, question: Question, found: Sequence[Candidate], given: Constraints
+    ) -> Iterator[Candidate]:
+        """Yield each strategy on the GPUs at hand, if that count was not measured, and on fewer.
+
+        Its time is that of the projection, with an interval of 80 %. Its score is that of the most workers
+        that were measured. Where nothing is projected to all GPUs, the strategy's candidates say why.
+        """
+        for name in dict.fromkeys(c.strategy for c in found):
+            line = [c for c in found if c.strategy == name]
+            if given.gpus is None or given.gpus in [c.gpus for c in line]:
+                continue
+            usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
+            by_count = self.projected.get((*question, name), {}) if usable else {}
+            asked = by_count.get(given.gpus, Projected(why_not_projected(usable, given.gpus)))
+            for c in line:
+                c.not_projected = asked.reason
+            for gpus, made in by_count.items():
+                if not made.reason:
+                    yield make_candidate(usable, gpus, made)
+
+    def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
+        """Yield where the lead passes on, on other numbers of workers."""
+        if choice.projected:
+            for sentence in self.crossings.get(question, ()):
+                yield f"Another number of workers: {sentence}"
+
+
+def read_evidence(path: str, given: Constraints) -> Evidence:
+    """Return the evidence of a projection.csv; `path`: "" or of no file where none was made."""
+    return ProjectionEvidence(read_projection(path, given.gpus), read_crossings(path))
+
+
+def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> Candidate:
+    """Return a strategy as projected to so many workers, from its usable candidates, by their workers."""
+    low_s, middle_s, high_s = made.train_s
+    candidate = replace(
+        usable[-1],
+        gpus=gpus,
+        basis=f"projected from {made.evidence}",
+        unit="repeat",
+        projected=True,
+        times=pd.Series(dtype=float),
+        time_s=middle_s,
+        time_low_s=low_s,
+        time_high_s=high_s,
+        memory_bytes=made.memory_bytes,
+        score_loss_upper=None,
+        held_s=None,
+        present=None,
+        tokens_per_s=None,
+        mfu=None,
+        claim=None,
+        doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
+    )
+    candidate.projected_figures = describe_projection(candidate, made)
+    return candidate
+
+
+def why_not_projected(usable: list[Candidate], gpus: int) -> str:
+    """Why there is no projection of a strategy at all, by its usable candidates."""
+    if not usable:
+        return "none of its records can be used"
+    if gpus < (least := usable[0].gpus):
+        return f"{least} workers are the fewest that were measured"
+    return "nothing was projected; `snakemake decide` does so beside the study's records"
+
+
+def describe_projection(first: Candidate, made: Projected) -> str:
+    """Say a projected candidate's figures, each with its interval, and from what they are."""
+    (low_s, step_s, high_s), (least, share, most) = made.step_s, made.efficiency
+    parts = [
+        f"It would train in {describe_amount(first)}{unit_of_cost(first)}",
+        f"at {short_time(step_s)} per global batch (80 %: {short_time(low_s)} to {short_time(high_s)})",
+        f"an efficiency of {share:.2f} ({least:.2f} to {most:.2f})",
+    ]
+    peak = first.memory_bytes
+    parts.append(
+        "a peak of memory that is not known"
+        if peak is None
+        else f"a peak of up to {bytes_text(peak)} per worker"
+    )
+    text = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
+    if made.target_s is not None:
+        low_s, middle_s, high_s = map(short_time, made.target_s)
+        paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
+        text += (
+            f" The target score takes {middle_s} of it (80 %: {low_s} to {high_s}), "
+            f"{hours_text(made.target_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
+        )
+    return f"{text} Evidence: {made.evidence}."

@@ -1,0 +1,89 @@
+"""`python -m stratbench.extensions.sets`, for the rules: bundles a study, compares sets, exports them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.records import collect
+from stratbench.cell.files import reason_of
+from stratbench.cell.text.words import counted
+from stratbench.extensions.sets.archive import SetError
+from stratbench.extensions.sets.bundle import write_bundle
+from stratbench.extensions.sets.check import INVALID
+from stratbench.extensions.sets.export import EXPORTS, export_set
+from stratbench.extensions.sets.reading import read_set
+
+
+def bundle(args: argparse.Namespace) -> int:
+    """Write a study's results as one file."""
+    path, manifest = write_bundle(args.study_dir, json.loads(args.config), args.hosts, args.out)
+    records = sum(name.endswith("record.json") for name in manifest["files"])
+    size = path.stat().st_size / 1024
+    print(f"{path} ({counted(records, 'record')}, {size:,.0f} KiB), sha256 {manifest['sha256']}")
+    if args.hosts == "named":
+        print("It names hosts; to replace their names: --config 'bundle={hosts: replaced}'")
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a set in formats of other tools."""
+    found = read_set(args.set, asked=collect.expected_of(args))
+    for folder in export_set(found, dict.fromkeys(args.to), args.out):
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        print(f"{folder} ({size / 2**20:.1f} MiB)")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Compare two sets or more with the first: a page, tables and figures; fails if one got slower."""
+    from stratbench.extensions.sets.comparing.compare import compare_sets
+
+    given = Constraints.from_json(args.constraints)
+    settings = json.loads(args.compare)
+    return compare_sets(
+        json.loads(args.sets), args.out, settings.get("fail_above"), settings.get("prices"), given
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; exit code 2 and one sentence for a set or a file that cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stratbench.extensions.sets", description=__doc__
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser("bundle", help=bundle.__doc__)
+    one.add_argument("--study-dir", type=Path, required=True, help="results/<study>")
+    one.add_argument("--config", default="{}", help="the resolved config, as JSON")
+    one.add_argument("--hosts", choices=["named", "replaced"], default="named")
+    one.add_argument("--out", type=Path, help="default: in the folder, <study>.stratbench.zip")
+    one.set_defaults(run=bundle)
+    one = commands.add_parser("compare", help=compare.__doc__)
+    one.add_argument("--sets", required=True, help="JSON: bundles, folders, or paper:v1, by name")
+    one.add_argument("--compare", default="{}", help="`compare` of config.yaml, as JSON")
+    one.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
+    one.add_argument("--out", type=Path, required=True, help="results/compare")
+    one.set_defaults(run=compare)
+    one = commands.add_parser("export", help=export.__doc__)
+    one.add_argument("set", help="a bundle, or a folder results/<study>")
+    one.add_argument("--to", nargs="+", choices=list(EXPORTS), default=["parquet"])
+    one.add_argument("--out", type=Path, required=True, help="gets a folder for each format")
+    collect.add_options(one)
+    one.set_defaults(run=export)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except SetError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return INVALID
+    except OSError as e:
+        print(f"error: {reason_of(e)}", file=sys.stderr)
+        return INVALID
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""The cells of several sets on one interactive page, with the set as a column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from stratbench.analysis.records.reading import list_readings
+from stratbench.analysis.report.report import list_notices
+from stratbench.cell.files import write_atomic
+from stratbench.extensions.explore import explore
+from stratbench.extensions.sets.keys import INDEX
+from stratbench.extensions.sets.reading import ResultSet
+
+
+def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
+    """Write explore.html for these sets, beside the page of their comparison."""
+    cells = pd.concat([one.cells.assign(set=one.name) for one in sets], ignore_index=True)
+    findings = [
+        finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")
+    ]
+    title = ", ".join(one.name for one in sets)
+    notices = list_notices(cells, findings, list_readings().values(), partial=False)
+    data = explore.page_data(cells, findings)
+    write_atomic(path, explore.render(data, title, notices, INDEX))

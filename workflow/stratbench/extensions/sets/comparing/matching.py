@@ -1,0 +1,204 @@
+"""Matches the cells of two sets that are of one kind, and finds out what differs between them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from stratbench.analysis.records.collect import UNMEASURED
+from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
+from stratbench.extensions.audit.across_cells.mixed import (
+    NOT_STATED,
+    TABLE,
+    row_comparing,
+    texts_by_path,
+)
+from stratbench.extensions.sets.reading import ResultSet
+
+#: Differences that make two cells different work, by the audit's rule for cells of one study.
+WORK = {
+    "mixed-precision": "precision",
+    "mixed-tasks": "task",
+    "mixed-data": "data",
+    "mixed-models": "model",
+    "mixed-optimizers": "optimizer",
+    "mixed-settings": "setting",
+    "mixed-batches": "batch",
+}
+#: Other differences, which two places or two days may have.
+PLACE = {
+    "mixed-devices": "hardware",
+    "mixed-clocks": "clocks and links of GPUs",
+    "mixed-cores": "cores, threads and nodes",
+    "mixed-versions": "versions",
+    "mixed-drivers": "GPU drivers",
+    "mixed-environments": "flags and environment",
+    "mixed-revisions": "code of stratbench",
+    "mixed-methods": "how memory was measured",
+    "strategies": "what the strategies did",
+    "mixed-hosts": "hosts",
+    "mixed-seeds": "seeds",
+}
+#: Settings that say where and how a cell ran, not what it trained.
+OF_PLACE = ("settings.device", "settings.threads", "settings.profile", "settings.warmup_steps")
+#: Fields that say how a strategy trained, by the start of their path.
+OF_STRATEGIES = (
+    "memory.model_states", "strategy.wrap_groups", "strategy.traits", "strategy.kind", "score.evaluated_on",
+    "batch.samples_per_step", "communication.method", "strategy.details.bucket_bytes",
+    "strategy.details.engine",
+)  # fmt: skip
+#: Environment variables that follow from the number of threads.
+THREADS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
+#: Fields counted from the model, by rules that may change with a version of torch.
+COUNTED = ("compute.forward_flops_per_sample",)
+#: Fields that a set must state so that its amount of work is known.
+AMOUNT = ("settings.epochs", "settings.steps")
+#: Columns of published tables, each with its path in records.
+PUBLISHED = {
+    "epochs": "settings.epochs",
+    "precision": "settings.precision",
+    "global_batch": "batch.global_batch",
+    "task": "task.name",
+    "device_kind": "provenance.device",
+    "device_name": "worker.gpu.name",
+}
+
+Facts = Mapping[str, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Match:
+    """Cells of one kind in two sets: two groups of repeats that differ at most in their experiment."""
+
+    dataset: str
+    first: Group
+    other: Group
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field with different values in two sets, in some matched cells."""
+
+    kind: str
+    path: str
+    first: str
+    other: str
+    cells: int = 1
+
+
+def matches(first: ResultSet, other: ResultSet) -> list[Match]:
+    """Cells of equal strategy, model, data set and worker count, in the order of the first set.
+
+    Those with the same experiment are matched first; then others, if each set has only one such group left.
+    """
+    mine, theirs = groups_with_data(first), groups_with_data(other)
+    found = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
+    taken = {match.first for match in found}
+    left: dict[tuple, tuple[list[Group], list[Group]]] = defaultdict(lambda: ([], []))
+    for side, groups in enumerate((mine, theirs)):
+        for group, dataset in groups.items():
+            if group not in taken:
+                left[(dataset, *group[1:])][side].append(group)
+    found += [Match(key[0], a[0], b[0]) for key, (a, b) in left.items() if len(a) == len(b) == 1]
+    order = {group: place for place, group in enumerate(mine)}
+    return sorted(found, key=lambda match: order[match.first])
+
+
+def groups_with_data(found: ResultSet) -> dict[Group, str]:
+    """The groups of repeats in a set that have a record, with the data set of each."""
+    cells = found.cells[~found.cells["status"].isin(UNMEASURED)].drop_duplicates(GROUP)
+    listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
+    return {Group(*key): str(dataset) for *key, dataset in listed}
+
+
+@lru_cache(maxsize=32)
+def facts_by_group(found: ResultSet) -> dict[Group, Facts]:
+    """The facts that the cells of each group state, by path, over all repeats and workers."""
+    said: dict[Group, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for record in found.records:
+        group = Group(*(record["cell"][name] for name in Group._fields))
+        for path, texts in texts_by_path(record).items():
+            said[group][path] |= texts
+    if found.is_published:
+        for group, rows in rows_by_group(found.cells).items():
+            for column, path in PUBLISHED.items():
+                said[group][path] |= {_text(value) for value in rows[column].dropna().unique()}
+    return {
+        group: {path: frozenset(texts) for path, texts in facts.items() if texts}
+        for group, facts in said.items()
+    }
+
+
+def _text(value: Any) -> str:
+    """A value of a table in the form of a record: 10, not 10.0."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@lru_cache(maxsize=10_000)
+def kind_of(path: str) -> str | None:
+    """The kind of a difference, a value of WORK or PLACE; None if cells may differ in it."""
+    if THREADS.fullmatch(path):
+        return PLACE["mixed-cores"]
+    if path in OF_PLACE:
+        return PLACE["mixed-cores"] if path == "settings.threads" else PLACE["mixed-devices"]
+    if path.startswith(("strategy.options.", "strategy.name")):
+        return WORK["mixed-settings"]
+    if path.startswith("task.own"):
+        return WORK["mixed-tasks"]
+    if path.startswith(OF_STRATEGIES):
+        return PLACE["strategies"]
+    entry = None if path in COUNTED else row_comparing(path)
+    if entry is None:
+        return None
+    rule = TABLE[entry].rule
+    return WORK.get(rule) or PLACE[rule]
+
+
+def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
+    """Every field that differs between two matched cells; a value that is missing is `not stated`."""
+    mine = facts_by_group(first).get(match.first, {})
+    theirs = facts_by_group(other).get(match.other, {})
+    replaced = first.hosts_replaced or other.hosts_replaced
+    for path in dict.fromkeys([*mine, *theirs]):
+        if mine.get(path) == theirs.get(path) or (path == "worker.host.name" and replaced):
+            continue
+        if (kind := kind_of(path)) is None:
+            continue
+        texts = [", ".join(sorted(side.get(path, {NOT_STATED}))) for side in (mine, theirs)]
+        published = first.is_published or other.is_published
+        if published and kind in PLACE.values() and NOT_STATED in texts:
+            continue  # published tables state hardly anything about the place
+        yield Difference(kind, path, *texts)
+
+
+def why_not_comparable(found: list[Difference], published: bool) -> list[Difference]:
+    """Those differences of two cells that make a ratio meaningless.
+
+    A field that one of them does not state is no reason by itself, except for the amount of work in
+    published tables.
+    """
+    return [
+        d
+        for d in found
+        if d.kind in WORK.values()
+        and (NOT_STATED not in (d.first, d.other) or (published and d.path in AMOUNT))
+    ]
+
+
+def not_stated(found: list[Difference]) -> list[Difference]:
+    """Fields of the work that only one of two cells states, so that they are not known to be equal."""
+    return [d for d in found if d.kind in WORK.values() and NOT_STATED in (d.first, d.other)]
+
+
+def together(found: Iterator[Difference]) -> tuple[Difference, ...]:
+    """Equal differences of several cells merged into one each, kinds in the order of WORK and PLACE."""
+    counts: dict[tuple[str, ...], int] = defaultdict(int)
+    for d in found:
+        counts[(d.kind, d.path, d.first, d.other)] += d.cells
+    kinds = [*WORK.values(), *PLACE.values()]
+    merged = [Difference(*key, cells=n) for key, n in counts.items()]
+    return tuple(sorted(merged, key=lambda d: kinds.index(d.kind)))

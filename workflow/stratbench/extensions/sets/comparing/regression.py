@@ -1,0 +1,192 @@
+"""The regression watch: finds what got slower than in the first set, beyond noise and what is allowed.
+
+What has times in the first set and none that can be used in the other is not watched any more: that
+fails, too, since nobody would look.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stratbench.analysis.records.groups import Group
+from stratbench.cell.text.words import counted, names_text
+from stratbench.extensions.sets.comparing.comparison import ComparedCell, Comparison
+from stratbench.statistics.intervals import IntervalEstimate
+from stratbench.statistics.unpaired import ALPHA, slowdown_over_cells
+
+SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
+GONE, OTHER_WORK, LESS = "no longer judged", "not judged", "finishes less often"
+#: Verdicts that make a comparison fail.
+FAILING = (SLOWER, LOST, GONE)
+#: The number of kinds of cells that a sentence names.
+MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A strategy over its cells, some of them or one, in a set other than the first."""
+
+    set_name: str
+    #: The subject in words.
+    what: str
+    #: Whether it is a whole strategy, not one cell.
+    whole: bool
+    cells: int
+    #: The share by which it got slower, with bounds of one side each; None without a ratio.
+    slowdown: IntervalEstimate | None
+    #: SLOWER: its lower bound is above the allowed share; WITHIN: its upper bound is not; LOST: it finished
+    #: in the first set, but none of its repeats that ran here did; GONE: there is no usable record of it
+    #: here; OTHER_WORK: what is trained here is something else; LESS: all repeats finished in the first set,
+    #: and only some of those that ran here; else UNKNOWN.
+    outcome: str
+    #: The audit's rules that doubt a time behind the outcome.
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def fails(self) -> bool:
+        """Whether this makes a comparison fail."""
+        return self.outcome in FAILING
+
+    @property
+    def shown(self) -> bool:
+        """Whether it is listed: cells that got no slower are not."""
+        return self.whole or self.fails or self.outcome in (OTHER_WORK, LESS)
+
+    @property
+    def sentence(self) -> str:
+        """The outcome with its figures."""
+        text = f"{self.set_name}: {self.what}: {self.outcome}"
+        if self.slowdown is None:
+            return text
+        share, low, high = self.slowdown
+        text += f", {share:+.1%}"
+        if low is None:
+            return f"{text} (no two repeats in both sets, so that noise is not known)"
+        doubts = f"; the audit doubts its times: {', '.join(self.doubts)}" if self.doubts else ""
+        return f"{text} ({low:+.1%} to {high:+.1%}){doubts}"
+
+
+def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
+    """Verdicts on every strategy and cell of the other sets against the first, the worst first.
+
+    The chance of any false alarm by noise is at most ALPHA: half of it is shared between the strategies
+    of all sets, half between their cells (Bonferroni). The mean of a strategy has less noise; a cell
+    shows what such a mean hides.
+    """
+    strategies = [(c.other.name, *entry) for c in found for entry in by_strategy(c.with_ratio)]
+    cells = [
+        (c.other.name, cell.in_words, [cell])
+        for c in found
+        for cell in c.with_ratio
+        if len(cell.first.times) > 1 and len(cell.other.times) > 1
+    ]
+    watched = [
+        watched_one(*entry, whole, ALPHA / 2 / len(family), allowed)
+        for family, whole in ((strategies, True), (cells, False))
+        for entry in family
+    ]
+    for ended_worse, outcome in ((is_lost, LOST), (is_less_often, LESS)):
+        for c in found:
+            watched += [unfinished(c, cell, outcome) for cell in c.cells if ended_worse(cell)]
+    watched += [entry for c in found for entry in not_judged(c)]
+    order = (*FAILING, LESS, OTHER_WORK, UNKNOWN, WITHIN)
+    return sorted(watched, key=lambda w: order.index(w.outcome))
+
+
+def not_judged(found: Comparison) -> Iterator[Watched]:
+    """For each strategy, the kinds of cells with times in the first set that nothing here is held against."""
+    places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
+    for cell in found.cells:
+        if cell.work and cell.first.times:
+            places[OTHER_WORK, cell.group.strategy, "other work"].append(cell.group)
+        elif cell.first.times and not cell.other.times and not is_lost(cell):
+            places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
+    # Published tables have no records that could be gone.
+    for group in () if found.other.is_published else found.gone:
+        places[GONE, group.strategy, "without a record"].append(group)
+    for (outcome, strategy, reason), groups in places.items():
+        named = names_text([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MAX_NAMED)
+        what = f"{strategy}, {counted(len(groups), 'kind')} of cells {reason}: {named}"
+        yield Watched(found.other.name, what, False, len(groups), None, outcome)
+
+
+def is_lost(cell: ComparedCell) -> bool:
+    """Whether a cell of equal work finished in the first set, but no repeat that ran in the other did.
+
+    A repeat without a record has not ended: it does not count either way.
+    """
+    return bool(cell.first.times) and not cell.other.finished and not cell.work
+
+
+def is_less_often(cell: ComparedCell) -> bool:
+    """Whether every repeat of a cell that ran finished in the first set, and only some did in the other.
+
+    Its ratio is of those that did.
+    """
+    worse = cell.other.outcome and not cell.first.outcome
+    return bool(worse and cell.first.times and cell.other.finished and not cell.work)
+
+
+def unfinished(found: Comparison, cell: ComparedCell, outcome: str) -> Watched:
+    """The outcome on a cell of which not all repeats finish that did."""
+    what = f"{cell.in_words}, {cell.other.outcome}"
+    return Watched(found.other.name, what, False, 1, None, outcome)
+
+
+def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
+    """The cells of each strategy; only those with two repeats in both sets, if there are any."""
+    groups: dict[str, list[ComparedCell]] = defaultdict(list)
+    for cell in cells:
+        groups[cell.group.strategy].append(cell)
+    for strategy, found in groups.items():
+        repeated = [c for c in found if min(len(c.first.times), len(c.other.times)) > 1]
+        yield strategy, repeated or found
+
+
+def watched_one(
+    set_name: str, what: str, cells: list[ComparedCell], whole: bool, alpha: float, allowed: float
+) -> Watched:
+    """The outcome on some cells together."""
+    slowdown = slowdown_over_cells([(c.other.times, c.first.times) for c in cells], alpha)
+    outcome = UNKNOWN
+    if slowdown.low is not None and slowdown.low > allowed:
+        outcome = SLOWER
+    elif slowdown.high is not None and slowdown.high <= allowed:
+        outcome = WITHIN
+    doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubts))
+    return Watched(set_name, what, whole, len(cells), slowdown, outcome, doubts)
+
+
+def is_slower(watched: Sequence[Watched]) -> bool:
+    """Whether anything is slower, no longer finishes or is no longer judged: the comparison fails."""
+    return any(w.fails for w in watched)
+
+
+def describe_watch(watched: Sequence[Watched], allowed: float) -> Iterator[str]:
+    """The outcomes for a terminal: what is slower, and every strategy."""
+    if not watched:
+        yield "Regression watch: no cell has a ratio, so that nothing can be told."
+        return
+    slower, lost, gone = ([w for w in watched if w.outcome == outcome] for outcome in FAILING)
+    strategies = [w for w in watched if w.whole]
+    unknown = [w for w in strategies if w.outcome == UNKNOWN]
+    if slower:
+        told = f"{len(slower)} slower"
+    elif len(unknown) < len(strategies):
+        told = "nothing slower"
+    else:
+        told = "it cannot tell whether anything is slower"
+    told += f", {len(lost)} no longer finishing" if lost else ""
+    less = sum(w.outcome == LESS for w in watched)
+    told += f", {less} finishing less often" if less else ""
+    told += (
+        f", {counted(sum(w.cells for w in gone), 'kind')} of cells no longer judged" if gone else ""
+    )
+    if unknown:
+        told += f"; of {len(unknown)} the repeats cannot tell"
+    yield f"Regression watch ({allowed:.1%} allowed): {told}."
+    for w in watched:
+        if w.shown:
+            yield f"  {w.sentence}"

@@ -1,0 +1,103 @@
+"""The decision over several sets: which strategy on which cluster, for each model and the same work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.candidates import candidates_among
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.decide import Decision, decide_together
+from stratbench.analysis.decision.tolerance import judge_scores
+from stratbench.cell.coordinates import STATUSES
+from stratbench.extensions.sets.check import SHARED
+from stratbench.extensions.sets.reading import ResultSet
+
+#: Columns of cells.csv that the cells of one job have in common.
+JOB = ("model", *SHARED, "slowdown")
+
+
+class Part(NamedTuple):
+    """The part of a job that one experiment of a set holds."""
+
+    set_name: str
+    #: Rows of one experiment and model, and the audit's findings on them.
+    rows: pd.DataFrame
+    findings: list[dict[str, Any]]
+
+
+def decisions_over(
+    sets: Sequence[ResultSet], prices: Mapping[str, float], given: Constraints
+) -> list[Decision]:
+    """A decision for each job; its candidates are strategies on worker counts in sets.
+
+    JOB defines a job. `prices`, by the name of a set, replace the constraints' price. Repeats of two
+    sets are paired by their numbers, which is arbitrary and makes the intervals no narrower. Experiments
+    keep the names that the first set gives them.
+    """
+    jobs: dict[tuple[str, ...], list[Part]] = {}
+    for found in sets:
+        told = found.findings.to_dict("records")
+        weak = found.cells.groupby("experiment")["global_batch"].nunique() > 1
+        for (experiment, _), rows in found.cells.groupby(["experiment", "model"], sort=False):
+            job = job_of(rows, bool(weak[experiment]))
+            if job is not None:
+                on_them = [
+                    f for f in told if f["experiment"] == experiment or pd.isna(f["experiment"])
+                ]
+                jobs.setdefault(job, []).append(Part(found.name, rows, on_them))
+    studied = [
+        (
+            named_alike(pd.concat([part.rows for part in parts])),
+            list(candidates_in(parts, prices, given)),
+        )
+        for parts in jobs.values()
+        if len({part.set_name for part in parts}) > 1
+    ]
+    return decide_together(studied, given)
+
+
+def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
+    """The values that the rows of one experiment and model have in common; None if they differ."""
+    usable = rows[rows["status"].isin(STATUSES)]
+    columns = [name for name in JOB if not (is_weak and name == "global_batch")]
+    values = [tuple(usable[name].astype(str).unique()) for name in columns]
+    return tuple(v[0] for v in values) if all(len(v) == 1 for v in values) else None
+
+
+def candidates_in(
+    parts: Sequence[Part], prices: Mapping[str, float], given: Constraints
+) -> Iterator[Candidate]:
+    """All candidates of a job: those of each set at its price, called `ddp (a100)`, judged together.
+
+    If several experiments of a set are one job, the experiment is named, too: `ddp (a100, first)`.
+    """
+    found = []
+    times = Counter(part.set_name for part in parts)
+    for name, rows, findings in parts:
+        here = replace(given, price_per_gpu_hour=prices.get(name, given.price_per_gpu_hour))
+        mine = candidates_among(rows, findings, here)
+        whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
+        for candidate in mine:
+            candidate.strategy = f"{candidate.strategy} ({whose})"
+            # Hosts of two sets may have the same name.
+            candidate.hosts = frozenset(f"{host} of {name}" for host in candidate.hosts)
+        found += mine
+    judge_scores(found, given)
+    yield from found
+
+
+def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a job, all under the experiment of the first row."""
+    return rows.assign(experiment=rows["experiment"].iloc[0])
+
+
+def sentences_on(given: Constraints, prices: Mapping[str, float]) -> Iterator[str]:
+    """The constraints in words, with the prices of all sets."""
+    listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
+    yield from given.sentences(f"ranked by cost at {listed}" if prices else "")

@@ -1,0 +1,69 @@
+"""MLflow: a run for each record in mlflow.db, the SQLite store that MLflow opens without a server.
+
+    mlflow ui --backend-store-uri sqlite:///mlflow.db
+
+MLflow's older store of plain files is in maintenance and can no longer be written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+import alembic  # noqa: F401  the store needs it, and MLflow's small package does not install it
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.tracking import MlflowClient
+
+from stratbench.extensions.sets.export.runs import ExportedRun, runs_of
+from stratbench.extensions.sets.reading import ResultSet
+
+OF_RECORDS = True
+#: The most metrics, and the most other entries, that MLflow accepts in one call.
+MAX_METRICS, MAX_OTHERS = 1000, 100
+
+
+def metrics_of(run: ExportedRun) -> list[Metric]:
+    """The metrics of epochs by number, at the times when they ended; then those of the whole cell."""
+    found = [
+        Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
+        for epoch in run.epochs
+        for name, value in (epoch.metrics | {"train_time_s": epoch.end_s}).items()
+    ]
+    at_ms = int(1000 * run.finished_s)
+    return found + [Metric(name, value, at_ms, 0) for name, value in run.metrics.items()]
+
+
+def write(found: ResultSet, folder: Path) -> None:
+    """Write mlflow.db, with one experiment for each experiment of the study."""
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}")
+    experiments: dict[str, str] = {}
+    for run in runs_of(found):
+        name = f"{run.cell.study}/{run.cell.experiment}"
+        if name not in experiments:
+            # A server maps this scheme to its own storage; a path would be one of this machine.
+            place = f"mlflow-artifacts:/{name}"
+            experiments[name] = client.create_experiment(name, artifact_location=place)
+        write_run(client, experiments[name], run)
+
+
+def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
+    """Write one run; `FINISHED` if the cell is ok, else `FAILED`, with the status as a tag."""
+    created = client.create_run(
+        experiment_id, start_time=int(1000 * run.started_s), run_name=run.cell.path
+    )
+    run_id = created.info.run_id
+    parameters = [Param(name, str(value)) for name, value in run.parameters.items()]
+    tags = [RunTag(f"stratbench.{name}", value) for name, value in run.tags.items()]
+    metrics = metrics_of(run)
+    for start in range(0, len(metrics), MAX_METRICS):
+        client.log_batch(run_id, metrics=metrics[start : start + MAX_METRICS])
+    for start in range(0, len(parameters), MAX_OTHERS):
+        client.log_batch(run_id, params=parameters[start : start + MAX_OTHERS])
+    client.log_batch(run_id, tags=tags)
+    status = "FINISHED" if run.is_ok else "FAILED"
+    client.set_terminated(run_id, status, end_time=int(1000 * run.finished_s))

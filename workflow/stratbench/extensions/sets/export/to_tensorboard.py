@@ -1,0 +1,44 @@
+"""TensorBoard: events of each run, its epochs as scalars and its settings as hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from stratbench.extensions.sets.export.runs import ExportedRun, runs_of
+from stratbench.extensions.sets.reading import ResultSet
+
+OF_RECORDS = True
+
+
+def events_of(run: ExportedRun) -> Iterator[Event]:
+    """All events of a run; those of an epoch at the time when it ended."""
+    yield Event(wall_time=run.started_s, file_version="brain.Event:2")
+    told = run.parameters | {"status": run.tags["status"]}
+    hyperparameters = hparams_pb(told, trial_id=run.cell.path, start_time_secs=run.started_s)
+    yield Event(wall_time=run.started_s, summary=hyperparameters)
+    for epoch in run.epochs:
+        at_s = run.started_s + epoch.end_s
+        metrics = epoch.metrics | {"train_time_s": epoch.end_s}
+        values = [Summary.Value(tag=f"epoch/{n}", simple_value=v) for n, v in metrics.items()]
+        yield Event(wall_time=at_s, step=epoch.number, summary=Summary(value=values))
+    values = [Summary.Value(tag=f"cell/{n}", simple_value=v) for n, v in run.metrics.items()]
+    last = run.epochs[-1].number if run.epochs else 0
+    yield Event(wall_time=run.finished_s, step=last, summary=Summary(value=values))
+
+
+def write(found: ResultSet, folder: Path) -> None:
+    """Write <cell>/events.out.tfevents.*, without the name of the host that writes them."""
+    for run in runs_of(found):
+        path = folder / run.cell.path / f"events.out.tfevents.{int(run.started_s):010d}.stratbench"
+        path.parent.mkdir(parents=True)
+        with open(path, "wb") as file:
+            writer = RecordWriter(file)
+            for event in events_of(run):
+                writer.write(event.SerializeToString())
+            writer.flush()

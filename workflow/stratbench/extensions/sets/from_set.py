@@ -1,0 +1,166 @@
+"""Plans and decides from a result set: a bundle, the folder of a study's results, the paper's tables."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.decide import decisions, write_decisions
+from stratbench.cell.files import claim_folder
+from stratbench.cell.text.words import folded, printable
+from stratbench.command import CommandError
+from stratbench.command.subcommands import changed
+from stratbench.extensions.queue.__main__ import write_answer
+from stratbench.extensions.sets.archive import SetError, extract
+from stratbench.extensions.sets.check import INVALID, describe_set, exit_code
+from stratbench.extensions.sets.export import export_set
+from stratbench.extensions.sets.keys import existing_sets
+from stratbench.extensions.sets.reading import ResultSet, read_set
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.schema import check_keys, checked_block
+from stratbench.workload.data.own_data import is_own
+from stratbench.workload.tasks import TASKS
+
+
+def read(text: str) -> ResultSet:
+    """Reads the set that `text` names; CommandError if that fails."""
+    try:
+        return read_set(text)
+    except SetError as error:
+        raise CommandError(str(error)) from None
+
+
+def check(text: str) -> int:
+    """Print what a set holds and what the audit finds.
+
+    Returns:
+        1 if the audit calls figures unusable, 2 if the set is not valid, and otherwise 0.
+    """
+    try:
+        result_set = read_set(text)
+    except SetError as error:
+        print(f"stratbench check: {error}")
+        return INVALID
+    print(printable(folded(describe_set(result_set))))
+    return exit_code(result_set)
+
+
+def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
+    """Prints the decisions on a set's records, and writes them to a folder."""
+    result_set = read(text)
+    folder = out or Path(f"{result_set.study}.decision")
+    config = changed(result_set.config or {}, pairs)
+    try:
+        given = checked_block("decide", config.get("decide", {}))
+        cluster = checked_block("cluster", config.get("cluster", {}))
+    except ConfigError as error:
+        raise CommandError(str(error)) from None
+    given["memory_margin"] = cluster["memory_margin"]
+    claim_folder(folder)
+    written = [folder / name for name in ("decision.csv", "answers.json")]
+    queue = None
+    try:
+        if given.get("queue"):
+            check_keys("decide", given, {"cluster": cluster})
+            queue = write_answer(given, cluster["gpus_per_node"], folder / "queue.json")
+            written.append(folder / "queue.json")
+        constraints = Constraints(**given)
+        found = decisions(result_set.cells, result_set.findings, constraints)
+        answers = write_decisions(found, result_set.findings, constraints, *written[:2], queue)
+    except ValueError as error:  # ConfigError is one
+        raise CommandError(str(error)) from None
+    print(printable(answers))
+    print(f"Written: {', '.join(map(str, written))}")
+    return 0
+
+
+def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
+    """Compares sets (NAME=SET); returns 1 if one fails the regression watch of `compare.fail_above`."""
+    from stratbench.extensions.sets.comparing.compare import compare_sets
+
+    config = changed({}, pairs)
+    named = dict(source.partition("=")[::2] for source in sources)
+    if "" in named.values() or len(named) < len(sources):
+        raise CommandError(
+            "name each set once, as NAME=SET: old=old.stratbench.zip new=results/demo"
+        )
+    try:
+        blocks = {key: checked_block(key, config.get(key, {})) for key in ("compare", "decide")}
+        blocks["sets"] = checked_block("sets", named)
+        check_keys("top", blocks, blocks)
+        return compare_sets(
+            existing_sets(blocks),
+            out or Path("compare"),
+            blocks["compare"]["fail_above"],
+            blocks["compare"]["prices"],
+            Constraints(**blocks["decide"]),
+        )
+    except (SetError, ConfigError) as error:
+        raise CommandError(str(error)) from None
+
+
+def export(text: str, formats: Sequence[str], out: Path | None) -> int:
+    """Writes a set in the formats of other tools."""
+    result_set = read(text)
+    try:
+        folders = export_set(result_set, formats, out or Path(f"{result_set.study}.export"))
+    except SetError as error:
+        raise CommandError(str(error)) from None
+    print("Written:", *folders, sep="\n  ")
+    return 0
+
+
+def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
+    """Plans the study of a bundle anew, from its config and its records."""
+    from stratbench.extensions.plan.__main__ import main as make_plan
+
+    result_set = read(text)
+    if result_set.config is None:
+        raise CommandError(
+            f"{text} holds no config to plan; name a bundle, or run it in the study's folder"
+        )
+    config = changed(result_set.config, pairs)
+    refuse_foreign_code(text, config)
+    folder = out or Path(f"{result_set.study}.plan")
+    claim_folder(folder)
+    with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
+        extract(Path(text).expanduser(), Path(results, result_set.study))
+        config |= {"results": results, "code": [], "data": {}}
+        return make_plan(["--config", json.dumps(config), "--out", str(folder)])
+
+
+def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
+    """The experiments in a set's unchecked config; empty if it has none."""
+    try:
+        experiments = config["studies"][study]["experiments"]
+        return {name: dict(block) for name, block in experiments.items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:
+    """Raises CommandError if planning would call code that a bundle names: no code of a bundle is run."""
+    # A value that is no mapping is refused later, like any other mistake in a config.
+    models, datasets, studies = (
+        value if isinstance(value := config.get(key), dict) else {}
+        for key in ("models", "datasets", "studies")
+    )
+    own = [f"models.{name}" for name in models]
+    own += [
+        f"datasets.{name}"
+        for name, spec in datasets.items()
+        if isinstance(spec, dict) and is_own(spec)
+    ]
+    for name in studies:
+        for block in experiments_of(config, name).values():
+            if block.get("task") not in (None, *TASKS):
+                own.append(f"the task {block['task']}")
+    if own:
+        raise CommandError(
+            f"{text} names code or data of its own ({own[0]}), and nothing in a bundle is executed; "
+            "plan it in the folder of its config.yaml"
+        )

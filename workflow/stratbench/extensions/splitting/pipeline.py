@@ -1,0 +1,503 @@
+"""`pipeline`: workers hold some layers each, and pass activations on (pipeline parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stratbench.cell.options import option
+from stratbench.extensions.splitting.split import ModelSplit, these_do
+from stratbench.strategies import base
+from stratbench.strategies.mesh import Mesh, MeshCoordinate, refuse_uneven
+from stratbench.workload.network import models
+from stratbench.workload.network.precision import autocast, batch_format
+from stratbench.workload.users_code import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+    from stratbench.extensions.splitting.stages import MeasuredUnit, Stage, StageModule
+    from stratbench.workload.network.models import Model
+    from stratbench.workload.network.pieces import Piece
+
+#: Why a network with BatchNorm is not cut.
+BATCHNORM = (
+    "BatchNorm would normalise over micro-batches, which is another training than over the batch"
+)
+#: Stages that each worker has by a schedule: every so many-th one.
+STAGES_A_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
+
+
+class Pipeline(ModelSplit):
+    """torch.distributed.pipelining: a network is cut into stages, and a batch into micro-batches.
+
+    `gpipe`: all forwards, then all backwards (Huang et al., GPipe, 2019). `1f1b`: a backward as soon as
+    there is one, so that a worker holds the activations of at most as many micro-batches as there are
+    stages (Narayanan et al., PipeDream, 2019). `interleaved`: the same with two stages a worker
+    (Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021).
+    `zero-bubble`: beside that, the gradients of weights are computed later than those of activations, where
+    a worker would wait (Qi et al., Zero bubble pipeline parallelism, 2024). Several pipelines are replicas,
+    whose gradients are averaged as DDP does, a parameter's as soon as its last backward has made it.
+    """
+
+    parts_are = "stages"
+    stated_by = "pipeline_modules"
+    summary: ClassVar[str] = "layers one after the other on workers (pipeline parallelism)"
+    rule: ClassVar[str] = (
+        "As single, but each worker computes its own layers; a batch goes through them in micro-batches, "
+        "whose gradients are added up"
+    )
+    breakdown_note: ClassVar[str] = (
+        "bubble is what a worker waits within a step for other stages or for what they send, for gradients "
+        "of replicas and for those of weights that two stages share; forward and backward are the sums over "
+        "a step's micro-batches, of the workers' stages alone"
+    )
+    collectives = ("send", "all_reduce", "broadcast")
+    evaluated_on = "the stages' weights"
+
+    @dataclass(frozen=True)
+    class Options(base.Options):
+        schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = option(
+            "1f1b",
+            "the order in which a worker computes forwards and backwards of micro-batches",
+            tried=["interleaved", "zero-bubble"],
+        )
+        microbatches: int = option(
+            8,
+            "parts of a replica's batch that go through one by one",
+            least=1,
+            tried=[4, 16],
+            kind="micro-batch",
+        )
+        pipeline_parallel_size: int | Literal["all"] = option(
+            "all",
+            "workers that hold a network between them; several such groups are replicas",
+            least=1,
+            tried=[2, 4],
+            kind="pipeline",
+        )
+
+    def mesh(self, gpus: int) -> Mesh:
+        chosen = self.options.pipeline_parallel_size
+        workers = gpus if chosen == "all" else min(chosen, gpus)
+        refuse_uneven(f"pipeline_parallel_size = {workers}", workers, gpus)
+        return Mesh(gpus // workers, stages=workers)
+
+    @property
+    def parts(self) -> int:
+        return self.options.microbatches
+
+    def bubble_share(self, gpus: int) -> float | None:
+        """By (S - 1) / (v m + S - 1) with S workers of a pipeline, m micro-batches, v stages a worker.
+
+        Narayanan et al., 2021, section 2.2. Where gradients of weights fill the bubble, no formula holds.
+        """
+        o, workers = self.options, self.mesh(gpus).stages
+        if o.schedule == "zero-bubble" and workers > 1:
+            return None
+        return (workers - 1) / (STAGES_A_WORKER[o.schedule] * o.microbatches + workers - 1)
+
+    @classmethod
+    def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
+        o = cls.Options(**options)
+        workers = cls(o).mesh(gpus).stages
+        if o.microbatches < workers:
+            raise ValueError(
+                f"microbatches = {o.microbatches}: fewer than the {workers} workers of a pipeline, some of "
+                f"which would never compute at the same time; set at least {workers}"
+            )
+        if STAGES_A_WORKER[o.schedule] > 1 and o.microbatches % workers:
+            raise ValueError(
+                f"microbatches = {o.microbatches}: schedule: {o.schedule} takes them in rounds of the "
+                f"{workers} workers of a pipeline; set a multiple of {workers}"
+            )
+        if per_worker_batch % o.microbatches:
+            raise ValueError(
+                f"microbatches = {o.microbatches}: a replica's batch of {per_worker_batch} cannot be divided "
+                "into so many equal parts; change it or the batch"
+            )
+
+    @classmethod
+    def why_not(cls, network: str | Model) -> str | None:
+        if models.facts_of(network).batchnorm:
+            return BATCHNORM
+        if not models.has_pieces(network):
+            able = these_do(models.has_pieces)
+            return f"it does not state its forward as pieces that can be cut into stages; {able}"
+        return None
+
+    def too_many(self, network: str | Model, gpus: int) -> str | None:
+        stages, most = self.n_stages(gpus), models.facts_of(network).most_stages
+        if most is not None and stages > most:
+            return (
+                f"it can be cut into {most} stages, not into {stages}; set pipeline_parallel_size"
+            )
+        return None
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().refusals(options, values)
+        if values.get("slowdown"):
+            yield (
+                ".slowdown: how long a step takes is known of the whole network, and a worker has a part "
+                "of it; remove the key"
+            )
+        strategy = cls(cls.Options(**options))
+        zero_bubble = strategy.options.schedule == "zero-bubble"
+        if zero_bubble and values["activation_checkpointing"] == "selective":
+            yield (
+                ".activation_checkpointing = 'selective': schedule: zero-bubble computes backward in two "
+                "parts, which would both ask for results that PyTorch keeps for one; set it to true, or "
+                "choose another schedule"
+            )
+        for n in values["gpus"]:
+            with suppress(ValueError):
+                replicas = strategy.mesh(n).replicas
+                weak, parts = values.get("per_worker_batch"), values["gradient_accumulation_steps"]
+                batch = (weak * n if weak else values["global_batch"]) // replicas
+                if parts > 1 and not batch % strategy.parts and batch % (parts * strategy.parts):
+                    yield (
+                        f".gradient_accumulation_steps = {parts}: a part of a replica's batch of {batch} "
+                        f"cannot be divided into {strategy.parts} micro-batches; change it, microbatches or "
+                        "the batch"
+                    )
+
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        from stratbench.workload.network import pieces
+
+        network = models.model_of(worker.settings)
+        if reason := self.why_not(network):
+            yield reason
+            return
+        if worker.settings.own_model is None:
+            return
+        yield from super().refusals_of_model(model, worker)
+        if models.has_batchnorm(model):
+            yield BATCHNORM
+        try:
+            chain = models.pieces_of(network, model)
+        except ValueError as e:
+            yield str(e)
+            return
+        yield from pieces.faults_of(model, chain)
+        most = len(pieces.units_of(model, chain, worker.wrap_groups))
+        stages = self.n_stages(worker.world_size)
+        if stages > most:
+            yield f"it can be cut into {most} stages, not into {stages}; set pipeline_parallel_size"
+
+    def n_stages(self, gpus: int) -> int:
+        """Stages of a pipeline on `gpus` workers."""
+        return self.mesh(gpus).stages * STAGES_A_WORKER[self.options.schedule]
+
+    def waiting(self, stages: int) -> list[int]:
+        """Return how many micro-batches' activations each stage holds at once."""
+        most = self.options.microbatches
+        if self.options.schedule == "gpipe":
+            return [most] * stages
+        return [min(most, stages - i) for i in range(stages)]
+
+    # --- the stages of this worker -----------------------------------------------------------------
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from stratbench.extensions.splitting.stages import StageModule, balance
+        from stratbench.workload.network.pieces import units_of
+
+        place = worker.mesh.place(worker.rank)
+        workers, replicas = worker.mesh.stages, worker.mesh.replicas
+        mesh = init_device_mesh(
+            worker.device.type, (workers, replicas), mesh_dim_names=("stages", "replicas")
+        )
+        self._pipe, self._copies = mesh.get_group("stages"), mesh.get_group("replicas")
+        pieces = models.pieces_of(models.model_of(worker.settings), model)
+        units = units_of(model, pieces, worker.wrap_groups)
+        measured = self.measure(model, units)
+        n = self.n_stages(worker.world_size)
+        ends = [0, *accumulate(balance(measured, self.waiting(n)))]
+        #: Of each stage its pieces, the work of a sample, and the shape of what it gives for one.
+        self._cut = [list(chain(*units[i:j])) for i, j in pairwise(ends)]
+        self._work = [sum(u.flops for u in measured[i:j]) for i, j in pairwise(ends)]
+        self._shapes = [measured[end - 1].shape for end in ends[1:]]
+        self._dtype = next(model.parameters()).dtype
+        layout = batch_format(worker.settings.precision, worker.device.type)
+        precision = partial(autocast, worker.settings.precision, worker.device)
+        shared = self._share_gradients(model)
+        self._drop_others(model, [i for i in range(n) if i % workers == place.stage])
+        #: What this worker computes of each of its stages.
+        self._parts: dict[int, StageModule] = {
+            i: StageModule(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
+            for i in range(place.stage, n, workers)
+        }
+        self._connect()
+        self._stages: list[Stage] = []
+        self._schedule, self._batch = None, 0
+        self._is_last = True
+        self._under_way: list[tuple[Tensor, torch.distributed.Work]] = []
+        self._sent: set[nn.Parameter] = set()
+        # Of what several stages use, the last backward of one of them does not tell the end.
+        self._by_stage = {
+            p: i for i, part in self._parts.items() for p in part.held if p not in shared
+        }
+        self._ending: int | None = None
+        if replicas > 1 and self.options.schedule != "zero-bubble":
+            for p in self._by_stage:
+                p.register_post_accumulate_grad_hook(self._send)
+        return model
+
+    def _connect(self) -> None:
+        """Send something over each boundary: NCCL connects two workers when they first do."""
+        import torch
+        import torch.distributed as dist
+
+        rank, workers = dist.get_rank(self._pipe), self.worker.mesh.stages
+        nothing = torch.zeros(1, device=self.worker.device)
+        dist.all_reduce(nothing, group=self._pipe)
+        for i in range(len(self._cut) - 1 if workers > 1 else 0):
+            sender, receiver = i % workers, (i + 1) % workers
+            if rank == sender:
+                dist.send(nothing, dist.get_global_rank(self._pipe, receiver), group=self._pipe)
+            elif rank == receiver:
+                dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
+
+    def measure(self, model: nn.Module, units: list[list[Piece]]) -> list[MeasuredUnit]:
+        """What each unit of the network computes, counted on tensors without memory.
+
+        Raises:
+            ModelError: It asks for values, which these tensors do not have.
+        """
+        import torch
+
+        from stratbench.extensions.splitting.stages import measure_units
+        from stratbench.workload.data.device_data import example_batch
+        from stratbench.workload.known_values import ASKS_FOR_VALUES, KnownFakes
+
+        like = next(model.parameters())
+        cpu, layout = torch.device("cpu"), torch.contiguous_format
+        with KnownFakes():
+            x, _ = example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
+            try:
+                return measure_units(model, units, x)
+            except ASKS_FOR_VALUES as e:
+                raise ModelError(
+                    f"model {self.worker.settings.model!r}: pipeline cuts it by the work of its layers, "
+                    f"which is counted without data, and forward asks for values ({e.func}); experts of "
+                    "transformers do not with arguments: {experts_implementation: batched_mm}"
+                ) from e
+
+    def _share_gradients(self, model: nn.Module) -> set[nn.Parameter]:
+        """Find the parameters that several stages use, and make the groups of workers that have them."""
+        import torch.distributed as dist
+
+        mesh, rank = self.worker.mesh, self.worker.rank
+        users: dict[nn.Parameter, list[int]] = {}
+        for i, pieces in enumerate(self._cut):
+            for p in dict.fromkeys(p for piece in pieces for p in piece.parameters(model)):
+                users.setdefault(p, []).append(i)
+        several = {p: stages for p, stages in users.items() if len(stages) > 1}
+        #: Of each parameter that other workers of the pipeline have too, the group with them.
+        self._tied: dict[nn.Parameter, ProcessGroup] = {}
+        #: Those whose gradient counts in the norm of another worker.
+        self._counted_elsewhere: set[nn.Parameter] = set()
+        groups: dict[tuple[int, ...], ProcessGroup] = {}
+        for p, stages in several.items():
+            workers = tuple(sorted({i % mesh.stages for i in stages}))
+            if len(workers) == 1:
+                continue
+            for replica in range(mesh.replicas):
+                ranks = tuple(mesh.rank(MeshCoordinate(replica, w, 0)) for w in workers)
+                if ranks not in groups:
+                    groups[ranks] = dist.new_group(list(ranks))
+                if rank in ranks:
+                    self._tied[p] = groups[ranks]
+                    if rank != ranks[0]:
+                        self._counted_elsewhere.add(p)
+        return set(several)
+
+    def _drop_others(self, model: nn.Module, own: list[int]) -> None:
+        """Let go of the parameters that no stage of this worker uses; as names they stay, without a value."""
+        used = {p for i in own for piece in self._cut[i] for p in piece.parameters(model)}
+        for module in model.modules():
+            for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if p not in used:
+                    setattr(module, name, None)
+
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
+        from stratbench.workload.torch_internals import receive_buffers
+
+        return {"received": receive_buffers(self._stages)}
+
+    # --- a step ------------------------------------------------------------------------------------
+
+    def _schedule_for(self, samples: int) -> Any:
+        """The schedule for a batch of so many samples, with the stages that receive them."""
+        if samples != self._batch:
+            self._batch = samples
+            self._schedule = self.make_schedule(samples)
+        return self._schedule
+
+    def make_schedule(self, samples: int) -> Any:
+        """Stages and their schedule for `samples`; buffers for what is received come with its first step."""
+        from stratbench.extensions.splitting.stages import SCHEDULES
+        from stratbench.workload.torch_internals import skip_votes
+
+        o = self.options
+        self._stages = [self._stage(i, samples // o.microbatches) for i in self._parts]
+        kind = SCHEDULES[o.schedule]
+        given = self._stages if STAGES_A_WORKER[o.schedule] > 1 else self._stages[0]
+        # The loss is divided instead: gradients of several parts of a batch add up.
+        schedule = kind(given, o.microbatches, loss_fn=self._loss, scale_grads=False)
+        skip_votes(schedule)
+        return schedule
+
+    def _stage(self, i: int, samples: int) -> Stage:
+        from stratbench.extensions.splitting.stages import Stage
+
+        stage = Stage(
+            self._parts[i], i, len(self._cut), self.worker.device,
+            input_args=self._like(i - 1, samples), output_args=self._like(i, samples),
+            group=self._pipe,
+        )  # fmt: skip
+        stage.mark, stage.last = self._mark, partial(self._begin_last, i)
+        return stage
+
+    def _like(self, i: int, samples: int) -> Tensor:
+        """A tensor like what stage i gives for so many samples; for -1 like the input."""
+        import torch
+
+        from stratbench.workload.data.device_data import example_batch
+
+        device, layout = self.worker.device, torch.contiguous_format
+        if i < 0:
+            return example_batch(samples, self.worker.input_shape, 1, device, self._dtype, layout)[
+                0
+            ]
+        shape = (samples, *self._shapes[i])
+        return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
+
+    def _mark(self, phase: str) -> None:
+        self.worker.mark(phase)
+
+    def _begin_last(self, stage: int, last: bool) -> None:
+        self._ending = stage if last and self._is_last else None
+
+    def _loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        self._mark("bubble")
+        with autocast(self.worker.settings.precision, self.worker.device):
+            loss = self.loss_of(scores, y) / self._divisor
+        self._losses.append(loss.detach())
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        self._mark("forward")
+        return loss
+
+    def synchronising(self, last: bool) -> AbstractContextManager:
+        self._is_last = last
+        return nullcontext()
+
+    def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
+        import torch
+
+        if parts == 1:
+            self._is_last = True
+        self._divisor, self._losses = parts * self.options.microbatches, []
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros((), device=self.worker.device))  # so that it has a scale
+        schedule = self._schedule_for(len(x))
+        inputs = (x,) if 0 in self._parts else ()
+        target = y if len(self._cut) - 1 in self._parts else None
+        schedule.step(*inputs, target=target, return_outputs=False)
+        for stage in self._stages:
+            stage.clear_runtime_states()  # gradients that were sent would stay until the next step
+        if self.options.schedule == "zero-bubble":
+            self._lay_out_gradients()
+        if not self._losses:
+            return torch.zeros((), dtype=self._dtype, device=self.worker.device)
+        return torch.stack(self._losses).sum()
+
+    def _lay_out_gradients(self) -> None:
+        """Give gradients the strides of their parameters, which fused optimizers ask for.
+
+        Backward does so by itself, but not where the gradients of weights are computed apart.
+        """
+        import torch
+
+        for p in self.parameters:
+            if p.grad is not None and p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p).copy_(p.grad)
+
+    def _send(self, parameter: nn.Parameter) -> None:
+        """Begin to average a gradient over the replicas, if no later micro-batch adds to it."""
+        if self._by_stage.get(parameter) == self._ending is not None:
+            self._average(parameter)
+
+    def _average(self, parameter: nn.Parameter) -> None:
+        import torch
+        import torch.distributed as dist
+
+        with torch.no_grad():
+            own = parameter.grad.div_(self.worker.mesh.replicas)
+        self._sent.add(parameter)
+        self._under_way.append((own, dist.all_reduce(own, group=self._copies, async_op=True)))
+
+    def link_gradients(self) -> None:
+        import torch.distributed as dist
+
+        for p, group in self._tied.items():
+            dist.all_reduce(p.grad, group=group)
+        if self.worker.mesh.replicas > 1:
+            for p in self.parameters:
+                if p not in self._sent:
+                    self._average(p)
+            for _, work in self._under_way:
+                work.wait()
+            self._under_way.clear()
+            self._sent.clear()
+        self._mark("bubble")
+
+    def normed_tensors(self) -> list[Tensor]:
+        return [p for p in self.parameters if p not in self._counted_elsewhere]
+
+    def gradient_norm(self) -> Tensor:
+        return base.norm_of_parts(super().gradient_norm(), self.worker.mesh.stages, self._pipe)
+
+    # --- evaluation and the record -----------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        with super().evaluating():
+            yield self._scores
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """The scores of a batch on the last stage's worker; on others zeros. All workers call it."""
+        import torch
+        import torch.distributed as dist
+
+        samples, last, workers = len(x), len(self._cut) - 1, self.worker.mesh.stages
+        for i, part in self._parts.items():
+            if i and (i - 1) not in self._parts:
+                x = torch.empty_like(self._like(i - 1, samples), requires_grad=False)
+                dist.recv(x, dist.get_global_rank(self._pipe, (i - 1) % workers), group=self._pipe)
+            x = part.compute(x)
+            if i != last and (i + 1) not in self._parts:
+                dist.send(x, dist.get_global_rank(self._pipe, (i + 1) % workers), group=self._pipe)
+        if last in self._parts:
+            return x
+        return torch.zeros(samples, *self._shapes[-1], dtype=self._dtype, device=self.worker.device)
+
+    def report(self) -> dict[str, Any]:
+        report = super().report()
+        report["details"] |= {
+            "stages": [
+                {"pipeline_modules": [p.name for p in pieces], "forward_flops_per_sample": flops}
+                for pieces, flops in zip(self._cut, self._work, strict=True)
+            ],
+            "predicted_bubble_share": self.bubble_share(self.worker.world_size),
+        }
+        return report

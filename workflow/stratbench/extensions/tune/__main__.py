@@ -1,0 +1,194 @@
+"""Sieves the combinations of an experiment, and writes a study of those that are worth measuring.
+
+python -m stratbench.extensions.tune --config JSON   as `snakemake tune` calls it
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stratbench.cell.files import write_atomic
+from stratbench.cell.installation import ROOT
+from stratbench.cell.text.words import bytes_text, counted, folded, seconds_text
+from stratbench.extensions.tune.answer import answer_lines, read_answer
+from stratbench.extensions.tune.differences import evidence_lines, public_margins
+from stratbench.extensions.tune.page import page
+from stratbench.extensions.tune.paths import TUNED
+from stratbench.extensions.tune.sieves import (
+    LATER,
+    MEASURED,
+    OUT_OF_MEMORY,
+    TOO_LARGE,
+    TOO_SLOW,
+    UNSUPPORTED,
+    Sieved,
+    out_of_memory_in,
+    sieve,
+    study_of,
+    tuned_name,
+)
+from stratbench.extensions.tune.space import Combination, combinations_of
+from stratbench.strategies import REGISTRY
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError, wrong_value_message
+from stratbench.study.job_environment import set_job_environment
+
+COLUMNS = (
+    "variant",
+    "strategy",
+    "options",
+    "settings",
+    "fate",
+    "reason",
+    "planned_s",
+    "planned_bytes",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stratbench.extensions.tune", description=__doc__
+    )
+    parser.add_argument("--config", required=True, help="the whole config, as JSON")
+    args = parser.parse_args(argv)
+    try:
+        config = json.loads(args.config)
+        whole, _ = load_config(config)
+        set_job_environment(whole, str(ROOT / "workflow"))
+        asked = question_of(whole)
+        found = combinations_of(asked["values"], asked["gpus"], whole["tune"])
+        if not found:
+            raise ConfigError(
+                "config: tune: no strategy is left; widen `include`, or shorten `exclude`"
+            )
+        where = (asked["experiment"], asked["gpus"], asked["model"])
+        failed = out_of_memory_in(whole["results"], tuned_name(whole["study"]))
+        sieved = sieve(config, *where, found, whole["tune"]["baseline"], failed)
+    except ConfigError as error:
+        print(folded([f"error: {error}"]), file=sys.stderr)
+        return 1
+    tuned = Path(whole["results"], whole["study"], *TUNED)
+    table = tuned.with_name("tune.csv")
+    write_table(sieved, table)
+    print(folded(lines_of(sieved)))
+    chosen = [s.combination for s in sieved if s.fate in (MEASURED, OUT_OF_MEMORY)]
+    if not chosen:
+        print(f"Nothing is left to measure: {table} says why, for each combination.")
+        return 1
+    write_study(config, *where, chosen, tuned, whole["tune"]["budget_gpu_hours"])
+    print(f"Written: {table}, {tuned}")
+    study, baseline = tuned_name(whole["study"]), whole["tune"]["baseline"]
+    answer = read_answer(Path(whole["results"]), study, sieved, baseline)
+    if answer is not None:
+        path = tuned.with_name("index.html")
+        write_atomic(path, page(answer, sieved, asked["model"]))
+        print(folded(["", *answer_lines(answer), f"{path} has it all."]))
+    return 0
+
+
+def question_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The experiment, the number of workers and the network that `tune` is about.
+
+    Raises:
+        ConfigError: The study has no such experiment, or the experiment no such network.
+    """
+    tune, experiments = config["tune"], config["studies"][config["study"]]["experiments"]
+    for key in ("include", "exclude", "baseline"):
+        for name in [tune[key]] if key == "baseline" else tune[key]:
+            if name not in REGISTRY:
+                raise ConfigError(
+                    wrong_value_message(f"tune.{key}", name, "is not a strategy", REGISTRY)
+                )
+    name = tune["experiment"] or next(iter(experiments))
+    if name not in experiments:
+        what = f"is not an experiment of {config['study']}"
+        raise ConfigError(wrong_value_message("tune.experiment", name, what, experiments))
+    values = experiments[name]
+    model = tune["model"] or values["models"][0]
+    if model not in values["models"]:
+        what = f"is not a model of {name}"
+        raise ConfigError(wrong_value_message("tune.model", model, what, values["models"]))
+    gpus = tune["gpus"] or max(values["gpus"])
+    return {"experiment": name, "values": values, "model": model, "gpus": gpus}
+
+
+def lines_of(sieved: Sequence[Sieved]) -> list[str]:
+    """What the sieves did, in numbers, and the combinations that are measured, quickest first."""
+    fates = Counter(s.fate for s in sieved)
+    said = [f"{fates[UNSUPPORTED]} unsupported", f"{fates[TOO_LARGE]} do not fit"]
+    said.append(f"{fates[TOO_SLOW]} cannot be among the fastest")
+    said += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
+    said.append(f"{fates[MEASURED]} to measure")
+    lines = [f"{counted(len(sieved), 'combination')}: {', '.join(said)}.", ""]
+    left = [s for s in sieved if s.fate == MEASURED]
+    for each in sorted(left, key=lambda s: s.time_s if s.time_s is not None else float("inf")):
+        time = seconds_text(each.time_s) if each.time_s is not None else "time not planned"
+        memory = (
+            bytes_text(each.memory_bytes) if each.memory_bytes is not None else "memory not planned"
+        )
+        lines.append(f"  {each.combination.name}: {time}, {memory} per worker; {each.reason}")
+    if any(s.amounts is not None for s in sieved):
+        lines += ["", "Dropped by time where it is planned slower than another by more than:"]
+        lines += evidence_lines(public_margins())
+    reasons = Counter(s.reason for s in sieved if s.fate == UNSUPPORTED)
+    lines += ["", *(f"Refused ({n}): {reason}" for reason, n in reasons.most_common())]
+    return lines
+
+
+def write_table(sieved: Sequence[Sieved], path: Path) -> None:
+    """Write what became of each combination as CSV."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    table.writeheader()
+    for s in sieved:
+        c = s.combination
+        row = (
+            c.name,
+            c.strategy,
+            _json(c.options),
+            _json(c.settings),
+            s.fate,
+            s.reason,
+            s.time_s,
+            s.memory_bytes,
+        )
+        table.writerow(dict(zip(COLUMNS, row, strict=True)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text.getvalue())
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(dict(value), sort_keys=True)
+
+
+def write_study(
+    config: Mapping[str, Any],
+    experiment: str,
+    gpus: int,
+    model: str,
+    chosen: Sequence[Combination],
+    path: Path,
+    budget_gpu_hours: float | None,
+) -> None:
+    """Write the study of the chosen combinations, for Snakemake's --configfile beside config.yaml."""
+    made = study_of(config, experiment, gpus, model, chosen)
+    name = tuned_name(config["study"])
+    alone = {"study": name, "studies": {name: made["studies"][name]}}
+    if budget_gpu_hours is not None:
+        alone["verdict"] = {"budget_gpu_hours": budget_gpu_hours}
+    write_atomic(path, yaml.safe_dump(alone, sort_keys=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

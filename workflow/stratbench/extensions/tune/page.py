@@ -1,0 +1,124 @@
+"""The page of `tune`: the answer, time against memory, main effects, and what was not looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
+from stratbench.analysis.figures.marks import css_variables, mark_of, marks_by_strategy
+from stratbench.cell.text.pages import render
+from stratbench.cell.text.words import bytes_text, counted, short_time
+from stratbench.extensions.tune.answer import (
+    Effect,
+    MeasuredCombination,
+    TuneAnswer,
+    against_baseline,
+    effects_of,
+    further_cost,
+    memory_left,
+    time_text,
+)
+from stratbench.extensions.tune.differences import evidence_lines, public_margins
+from stratbench.extensions.tune.sieves import MEASURED, OUT_OF_MEMORY, Sieved
+
+TEMPLATES = Path(__file__).parent / "templates"
+#: So many reasons are listed for each fate.
+MAX_REASONS = 5
+#: What is never varied.
+FIXED = (
+    "The global batch, sequence, data, optimizer and precision: they are the experiment's. Of each strategy "
+    "one option at a time is another than its default."
+)
+
+
+def page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
+    """Return the page of an answer."""
+    comparison = answer.comparison
+    return render("tune.html.j2", TEMPLATES, values={
+        "title": f"The fastest configuration of {model} on {comparison['workers']}",
+        "lead": comparison["text"],
+        "facts": list(_facts(answer)),
+        "svg": _chart(answer) if answer.front else "",
+        "effects": [_effect_row(e) for e in effects_of(answer.measured, answer.baseline)],
+        "measured": [_row(answer, m) for m in _by_time(answer.measured)],
+        "others": list(_others(sieved)),
+        "light_marks": Markup(css_variables(dark=False)),
+        "dark_marks": Markup(css_variables(dark=True)),
+    })  # fmt: skip
+
+
+def _facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
+    winner = answer.winner
+    if winner is not None:
+        yield "Against the baseline", against_baseline(answer, winner)
+        yield "Memory", memory_left(answer, winner)
+        yield "What is left to gain", further_cost(answer)
+    verdict = answer.verdict
+    ended = f" Done: {verdict['reason']}." if verdict["done"] else ""
+    yield "Cost so far", f"{verdict['spent_gpu_hours']:.3g} {verdict['hours']}.{ended}"
+
+
+def _by_time(measured: Sequence[MeasuredCombination]) -> list[MeasuredCombination]:
+    return sorted(measured, key=lambda m: m.step_s or float("inf"))
+
+
+def _chart(answer: TuneAnswer) -> Markup:
+    """Time over memory of all that was measured, by strategy, and the line of those that none beats."""
+    strategies = dict.fromkeys(m.combination.strategy for m in answer.measured)
+    marks = marks_by_strategy((name, name) for name in strategies)
+    series = []
+    for strategy in strategies:
+        own = [m for m in answer.measured if m.combination.strategy == strategy]
+        dots = [(m.memory_bytes, m.step_s) for m in own if m.memory_bytes and m.step_s]
+        if dots:
+            mark = marks.get(strategy) or mark_of("other", 0)
+            series.append(ChartSeries(strategy, mark.variable, dots, mark=mark))
+    front = [(m.memory_bytes, m.step_s) for m in answer.front if m.memory_bytes and m.step_s]
+    series.append(ChartSeries("", "muted", full=front))
+    sizes = [m.memory_bytes for m in answer.measured if m.memory_bytes]
+    ends = sorted({min(sizes), max(sizes)})
+    return log_chart(
+        series, "peak memory of a worker", "time of a step", ends, bytes_text, short_time,
+        "Time of a step over the memory of a worker, of each measured combination",
+    )  # fmt: skip
+
+
+def _effect_row(effect: Effect) -> dict[str, Any]:
+    over = f" over {effect.over}" if effect.over else ""
+    ratio = effect.ratio.text("{:.3f}".format)
+    if effect.ratio.low is None:
+        ratio += " (no interval)"
+    return vars(effect) | {"choice": f"{effect.choice}{over}", "ratio": ratio}
+
+
+def _row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
+    ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == m.name)
+    return {
+        "name": m.name,
+        "step": time_text(m),
+        "memory": bytes_text(m.memory_bytes) if m.memory_bytes else "",
+        "ratio": ratio["text"],
+        "words": ratio["reason"] or ratio["words"],
+    }
+
+
+def _others(sieved: Sequence[Sieved]) -> Iterator[str]:
+    """Sentences on the combinations that were dropped, by what became of them."""
+    yield FIXED
+    for fate in dict.fromkeys(s.fate for s in sieved if s.fate not in (MEASURED, OUT_OF_MEMORY)):
+        own = [s for s in sieved if s.fate == fate]
+        reasons = Counter(s.reason for s in own)
+        if len(reasons) > MAX_REASONS:
+            examples = "; ".join(f"{s.combination.name} ({s.reason})" for s in own[:MAX_REASONS])
+            yield f"{counted(len(own), 'combination')} {fate}, such as {examples}."
+        else:
+            said = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
+            yield f"{counted(len(own), 'combination')} {fate}: {said}."
+    if any(s.amounts is not None for s in sieved):
+        margins = "; ".join(line.strip() for line in evidence_lines(public_margins()))
+        yield f"Planned times drop what is slower by more than public sweeps let the plan err: {margins}."

@@ -1,0 +1,47 @@
+"""`python -m stratbench.extensions.verdict.paired next` prints the next round, `tell` the verdict so far."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stratbench.cell.files import write_atomic
+from stratbench.cell.text.words import folded
+from stratbench.extensions.verdict.paired.evidence import read_evidence
+from stratbench.extensions.verdict.paired.lines import verdict_lines
+from stratbench.extensions.verdict.paired.next_round import round_of
+from stratbench.extensions.verdict.paired.rounds import Course
+from stratbench.extensions.verdict.paired.verdict import verdict_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="stratbench.extensions.verdict.paired", description=__doc__
+    )
+    parser.add_argument(
+        "what", choices=["next", "tell"], help="the next round, or the verdict so far"
+    )
+    parser.add_argument(
+        "--config", required=True, help="the validated config, as JSON; -: on stdin"
+    )
+    args = parser.parse_args(argv)
+    config = json.loads(sys.stdin.read() if args.config == "-" else args.config)
+    evidence, notes = read_evidence(config)
+    course = Course(evidence)
+    found = round_of(course)
+    if args.what == "next":
+        print(json.dumps(found.as_dict(), indent=1, allow_nan=False))
+        return 0
+    verdict = verdict_of(course, found, notes)
+    out = Path(config["results"], evidence.study, "verdict", "verdict.json")
+    write_atomic(out, json.dumps(verdict, indent=1, allow_nan=False) + "\n")
+    print(folded([*verdict_lines(verdict), f"{out} has it all."]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""What speaks against a claim: full runs that contradict the blocks, copied blocks, different devices."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from stratbench.extensions.verdict.block_rules import MAX_OFF
+from stratbench.extensions.verdict.blocks import PairedBlock
+from stratbench.extensions.verdict.paired.evidence import PairedComparison, PairedEvidence
+from stratbench.statistics import moderated
+
+#: A strategy's step in a block and in its own full run differ by no more than this factor.
+MAX_APART = 3.0
+#: Two measured blocks never have the same ratios to so many digits.
+SAME = 1e-6
+
+
+# ---------------------------------------------------------------- full runs
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What full runs that contradict the blocks leave of a claim; logarithms."""
+
+    at_most: float  # upper bound on how much faster than the leader something may be
+    fastest: bool  # whether all rivals are still slower
+    nearest: str  # the rival that may be the fastest
+
+
+def off_from_steps(
+    evidence: PairedEvidence, comparison: PairedComparison, blocks: Sequence[PairedBlock]
+) -> dict[str, list[float]]:
+    """By strategy the log ratio of each full run's time to its steps times the step time of `blocks`.
+
+    Covers runs that ended well, whether the verdict asked for them or not.
+    """
+    found: dict[str, list[float]] = {}
+    for strategy in comparison.strategies:
+        known = [log for block in blocks if math.isfinite(log := block.value(strategy))]
+        for run in evidence.runs_of(comparison, strategy):
+            if known and run.step_log is not None:
+                found.setdefault(strategy, []).append(run.step_log - statistics.fmean(known))
+    return found
+
+
+def moved_by(
+    off: Mapping[str, Sequence[float]],
+    leader: str,
+    bounds: Mapping[str, float],
+    blocks: int,
+    level: tuple[float, int],
+) -> Moved | None:
+    """What the full runs of a comparison leave of its claim; None if they agree with the blocks.
+
+    `off`: off_from_steps; `bounds`: of each rival the lower bound of its log time over the leader's, by so
+    many `blocks`; `level`: level_scatter. Where the leader's full runs are slower than its steps by more than
+    MAX_OFF beyond what the rival's are, the rival's bound moves: by the difference, and by what chance
+    may have made of it (95 %), since a full run is in another allocation than the blocks. A rival's counts
+    where it is off by more than MAX_OFF; for one without full runs those of the others, if slower, too.
+    """
+    mean = {strategy: statistics.fmean(logs) for strategy, logs in off.items()}
+    others = [log for strategy, logs in off.items() if strategy != leader for log in logs]
+    like_others = max(0.0, beyond_chance(statistics.fmean(others))) if others else 0.0
+    own, scatter, dof = mean.get(leader, 0.0), *level
+    moved = {}
+    for strategy, bound in bounds.items():
+        if leader not in mean and strategy not in mean:
+            continue
+        shift = own - (beyond_chance(mean[strategy]) if strategy in mean else like_others)
+        if shift > MAX_OFF:
+            runs = [len(off.get(leader, ())), len(off.get(strategy, others))]
+            variance = scatter**2 * sum(1 / (n or blocks) for n in runs)
+            by_chance = moderated.half_widths(
+                np.array(variance), np.array(float(dof)), np.array(1), moderated.ALPHA
+            )
+            moved[strategy] = bound - shift - float(by_chance)
+    if not moved:
+        return None
+    nearest = min(moved, key=moved.__getitem__)
+    return Moved(max(0.0, -moved[nearest]), moved[nearest] > 0, nearest)
+
+
+def beyond_chance(off: float) -> float:
+    """How far a full run is off its steps; 0 for what one allocation more than another may do."""
+    return off if abs(off) > MAX_OFF else 0.0
+
+
+def check_scatter(runs: int, blocks: int, level: tuple[float, int]) -> float:
+    """The standard deviation of what the mean of full runs is off their steps, if both agree."""
+    return level[0] * math.sqrt(1 / runs + 1 / blocks)
+
+
+def level_scatter(evidence: PairedEvidence) -> tuple[float, int]:
+    """The standard deviation of the level of a block, by what its allocation does to all strategies alike.
+
+    Of logarithms, pooled over the comparisons, with its degrees of freedom.
+    """
+    squares, dof = 0.0, 0
+    for comparison in evidence.comparisons:
+        blocks = evidence.blocks_of(comparison.place)
+        logs = np.array(
+            [[block.value(strategy) for strategy in comparison.strategies] for block in blocks]
+        )
+        if len(blocks) > 1 and (whole := np.isfinite(logs).all(0)).any():
+            levels = logs[:, whole].mean(1)
+            squares += float(((levels - levels.mean()) ** 2).sum())
+            dof += len(blocks) - 1
+    return (math.sqrt(squares / dof), dof) if dof else (0.0, 0)
+
+
+def far_from_full_run(
+    evidence: PairedEvidence, comparison: PairedComparison, block: PairedBlock
+) -> Iterator[tuple[str, float]]:
+    """The strategies whose step in a block is not that of their own full run by MAX_APART, with the
+    factor.
+    """
+    for strategy in comparison.strategies:
+        logs = [
+            r.step_log for r in evidence.runs_of(comparison, strategy) if r.step_log is not None
+        ]
+        value = block.value(strategy)
+        if logs and math.isfinite(value):
+            apart = value - statistics.median(logs)
+            if abs(apart) > math.log(MAX_APART):
+                yield strategy, math.exp(apart)
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def why_unusable(blocks: Sequence[PairedBlock]) -> Iterator[str]:
+    """Why the blocks of a comparison allow no claim: copies, and devices of several kinds. Sentences."""
+    for one, other in combinations(blocks, 2):
+        if is_copy(one, other):
+            yield (
+                f"the ratios of blocks {one.number} and {other.number} are equal to six digits, so that one "
+                "is a copy: delete it, and it is measured again"
+            )
+            return
+    kinds = sorted({block.device for block in blocks})
+    names = sorted({", ".join(block.gpu_names) for block in blocks if block.gpu_names})
+    for found in (kinds, names):
+        if len(found) > 1:
+            yield (
+                f"its blocks ran on {' and on '.join(found)}, whose times are not comparable: delete those "
+                "of all but one, and they are measured again"
+            )
+            return
+
+
+def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
+    """Whether two blocks have the same ratios, of all segments or of at least three strategies."""
+    segments = [
+        {(s.strategy, s.in_pass): math.log(s.mean_step_s) for s in block.segments if s.mean_step_s}
+        for block in (one, other)
+    ]
+    strategies = {strategy for strategy, _ in segments[0]}
+    values = [
+        {strategy: v for strategy in strategies if math.isfinite(v := b.value(strategy))}
+        for b in (one, other)
+    ]
+    return _same_ratios(*segments, least=4) or _same_ratios(*values, least=3)
+
+
+def _same_ratios(one: Mapping, other: Mapping, least: int) -> bool:
+    apart = [one[key] - other[key] for key in one.keys() & other.keys()]
+    return len(apart) >= least and max(apart) - min(apart) < SAME

@@ -1,0 +1,291 @@
+"""The evidence of a study: its comparisons, their complete blocks, and the full runs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
+from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS
+from stratbench.extensions.verdict.blocks import (
+    BlockError,
+    ComparisonKey,
+    PairedBlock,
+    block_files,
+    read_block,
+    trained_digest,
+)
+from stratbench.strategies import strategy_class, traits_of
+from stratbench.strategies.base import Traits
+from stratbench.study.config.config import Study
+from stratbench.study.jobs import Jobs
+from stratbench.workload.network.models import MODELS
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """A comparison: the strategies that compete on one experiment, model and number of workers."""
+
+    place: ComparisonKey
+    dataset: str
+    strategies: tuple[str, ...]
+    served: tuple[bool, ...]
+    #: Whether a strategy's arithmetic equals DDP's: such strategies share one score.
+    equal: tuple[bool, ...]
+    #: Comparisons with equal `arithmetic` share it, too.
+    arithmetic: tuple[Any, ...]
+    #: The traits of each strategy, as its strategy states them.
+    traits: tuple[Traits, ...] = ()
+    #: The settings that each strategy is trained with, as a `trained_digest`.
+    trained: tuple[str, ...] = ()
+    #: Steps of a full cell; None: not known before the data are read.
+    full_steps: int | None = None
+    #: Whether full cells are evaluated.
+    scored: bool = True
+
+
+@dataclass(frozen=True)
+class FullRun:
+    """A full training of a cell: what its record says."""
+
+    status: str
+    reason: str | None
+    score: float | None  # as shown: points of accuracy
+    better: str
+    tolerance: float
+    score_name: str
+    gpu_seconds: float
+    train_time_s: float | None
+    steps: int
+
+    @property
+    def sign(self) -> int:
+        """1 if a higher score is better, else -1."""
+        return 1 if self.better == "higher" else -1
+
+    @property
+    def step_log(self) -> float | None:
+        """The logarithm of the seconds that a step took; None if the run did not end well."""
+        if self.status != "ok" or not self.train_time_s or not self.steps:
+            return None
+        return math.log(self.train_time_s / self.steps)
+
+
+@dataclass(frozen=True)
+class PairedEvidence:
+    """Everything that a verdict rests on. It does not depend on the order of files."""
+
+    study: str
+    seed: int
+    comparisons: tuple[PairedComparison, ...]
+    blocks: Mapping[tuple[ComparisonKey, int], PairedBlock] = field(default_factory=dict)
+    full_runs: Mapping[Cell, FullRun] = field(default_factory=dict)
+    margin: float = 0.03
+    budget_gpu_hours: float | None = None
+    #: Tolerated losses by the name of the score; scores not named here have their task's.
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def _blocks_by_place(self) -> dict[ComparisonKey, list[PairedBlock]]:
+        found: dict[ComparisonKey, list[PairedBlock]] = {}
+        for key in sorted(self.blocks):
+            found.setdefault(key[0], []).append(self.blocks[key])
+        return found
+
+    def blocks_of(self, place: ComparisonKey) -> list[PairedBlock]:
+        """The blocks of a comparison, in order."""
+        return self._blocks_by_place.get(place, [])
+
+    def cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+        """The cell of a strategy's full training."""
+        return cell_of(self.study, comparison, strategy, repeat)
+
+    def runs_of(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
+        """The full runs of a strategy, by repeat."""
+        cells = (self.cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
+        return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
+
+    def order(
+        self, comparison: PairedComparison, block: int, strategies: Iterable[str]
+    ) -> list[str]:
+        """The strategies in the order of a block's first pass: by a hash, so the same for every caller."""
+        return sorted(
+            strategies, key=lambda strategy: _hash(self.seed, comparison.place, block, strategy)
+        )
+
+    def block_seed(self, comparison: PairedComparison, block: int) -> int:
+        """The seed that all segments of a block share."""
+        return int(_hash(self.seed, comparison.place, block)[:8], 16) >> 1
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
+
+
+def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+    """The cell of a strategy and repeat in a comparison."""
+    place = comparison.place
+    return Cell(
+        study, place.experiment, strategy, place.model, comparison.dataset, place.gpus, repeat
+    )
+
+
+# ---------------------------------------------------------------- from files
+
+
+#: Why elastic cells, and those that a command trains, are in no comparison.
+ELASTIC = "its workers are jobs of their own (elastic), and a block is one allocation"
+COMMAND = "a command of yours cannot be stopped and begun in segments"
+
+
+def not_compared(study: Study) -> dict[str, str]:
+    """Paths of the cells that blocks cannot time, with the reason."""
+    elastic = {cell.path: ELASTIC for cell in study.cells if "elastic" in study.settings(cell).more}
+    own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
+    return elastic | dict.fromkeys(own, COMMAND)
+
+
+def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]:
+    """The evidence of a config's study, and notes on what was not used. `config`: validated."""
+    study = Study(config, config["study"])
+    given = config.get("verdict") or {}
+    root = Path(config["results"])
+    skipped = Jobs(config, study).skipped | not_compared(study)
+    comparisons = tuple(comparisons_of(study, skipped))
+    notes = [
+        f"{path} is not compared: {reason}"
+        for path, reason in skipped.items()
+        if path.endswith("rep0")
+    ]
+    blocks = {(b.place, b.number): b for b in _usable_blocks(study, comparisons, root, notes)}
+    runs = dict(_full_runs(study, comparisons, root, notes))
+    samples = {}
+    for cell, (_, train_samples) in runs.items():
+        samples.setdefault(cell.dataset, train_samples)
+    return PairedEvidence(
+        study=study.name,
+        seed=study.seed,
+        comparisons=tuple(
+            with_full_steps(study, comparison, samples.get(comparison.dataset))
+            for comparison in comparisons
+        ),
+        blocks=blocks,
+        full_runs={cell: run for cell, (run, _) in runs.items()},
+        margin=given.get("margin", 0.03),
+        budget_gpu_hours=given.get("budget_gpu_hours"),
+        tolerances=(config.get("decide") or {}).get("score_tolerance") or {},
+    ), notes
+
+
+def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
+    """The comparisons of a study, in the order of the config, without the cells whose path is in
+    `skipped`.
+    """
+    found: dict[ComparisonKey, list[Cell]] = {}
+    for cell in study.cells:
+        if cell.repeat == 0 and cell.path not in skipped:
+            found.setdefault(ComparisonKey.of(cell), []).append(cell)
+    for place, cells in found.items():
+        settings = [study.settings(cell) for cell in cells]
+        known = MODELS.get(place.model)
+        # Whether the loss of a user's task adds up, nobody knows yet.
+        builtin = settings[0].own_task is None
+        apart = known is None or known.batchnorm is not False or not builtin
+        traits = tuple(
+            traits_of(s.strategy, s.options, place.gpus, adds_up=builtin) for s in settings
+        )
+        yield PairedComparison(
+            place=place,
+            dataset=cells[0].dataset,
+            strategies=tuple(cell.strategy for cell in cells),
+            served=tuple(strategy_class(s.strategy).kind == "server" for s in settings),
+            equal=tuple(t.equals_ddp for t in traits),
+            arithmetic=(place.experiment, place.model, place.gpus if apart else None),
+            traits=traits,
+            trained=tuple(map(trained_digest, settings)),
+            scored=settings[0].steps is None,
+        )
+
+
+def with_full_steps(
+    study: Study, comparison: PairedComparison, train_samples: int | None
+) -> PairedComparison:
+    """The comparison with the number of steps of its full cells, if it is known."""
+    known = train_samples or study.dataset(comparison.dataset).train_samples
+    settings = study.settings(cell_of(study.name, comparison, comparison.strategies[0]))
+    if settings.steps is None and known is None:
+        return comparison
+    return replace(comparison, full_steps=settings.total_steps(known or 0))
+
+
+def _usable_blocks(
+    study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
+) -> Iterator[PairedBlock]:
+    """Those blocks of the comparisons whose strategies were all trained with the config's settings."""
+    wanted = {b.place: dict(zip(b.strategies, b.trained, strict=True)) for b in comparisons}
+    for path in block_files(results, study.name):
+        try:
+            block = read_block(path)
+        except BlockError as e:
+            notes.append(f"not used: {e}; delete it, and the block is measured again")
+            continue
+        if block.place not in wanted:
+            continue
+        # Nobody asks for the segments of strategies that have been removed from the study since.
+        strategies = wanted[block.place].keys() & block.trained.keys()
+        now = wanted[block.place]
+        if stale := sorted(a for a in strategies if now[a] != block.trained[a]):
+            notes.append(
+                f"{block.place}, block {block.number} is not used: {', '.join(stale)} had other "
+                "settings than the config's"
+            )
+            continue
+        yield block
+
+
+def _full_runs(
+    study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
+) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
+    """The full runs that have the config's settings, each with the number of its training samples."""
+    for comparison in comparisons:
+        for strategy in comparison.strategies:
+            for repeat in range(MATRIX_REPEATS):
+                cell = cell_of(study.name, comparison, strategy, repeat)
+                path = cell.record_path(results)
+                if not path.exists():
+                    continue
+                try:
+                    found = record.read_measured(path)
+                except record.RecordError as e:
+                    notes.append(f"not used: {e}")
+                    continue
+                wanted = study.settings(cell)
+                stated = found["settings"]
+                if any(stated.get(k) != v for k, v in wanted.as_dict().items() if k != "profile"):
+                    notes.append(f"{cell} is not used: its settings are not the config's")
+                    continue
+                samples = found["data"]["train_samples"]
+                yield cell, (full_run_from(found, wanted.total_steps(samples)), samples)
+
+
+def full_run_from(found: record.Record, steps: int) -> FullRun:
+    """The full run that a record describes."""
+    task, score = found["task"], found["score"]["final"]
+    factor = 100 if task["unit"] == "share" else 1
+    return FullRun(
+        status=found["status"],
+        reason=found["reason"],
+        score=None if score is None else factor * score,
+        better=task["better"],
+        tolerance=task["tolerance"],
+        score_name=task["score"],
+        gpu_seconds=found["time"]["total_s"] * found["cell"]["gpus"],
+        train_time_s=found["time"]["train_time_s"],
+        steps=steps,
+    )

@@ -1,0 +1,399 @@
+"""The verdict of a study as values for verdict.json: claims, intervals, drops, costs and noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from stratbench.cell.files import finite
+from stratbench.cell.text.words import counted, plural, worker_noun
+from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS, MAX_OFF
+from stratbench.extensions.verdict.blocks import VERDICT_VERSION, PairedBlock, with_seal
+from stratbench.extensions.verdict.paired import checks, dependence, judging
+from stratbench.extensions.verdict.paired.costs import Costs
+from stratbench.extensions.verdict.paired.next_round import NextRound, decided
+from stratbench.extensions.verdict.paired.noise import Noise, noise_of
+from stratbench.extensions.verdict.paired.rounds import Course
+from stratbench.extensions.verdict.paired.state import Drop, Judged, State
+from stratbench.statistics.moderated import ROUGH
+
+#: Above this bound, "at most so much slower than the fastest" is no useful claim.
+MUCH = 1.0
+#: Kinds of claims that name a fast strategy, with an interval.
+CLAIMS = ("fastest", "within", "at most")
+
+
+def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, Any]:
+    """The content of verdict.json."""
+    costs = Costs(course)
+    # In one order, so that sums have the same last digit whatever the order of files.
+    blocks = [course.evidence.blocks[key] for key in sorted(course.evidence.blocks)]
+    noise, margin = noise_of(blocks), course.evidence.margin
+    rivals = max((len(s.comparison.strategies) - 1 for s in course.states), default=1)
+    comparisons = [comparison_values(course, costs, state) for state in course.states]
+    unusable = [f"{b['experiment']}, {b['model']} on {b['gpus']}: {b['unusable']}"
+                for b in comparisons if b["unusable"]]  # fmt: skip
+    matrix = [
+        comparison["matrix_gpu_hours"]
+        for comparison in comparisons
+        if len(comparison["strategies"]) > 1
+    ]
+    return with_seal({
+        "schema_version": VERDICT_VERSION,
+        "study": course.evidence.study,
+        "margin": margin,
+        "rounds": course.round,
+        "done": found.done,
+        "reason": found.reason,
+        "hours": "worker-hours" if any(b.device == "cpu" for b in blocks) else "GPU-hours",
+        "spent_gpu_hours": found.spent_gpu_hours,
+        "expected_gpu_hours": found.expected_gpu_hours,
+        "budget_gpu_hours": course.evidence.budget_gpu_hours,
+        "matrix_gpu_hours": None if None in matrix else sum(matrix),
+        "matrix_repeats": MATRIX_REPEATS,
+        "next": {
+            "blocks": len(found.blocks),
+            "full_runs": [str(c) for c in found.full_runs],
+            "may_follow": found.may_follow,
+        },
+        "comparisons": comparisons,
+        "noise": vars(noise) | {"text": noise_text(noise, margin, rivals)},
+        "notes": [*notes, *unusable],
+    })  # fmt: skip
+
+
+def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
+    """The entry of a comparison."""
+    last, comparison = course.claimed(state), state.comparison
+    # A block that no look has judged yet supports no claim.
+    blocks = course.evidence.blocks_of(comparison.place)[: last.blocks if last else None]
+    unusable = next(checks.why_unusable(blocks), None)
+    claim, text = claim_of(course, state, blocks)
+    if unusable and claim != "only":
+        claim, text = "none", f"Nothing is claimed: {unusable}."
+    matrix_s = costs.matrix_s(state)
+    doubts = list(doubts_on(course, state, blocks))
+    level, reason = confidence_in(course, state, blocks, claim, doubts)
+    return {
+        "experiment": comparison.place.experiment,
+        "model": comparison.place.model,
+        "dataset": comparison.dataset,
+        "gpus": comparison.place.gpus,
+        "workers": counted(
+            comparison.place.gpus, worker_noun({block.device for block in blocks[:1]})
+        ),
+        "strategies": list(comparison.strategies),
+        "traits": {
+            a: vars(t) for a, t in zip(comparison.strategies, comparison.traits, strict=False)
+        },
+        "served": dict(zip(comparison.strategies, comparison.served, strict=True)),
+        "trained": dict(zip(comparison.strategies, comparison.trained, strict=False)),
+        "device": blocks[0].device if blocks else None,
+        "hosts": sorted({host for block in blocks for host in block.hosts}),
+        "node_sets": len({block.hosts for block in blocks}),
+        "blocks": last.blocks if last else len(blocks),
+        "unusable": unusable,
+        "checked": course.checked(state),
+        "steps": blocks[0].steps if blocks else None,
+        "open": is_open(state),
+        "claim": claim,
+        "claimed": claim in CLAIMS,
+        "text": text,
+        "leader": last.leader if last else None,
+        "at_most": ratio_minus_one(last.at_most) if last else None,
+        "confidence": level,
+        "confidence_reason": reason,
+        "doubts": doubts,
+        "ratios": [ratio_values(state, strategy) for strategy in comparison.strategies],
+        "looks": [look_values(look) for look in state.looks],
+        "step_s": {
+            strategy: [finite(math.exp(b.value(strategy))) for b in blocks]
+            for strategy in comparison.strategies
+        },
+        "full_steps": comparison.full_steps,
+        "scores": {
+            strategy: score_state(course, state, strategy) for strategy in comparison.strategies
+        },
+        "block_gpu_hours": costs.blocks_s(state) / 3600,
+        "full_run_gpu_hours": costs.runs_s(state) / 3600,
+        "matrix_gpu_hours": None if matrix_s is None else matrix_s / 3600,
+    }
+
+
+def doubts_on(course: Course, state: State, blocks: Sequence[PairedBlock]) -> Iterator[str]:
+    """Sentences on what speaks against a comparison's blocks."""
+    for strategy, logs in course.off_from_steps(state).items():
+        found = sorted(log for log in logs if abs(log) > MAX_OFF)
+        if found:
+            ends = " to ".join(
+                f"{math.expm1(log):+.1%}" for log in dict.fromkeys(found[:1] + found[-1:])
+            )
+            yield (
+                f"{counted(len(found), 'full run')} of {strategy} took {ends} against the steps times the "
+                "blocks' step time"
+            )
+    if (moved := course.moved(state)) and (before := share_of(state.last.at_most)) < MUCH:
+        yield (
+            f"by the blocks alone nothing would be faster than {state.last.leader} by more than "
+            f"{before:.1%}; the full runs let {moved.nearest} be"
+        )
+    for block in blocks:
+        for strategy, factor in checks.far_from_full_run(course.evidence, state.comparison, block):
+            times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
+            yield f"a step of {strategy} in block {block.number} takes {times} that of its own full run"
+    last = state.last
+    if last and last.unlike > dependence.CERTAIN:
+        wider = ", so that the intervals are wider" if last.alike else ""
+        yield f"blocks are more like the one before them than chance makes them{wider}"
+
+
+def noise_text(noise: Noise, margin: float, rivals: int) -> str:
+    """A sentence on the noise of the blocks, and on what it asks of the next study."""
+    if noise.ratio is None:
+        return "two blocks of a model and worker count are the fewest that tell of noise"
+    needed = noise.blocks_for(margin, rivals)
+    takes = "needs more blocks than the verdict has here"
+    if needed is not None:
+        takes = f"takes about {counted(needed, 'block')}"
+    return (
+        f"two strategies' ratio scatters by {noise.ratio:.1%} from block to block; among {rivals + 1} "
+        f"equally fast ones a margin of {100 * margin:.3g} % {takes}"
+    )
+
+
+def is_open(state: State) -> bool:
+    """Whether a comparison with rivals has not ended."""
+    return state.open and len(state.comparison.strategies) > 1
+
+
+# ---------------------------------------------------------------- claims
+
+
+def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[str, str]:
+    """The kind of the claim (one of CLAIMS, `only` or `none`), and its sentence."""
+    last, margin = course.claimed(state), course.evidence.margin
+    if len(state.comparison.strategies) == 1:
+        return (
+            "only",
+            f"{state.comparison.strategies[0]} is the only strategy here: there is nothing to compare.",
+        )
+    if last is None:
+        return "none", "Nothing is known yet: no block was judged."
+    where, sure = on_node(blocks), f"(95 %{of_how_many(blocks)})"
+    if not course.checked(state):
+        where = f" by its steps{where}"  # no full run could tell whether whole trainings agree
+    if not state.active:
+        return (
+            "none",
+            f"No strategy is left: {'; '.join(f'{d.strategy} {d.reason}' for d in state.drops)}.",
+        )
+    few = last.counted < judging.MIN_BLOCKS
+    if state.compared == 1 or (len(state.active) == 1 and few):
+        return "only", f"{state.active[0]} is the only strategy left{where}."
+    if not set(state.active) <= {last.leader, *last.ratios} or last.leader not in state.active:
+        out = next(d for d in reversed(state.drops) if d.against is None)
+        return "none", f"{out.strategy} is out ({out.reason}); the others are judged next."
+    if few:
+        return "none", (
+            f"{last.leader} leads after {counted(last.counted, 'block')}; nothing is claimed before "
+            f"{judging.MIN_BLOCKS}."
+        )
+    if last.fastest:
+        return "fastest", f"{last.leader} is the fastest of {state.compared}{where} {sure}."
+    shown = share_of(last.at_most)
+    if decided(course, state):
+        return (
+            "within",
+            f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} {sure}.",
+        )
+    if shown > MUCH:
+        return "none", (
+            f"{last.leader} leads after {counted(last.counted, 'block')}{where}, and nothing is claimed: "
+            "by these blocks something may be more than twice as fast."
+        )
+    return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} {sure}."
+
+
+def on_node(blocks: list[PairedBlock]) -> str:
+    """The words `` on node X`` where blocks ran on few sets of nodes: others may order strategies
+    differently.
+    """
+    sets = sorted({block.hosts for block in blocks})
+    if not 0 < len(sets) < judging.MIN_SETS:
+        return ""
+    if len(sets) == 1:
+        return f" on {'node' if len(sets[0]) == 1 else 'nodes'} {', '.join(sets[0])}"
+    named = " and ".join(", ".join(hosts) for hosts in sets)
+    return f" on {node_sets(len(sets), sets)} alone, {named}"
+
+
+def of_how_many(blocks: Sequence[PairedBlock]) -> str:
+    """The words ``, on 4 nodes`` of a claim that is about more than its own nodes."""
+    sets = {block.hosts for block in blocks}
+    return f", on {node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
+
+
+def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
+    """`2 nodes`, or `2 sets of nodes` where a block takes several."""
+    return (
+        f"{count} sets of nodes"
+        if any(len(hosts) > 1 for hosts in sets)
+        else counted(count, "node")
+    )
+
+
+def ratio_values(state: State, strategy: str) -> dict[str, Any]:
+    """Values of a strategy against the leader; of a dropped strategy, from when it was dropped."""
+    last = state.last
+    drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == strategy), None)
+    values: dict[str, Any] = {
+        "strategy": strategy, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
+        "at_least": None, "blocks": last.blocks if last else 0, "reason": "",
+    }  # fmt: skip
+    found = None
+    if drop is not None:
+        values |= {"state": drop.kind, "blocks": drop.blocks, "reason": drop.reason}
+        found, values["against"] = drop.ratio, drop.against
+    elif last is not None and strategy == last.leader:
+        values |= {"state": "leader", "ratio": 1.0}
+    elif last is not None and strategy in last.ratios:
+        kind = (
+            "slower" if strategy in last.slower else "equal" if strategy in last.equal else "open"
+        )
+        values |= {"state": kind, "against": last.leader}
+        found = last.ratios[strategy]
+    if found is not None:
+        names = ("ratio", "low", "high", "at_least")
+        values |= {n: ratio_from(v) for n, v in zip(names, found, strict=True)}
+        if values["low"] is None or values["high"] is None or values["low"] == 0:
+            values |= {"low": None, "high": None, "at_least": None}
+    return values | {"text": ratio_text(values), "words": standing_words(values)}
+
+
+def standing_words(ratio: dict[str, Any]) -> str:
+    """How a strategy stands to the leader, in words."""
+    if ratio["reason"]:
+        return f"dropped after {counted(ratio['blocks'], 'block')}"
+    words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
+    return words.get(ratio["state"], ratio["state"])
+
+
+def ratio_text(ratio: dict[str, Any]) -> str:
+    """A ratio with the bound that it is judged by: `1.105 (at least 1.072)`."""
+    if ratio["ratio"] is None:
+        return ""
+    if ratio["at_least"] is None:
+        return f"{ratio['ratio']:.3f}"
+    least = "below 0.1" if ratio["at_least"] < 0.1 else f"at least {ratio['at_least']:.3f}"
+    return f"{ratio['ratio']:.3f} ({least})"
+
+
+def ratio_from(log: float) -> float | None:
+    """A ratio from its logarithm; None if it is not known, or too large or small to print."""
+    return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
+
+
+def look_values(look: Judged) -> dict[str, Any]:
+    """A look as JSON keeps it; `intervals`: ratio, low, high and the lower bound."""
+    intervals = {
+        strategy: [ratio_from(v) for v in values] for strategy, values in look.ratios.items()
+    }
+    return {
+        "blocks": look.blocks,
+        "leader": look.leader,
+        "at_most": ratio_minus_one(look.at_most),
+        "intervals": intervals,
+        "slower": list(look.slower),
+    }
+
+
+def ratio_minus_one(log: float) -> float | None:
+    """The share by which a ratio exceeds 1, from its logarithm; None if it is not known."""
+    found = ratio_from(log)
+    return None if found is None else found - 1
+
+
+def share_of(log: float) -> float:
+    """The share by which a ratio exceeds 1, from its logarithm; infinite if it is not known."""
+    found = ratio_minus_one(log)
+    return math.inf if found is None else found
+
+
+# ---------------------------------------------------------------- how sure
+
+
+def score_state(course: Course, state: State, strategy: str) -> str:
+    """The state of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
+    if not state.comparison.scored:
+        return "no score"
+    if state.comparison.equal[state.comparison.strategies.index(strategy)]:
+        return "equal"
+    if not course.scores.runs_of(state.comparison, strategy):
+        return "not measured"
+    return "worse" if course.scores.why_failed(state.comparison, strategy) else "good"
+
+
+def confidence_in(
+    course: Course, state: State, blocks: list[PairedBlock], claim: str, doubts: list[str]
+) -> tuple[str, str]:
+    """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules."""
+    last = course.claimed(state)
+    if last is None or claim not in CLAIMS:
+        return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
+    told, sure = [], True
+    hosts = {host for block in blocks for host in block.hosts}
+    if (sets := len({block.hosts for block in blocks})) < judging.MIN_SETS:
+        sure = False
+        which = "" if sets == 1 else f", and {judging.MIN_SETS} are the fewest that tell of others"
+        told.append(
+            f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently{which}."
+        )
+    if any(block.device == "cpu" for block in blocks):
+        sure = False
+        told.append(f"It holds for {plural(worker_noun(['cpu']))} and says nothing of GPUs.")
+    if open_score := unsettled_score(course, state):
+        sure = False
+        told.append(open_score)
+    if not course.checked(state):
+        sure = False
+        if last.leader not in course.off_from_steps(state):
+            told.append("No full run of it has checked the step times yet.")
+        else:
+            told.append("Allocations differ too much for its full runs to check the step times.")
+    if doubts:
+        sure = False
+        told.append(f"Doubts: {'; '.join(doubts)}.")
+    at_most = share_of(last.at_most)
+    narrow = last.fastest or at_most <= judging.EQUAL + 1e-9
+    if not narrow:
+        by = f"up to {at_most:.1%}" if at_most <= MUCH else "much"
+        told.insert(0, f"Something may be {by} faster.")
+    near = last.fastest or at_most <= ROUGH
+    level = "high" if sure and narrow else "medium" if near else "low"
+    over = f"Over {counted(last.counted, 'block')} on {counted(len(hosts), 'host')}."
+    return level, " ".join([over, *told])
+
+
+def unsettled_score(course: Course, state: State) -> str | None:
+    """The reason why the leader's score may not be good enough; None if there is none."""
+    leader = state.last.leader
+    if not state.comparison.scored:
+        return "No score was measured (steps): equal scores are assumed."
+    scores = course.scores
+    if state.comparison.equal[state.comparison.strategies.index(leader)]:
+        if any(run.status == "ok" for run in scores.reference(state.comparison)):
+            return None
+        return "No full run of its arithmetic has ended well yet."
+    loss = scores.loss_of(state.comparison, leader)
+    if loss is None:
+        return f"The score of {leader} is not known."
+    if loss.settled:
+        return None
+    differs = f"{abs(loss.lost):.2g} {'worse' if loss.lost > 0 else 'better'}"
+    told = (
+        f"Over {counted(loss.seeds, 'seed')} its {loss.score_name} is {differs} than the reference"
+    )
+    if not math.isfinite(loss.at_most):
+        return f"{told}; one seed does not say by how much it may be worse ({loss.tolerance:g} allowed)."
+    return f"{told} and may be {loss.at_most:.2g} worse (95 %, {loss.tolerance:g} allowed)."

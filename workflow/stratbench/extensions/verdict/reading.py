@@ -1,0 +1,25 @@
+"""What a verdict adds: its blocks to decisions, and its section to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
+from stratbench.extensions.verdict.paired_results import read_blocks, read_verdict
+
+TEMPLATE = Path(__file__).parent / "templates" / "verdict.html.j2"
+
+
+def make_verdict_sections(given: ReportInput) -> Iterator[Section]:
+    """Make the report's section where a verdict counts."""
+    verdict = read_verdict(given.verdict_path)
+    if verdict is not None:
+        # It draws, and matplotlib takes 0.5 s to import.
+        from stratbench.extensions.verdict.section import verdict_section
+
+        html = render_section(TEMPLATE, verdict=verdict_section(verdict, given.cells))
+        yield Section("verdict", html, "Verdict", answers=True)
+
+
+READING = Reading(sections=make_verdict_sections, evidence=read_blocks)

@@ -1,0 +1,114 @@
+"""What a verdict by paired blocks will cost about, and where cells are too short for it to pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stratbench.cell.text.words import hours_text
+from stratbench.extensions.plan.quantities import cells_by
+from stratbench.extensions.plan.schedule import Plan, Planned
+from stratbench.extensions.verdict.block_rules import (
+    MATRIX_REPEATS,
+    SEGMENT_START_S,
+    STEP_NOISE,
+    expected_cost,
+    segment_s,
+    segment_steps,
+)
+
+#: The share of the matrix that a verdict should cost at most.
+AIM = 0.10
+
+
+@dataclass(frozen=True)
+class VerdictCost:
+    """Of a verdict and of the matrix, in worker-seconds; `starting`: the share of a segment that is start."""
+
+    blocks_s: float
+    full_runs_s: float
+    matrix_s: float
+    starting: float
+
+    @property
+    def verdict_s(self) -> float:
+        """Blocks, and full runs for scores."""
+        return self.blocks_s + self.full_runs_s
+
+    @property
+    def share(self) -> float:
+        """The verdict's part of the matrix."""
+        return self.verdict_s / self.matrix_s
+
+
+def cost_of(comparison: list[Planned], slow: bool) -> VerdictCost:
+    """The cost of the cells of one experiment, model and number of workers, one repeat each.
+
+    `slow`: at the upper end of the predicted times, else at the lower.
+    """
+    gpus = comparison[0].cell.gpus
+    segments, cells, starts = [], [], []
+    for c in comparison:
+        train_s, total_s = ([*span][slow] for span in (c.fit.train, c.fit.total))
+        device = "cpu" if c.fit.device == "CPU" else "cuda"
+        step_s, start_s = train_s / c.subject.steps, SEGMENT_START_S[device]
+        steps = segment_steps(start_s, step_s, *STEP_NOISE[device])
+        segments.append(gpus * segment_s(start_s, step_s, steps))
+        cells.append(gpus * total_s)
+        starts.append(gpus * start_s)
+    times_s, trained_s = expected_cost(segments, cells)
+    return VerdictCost(times_s, trained_s, MATRIX_REPEATS * sum(cells), sum(starts) / sum(segments))
+
+
+def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
+    """For each comparison of two strategies or more whose times are predicted: at best and at worst."""
+    known = [
+        c
+        for c in plan.cells
+        if c.cell.repeat == 0 and c.fit is not None and c.fit.total and c.fit.train
+        and c.state not in ("unsupported", "infeasible")
+    ]  # fmt: skip
+    comparisons = cells_by(known, "experiment", "model", "gpus")
+    return {
+        place: (cost_of(comparison, slow=False), cost_of(comparison, slow=True))
+        for place, comparison in comparisons.items()
+        if len(comparison) > 1
+    }
+
+
+def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
+    """What `snakemake verdict` would cost against the full matrix."""
+    found = verdict_costs(plan)
+    if not found:
+        yield "Not known: no times are predicted for two strategies of a model and number of workers."
+        return
+    ends = [[pair[slow] for pair in found.values()] for slow in (0, 1)]
+    hours = [sum(c.verdict_s for c in costs) / 3600 for costs in ends]
+    shares = sorted(
+        sum(c.verdict_s for c in costs) / sum(c.matrix_s for c in costs) for costs in ends
+    )
+    yield (
+        f"About {hours_text(hours[0])} to {hours_text(hours[1])} worker-hours, {shares[0]:.0%} to "
+        f"{shares[1]:.0%} of the full matrix of {MATRIX_REPEATS} repeats (full runs for scores included; up "
+        "to twice as much on nodes that others use, too)."
+    )
+    dear = {
+        key: min(pair, key=lambda c: c.share)
+        for key, pair in found.items()
+        if min(c.share for c in pair) > AIM
+    }
+    short = {key: cost for key, cost in dear.items() if cost.blocks_s > cost.full_runs_s}
+    if short:
+        experiment, model, gpus = max(short, key=lambda key: short[key].share)
+        worst = short[experiment, model, gpus]
+        yield (
+            f"A tenth is out of reach for {len(short)} of {len(found)} models and worker counts: their cells "
+            f"are too short. {experiment}, {model} on {gpus} would cost {worst.share:.0%} at least: "
+            f"{worst.starting:.0%} of a segment is the start of its processes. Train them in full instead, "
+            "or for longer."
+        )
+    if len(dear) > len(short):
+        yield (
+            f"{len(dear) - len(short)} of {len(found)} cost more than a tenth since few strategies compete: "
+            "the full run for their scores is a large part of so small a matrix."
+        )

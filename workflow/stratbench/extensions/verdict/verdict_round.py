@@ -1,0 +1,189 @@
+"""A round of a verdict for the rules: which blocks and full runs, on what resources.
+
+A command prints the next round. It is run when the workflow is started; the jobs of the round read
+its output from a file.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import read_json, write_atomic
+from stratbench.extensions.verdict.block_rules import MAX_STEPS, discarded_steps
+from stratbench.extensions.verdict.blocks import (
+    BLOCK_FILE,
+    BLOCK_PATTERN,
+    BlockPlan,
+    ComparisonKey,
+    trained_digest,
+    trained_with,
+)
+from stratbench.strategies import make_strategy
+from stratbench.study.config.config import Study
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.jobs import Jobs
+from stratbench.study.resources import (
+    JobRequest,
+    block_min,
+    largest_request,
+    segment_limit_s,
+)
+
+
+class Round:
+    """One round. Each property is worked out when it is used: most runs of the workflow need none."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        study: Study,
+        jobs: Jobs,
+        command: Sequence[str],
+        is_job: bool,
+    ) -> None:
+        """`command` prints the next round, given the config.
+
+        `is_job`: whether this process runs a job of the round, and so must not choose another round.
+        """
+        self.config, self._study, self._jobs = config, study, jobs
+        self._command, self._is_job = command, is_job
+        self.file = Path(jobs.results, study.name, "verdict", "round.json")
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """The round: in a job from its file, else from the command. Raises ConfigError if there is none."""
+        if not self._is_job:
+            return self._ask()
+        try:
+            return read_json(self.file)
+        except (OSError, ValueError) as e:
+            raise ConfigError(
+                f"{self.file} cannot be read: {e}; start it with `snakemake verdict`"
+            ) from None
+
+    @property
+    def outlook(self) -> str:
+        """What the round may cost, and how many may follow: a sentence."""
+        return self.content["outlook"]
+
+    def keep(self) -> None:
+        """Writes the file that the jobs of the round read."""
+        write_atomic(self.file, json.dumps(self.content, indent=1) + "\n")
+
+    @cached_property
+    def blocks(self) -> dict[str, BlockPlan]:
+        """The blocks of the round, by path."""
+        plans = [
+            BlockPlan.from_round(self._study.name, entry) for entry in self.content["comparisons"]
+        ]
+        return {plan.path: plan for plan in plans}
+
+    @cached_property
+    def full_runs(self) -> list[Cell]:
+        """The cells to train as a whole."""
+        cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
+        return [cell for cell in cells if cell.path not in self._jobs.skipped]
+
+    def files(self) -> list[str]:
+        """The files that the round makes: results of blocks, and records."""
+        results = self._jobs.results
+        made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
+        return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
+
+    def block_of(self, wildcards: Mapping[str, str]) -> BlockPlan:
+        """The block that a job's wildcards name; ConfigError if it is not in this round."""
+        path = BLOCK_PATTERN.format(**wildcards)
+        if path not in self.blocks:
+            raise ConfigError(
+                f"{path} is no block of this round; `snakemake verdict` runs those that are"
+            )
+        return self.blocks[path]
+
+    def settings_of(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
+        """The settings of the block's strategies, by strategy."""
+        settings = {name: self._jobs.settings_of(plan.cell(name)) for name in plan.order}
+        return {name: json.loads(s.as_json()) for name, s in settings.items()}
+
+    def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
+        """The settings that a block shares with full runs, by strategy: all but length, seed and profile."""
+        return {name: trained_with(self._jobs.settings_of(plan.cell(name))) for name in plan.order}
+
+    def limit_s(self, plan: BlockPlan) -> float | None:
+        """The limit of each segment of a block, in seconds; None for no limit."""
+        cell = plan.cell(plan.order[0])
+        samples = self._study.dataset(plan.dataset).train_samples
+        total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
+        longest = max(self._segment_steps(plan.cell(name), plan.steps) for name in plan.order)
+        return segment_limit_s(self._study.time_limit_s(cell), longest, total)
+
+    def _segment_steps(self, cell: Cell, steps: int | None) -> int:
+        """The steps of a cell's segment that times `steps` steps, including the discarded ones."""
+        timed, settings = steps or MAX_STEPS, self._jobs.settings_of(cell)
+        strategy = make_strategy(settings.strategy, settings.options)
+        return sum(strategy.own_length(discarded_steps(timed), timed))
+
+    def request_of(self, plan: BlockPlan) -> JobRequest:
+        """The request of a block to the scheduler: the most that one of its strategies needs."""
+        cells = [plan.cell(name) for name in plan.order]
+        minutes = block_min(self.limit_s(plan), len(cells), self.config["cluster"])
+        return largest_request(map(self._jobs.request_of, cells), minutes)
+
+    def goes_on(self) -> bool:
+        """Whether another round follows this one, which has made all its files.
+
+        Raises ConfigError if that would be the same round: something prevents this one from counting.
+        """
+        following = self._ask()
+        if following["done"]:
+            return False
+        if all(following[key] == self.content[key] for key in ("comparisons", "full_runs")):
+            raise ConfigError(
+                "the round has made all its files, and would be the next one again: "
+                "`snakemake verdict` prints which of them it does not use, and why"
+            )
+        return True
+
+    def _ask(self) -> dict[str, Any]:
+        """The next round as of now. Raises ConfigError with the command's message."""
+        command, text = [*self._command, "--config", "-"], json.dumps(self.config)
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ConfigError(f"the next round of the verdict is unknown:\n{done.stderr.strip()}")
+        return json.loads(done.stdout)
+
+    @cached_property
+    def has_current_verdict(self) -> bool:
+        """Whether verdict.json exists, for strategies that the config still trains the same way."""
+        try:
+            comparisons = read_json(self.file.with_name("verdict.json"))["comparisons"]
+            trained = {
+                (ComparisonKey.of(b), strategy): of
+                for b in comparisons
+                for strategy, of in b["trained"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+        now = {
+            (ComparisonKey.of(cell), cell.strategy): self._jobs.settings_of(cell)
+            for cell in self._study.cells
+            if cell.repeat == 0
+        }
+        alike = all(
+            trained_digest(now[strategy]) == of
+            for strategy, of in trained.items()
+            if strategy in now
+        )
+        if not alike:
+            print(
+                "the verdict is not used: its strategies were trained with other settings than the "
+                "config's; `snakemake verdict` makes another",
+                file=sys.stderr,
+            )
+        return alike

@@ -1,1 +1,0 @@
-"""Queues and workers on a virtual clock."""

@@ -1,1 +1,0 @@
-"""Strategies whose workers train on their own between exchanges."""

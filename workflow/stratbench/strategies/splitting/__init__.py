@@ -1,1 +1,0 @@
-"""Strategies that split the model itself over workers."""
