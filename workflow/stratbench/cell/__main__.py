@@ -16,7 +16,7 @@ from stratbench.cell.files import read_json
 
 
 def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> Iterator[Path]:
-    """The records below `results` whose status is one of `statuses`, sorted.
+    """Yield the records below `results` whose status is one of `statuses`, sorted.
 
     Only the status is looked at. Raises ValueError, naming the file, for one that is not a record.
     """

@@ -44,7 +44,7 @@ class Cell:
         )
 
     def as_dict(self) -> dict[str, str | int]:
-        """The cell's seven coordinates, as a record and a table row carry them."""
+        """Return the cell's seven coordinates, as a record and a table row carry them."""
         return dict(vars(self))
 
     @property
@@ -70,7 +70,7 @@ def expand(
     gpus: Sequence[int],
     repeats: int,
 ) -> Iterator[Cell]:
-    """Every cell of one experiment, in the order of the config.
+    """Yield every cell of one experiment, in the order of the config.
 
     `strategies`: names, each with the most workers that it can use (`None`: no limit). Larger worker
     counts are left out, so `single` appears once, at one GPU.

@@ -53,7 +53,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV file, each as texts by column."""
+    """Return the rows of a CSV file, each as texts by column."""
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -86,13 +86,13 @@ def claim_folder(folder: Path, about: str = "") -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """An error of a file as a sentence without the number: `No space left on device: results/x`."""
+    """Return an error of a file as a sentence without the number: `No space left on device: results/x`."""
     name = "" if error.filename is None else f": {error.filename}"
     return f"{error.strerror or error}{name}"
 
 
 def read_regular(path: str | Path, most_bytes: int) -> bytes:
-    """The bytes of a regular file of at most `most_bytes`.
+    """Return the bytes of a regular file of at most `most_bytes`.
 
     Raises OSError if it cannot be read, is larger, or is not a regular file: a FIFO or a device is
     never waited for.
@@ -110,7 +110,7 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
 
 
 def last_lines(path: str | Path) -> list[str]:
-    """The lines of a log, as far as they lie in the last 64 KiB of it."""
+    """Return the lines of a log, as far as they lie in the last 64 KiB of it."""
     with open(path, "rb") as f:
         f.seek(0, 2)
         f.seek(max(0, f.tell() - 64 * 1024))
@@ -118,12 +118,12 @@ def last_lines(path: str | Path) -> list[str]:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None if it is not finite: JSON has no NaN."""
+    """Return the value, or None if it is not finite: JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Only strict and ordinary JSON is accepted.
+    """Return the value in a JSON file. Only strict and ordinary JSON is accepted.
 
     Raises ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, a key that is
     there twice, lone surrogates, hundreds of levels. Raises OSError if the file cannot be read or is no
@@ -133,7 +133,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The values in a file of ours that grows by one a line; none where there is no file."""
+    """Return the values in a file of ours that grows by one a line; none where there is no file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; ValueError for what `read_json` refuses."""
+    """Return the value of a JSON text; ValueError for what `read_json` refuses."""
     try:
         value = json.loads(
             text,

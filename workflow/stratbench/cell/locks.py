@@ -79,7 +79,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of a file to be locked, which is made if there is none.
+    """Return a descriptor of a file to be locked, which is made if there is none.
 
     Who can read a file can hold it locked: only those who may write its folder may open it. Raises
     OSError; where another user's file is closed to us, in a sentence that says what to do.
@@ -125,7 +125,7 @@ def held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
 
 
 def _new_held(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds it."""
+    """Return a new folder, and the descriptor that holds it."""
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
         try:

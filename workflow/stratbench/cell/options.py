@@ -23,7 +23,7 @@ def option(
     tried: Sequence[Any] = (),
     kind: str | None = None,
 ) -> Any:
-    """A field of `Options` that says what it means (`help`) and between which limits numbers lie.
+    """Return a field of `Options` that says what it means (`help`) and between which limits numbers lie.
 
     `tried`: values that `tune` tries beside the default. They change speed or memory, and not what is learnt.
     `kind`: the kind of difference that these make (extensions/tune/differences.py).
@@ -79,7 +79,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def spell(hint: Any) -> str:
-    """The values of a type, in words."""
+    """Return the values of a type, in words."""
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     if get_origin(hint) is list:
@@ -98,7 +98,7 @@ _JSON_TYPES = {
 
 
 def json_types(hint: Any) -> list[str]:
-    """The JSON types of a type's values, those of a union in its order."""
+    """Return the JSON types of a type's values, those of a union in its order."""
     if get_origin(hint) is Literal:
         return list(dict.fromkeys(_JSON_TYPES[type(value)] for value in get_args(hint)))
     if get_origin(hint) in _JSON_TYPES:  # list[float]
@@ -173,5 +173,5 @@ def disown(cls: type, claims: tuple[str, ...]) -> None:
 
 
 def is_whole(cls: type) -> bool:
-    """Whether the class has a `summary` of its own, as each in a registry has."""
+    """Return whether the class has a `summary` of its own, as each in a registry has."""
     return "summary" in vars(cls)

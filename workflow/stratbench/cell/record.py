@@ -29,7 +29,7 @@ class RecordError(ValueError):
 
 @cache
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a record, with that of its settings."""
+    """Return the JSON Schema of a record, with that of its settings."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     whole["properties"]["settings"] |= schema_of_settings()
     return whole
@@ -45,7 +45,7 @@ def _check() -> Callable[[Record], Record] | None:
 
 
 def can_validate() -> bool:
-    """Whether this machine has what `validate` needs. A machine that only trains may lack it.
+    """Return whether this machine has what `validate` needs. A machine that only trains may lack it.
 
     Ask before a long training, so that a missing package shows before it and not after it.
     """
@@ -80,7 +80,7 @@ def write(path: str | Path, record: Record) -> None:
 
 
 def read(path: str | Path) -> Record:
-    """The record in `path`. Raises RecordError, which names the file, if it is not a valid one."""
+    """Return the record in `path`. Raises RecordError, which names the file, if it is not a valid one."""
     try:
         record = read_json(path)
         validate(record, path)
@@ -116,7 +116,7 @@ def failure_reason(log_dir: Path) -> str | None:
 
 
 def is_of(path: str | Path, cell: str, settings: str) -> bool:
-    """Whether `path` is a valid record of this cell with these settings, both as JSON."""
+    """Return whether `path` is a valid record of this cell with these settings, both as JSON."""
     try:
         record = read(path)
     except (OSError, RecordError):
@@ -138,5 +138,5 @@ def describe_other_settings(record: Record, settings: Settings) -> str | None:
 
 
 def cell_of(record: Record) -> Cell:
-    """The cell that a record belongs to."""
+    """Return the cell that a record belongs to."""
     return Cell(**record["cell"])

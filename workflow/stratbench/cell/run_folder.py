@@ -18,17 +18,17 @@ _POLL_S = 0.05
 
 
 def worker_name(rank: int) -> str:
-    """The name of worker `rank`: of its process, its files and its rows in the timeline."""
+    """Return the name of worker `rank`: of its process, its files and its rows in the timeline."""
     return f"rank{rank}"
 
 
 def server_name(server: int) -> str:
-    """The name of parameter server number `server`, used like a worker's."""
+    """Return the name of parameter server number `server`, used like a worker's."""
     return f"server{server}"
 
 
 def rank_of(name: str) -> int | None:
-    """The rank of the worker with this name; None if it is not a worker's name."""
+    """Return the rank of the worker with this name; None if it is not a worker's name."""
     match = re.fullmatch(r"rank(\d+)", name)
     return int(match[1]) if match else None
 
@@ -49,7 +49,7 @@ class RunFolder:
 
     @classmethod
     def of_logs(cls, logs: Path, local: Path | None = None) -> RunFolder:
-        """The run folder of the cell with this log folder; its path is absolute."""
+        """Return the run folder of the cell with this log folder; its path is absolute."""
         return cls((logs / cls.NAME).resolve(), local)
 
     @property
@@ -70,19 +70,19 @@ class RunFolder:
     # ------------------------------------------------------------ processes
 
     def log(self, process: str) -> Path:
-        """The output of a process, by its name (rank3, server0)."""
+        """Return the output of a process, by its name (rank3, server0)."""
         return self.path / f"{process}.log"
 
     def process_logs(self) -> list[Path]:
-        """The outputs of all processes that have started, by name."""
+        """Return the outputs of all processes that have started, by name."""
         return sorted(self.path.glob("*.log"))
 
     def phases(self, rank: int) -> Path:
-        """The log of a worker's phases (`telemetry.timeline.PhaseLog`)."""
+        """Return the log of a worker's phases (`telemetry.timeline.PhaseLog`)."""
         return self.path / f"phases{rank}.jsonl"
 
     def phase_logs(self) -> list[Path]:
-        """The phase logs of all workers that have started."""
+        """Return the phase logs of all workers that have started."""
         return sorted(self.path.glob("phases*.jsonl"))
 
     def heartbeat(self, rank: int) -> Path:
@@ -94,7 +94,7 @@ class RunFolder:
         return self.path / f"{process}.stack"
 
     def stacks(self) -> list[Path]:
-        """The stacks of the processes that were asked for them, by name."""
+        """Return the stacks of the processes that were asked for them, by name."""
         return sorted(p for p in self.path.glob("*.stack") if p.stat().st_size)
 
     def samples(self, node: int) -> Path:
@@ -102,11 +102,11 @@ class RunFolder:
         return self.path / f"samples{node}.csv"
 
     def sample_files(self) -> list[Path]:
-        """The samples of all nodes."""
+        """Return the samples of all nodes."""
         return sorted(self.path.glob("samples*.csv"))
 
     def pids(self, node: int) -> Path:
-        """Names and ids of the processes that the sampler of a node watches, while it runs."""
+        """Return names and ids of the processes that the sampler of a node watches, while it runs."""
         return self.path / f"samples{node}.pids"
 
     @property
@@ -193,7 +193,7 @@ class RunFolder:
         return endpoint and (endpoint["host"], endpoint["port"])
 
     def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
-        """The same, once node 0 has told it; TimeoutError where that takes longer than `limit_s`."""
+        """Return the same, once node 0 has told it; TimeoutError where that takes longer than `limit_s`."""
         deadline_s = time.monotonic() + limit_s
         while (endpoint := self.read_endpoint()) is None:
             if time.monotonic() > deadline_s:
@@ -232,11 +232,11 @@ class RunFolder:
         return self.path / f"{server_name(server)}.json"
 
     def read_server(self, server: int) -> dict[str, Any] | None:
-        """The statistics of a parameter server; None if it has not reached its end."""
+        """Return the statistics of a parameter server; None if it has not reached its end."""
         return _read(self.server_statistics(server))
 
     def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
-        """The statistics of the parameter servers that reached their end, by number."""
+        """Return the statistics of the parameter servers that reached their end, by number."""
         each = (self.read_server(k) for k in range(n_servers))
         return [statistics for statistics in each if statistics is not None]
 
@@ -251,7 +251,7 @@ class RunFolder:
             f.write(json.dumps(entry) + "\n")
 
     def read_epochs(self) -> list[dict[str, Any]]:
-        """The epochs that were finished before the cell ended, however it ended."""
+        """Return the epochs that were finished before the cell ended, however it ended."""
         return read_json_lines(self.progress)
 
     def write_busy(self, node: int, facts: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ class RunFolder:
         return self.path / f"foreign_processes{node}.json"
 
     def read_foreign_processes(self) -> dict[str, list[dict[str, Any]]]:
-        """The same of all nodes that had any, by the node's number as a text."""
+        """Return the same of all nodes that had any, by the node's number as a text."""
         return self._by_node("foreign_processes")
 
     def read_busy(self) -> dict[str, dict[str, Any]]:
@@ -277,7 +277,7 @@ class RunFolder:
         write_atomic(self.path / f"pauses{node}.json", json.dumps(pauses))
 
     def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
-        """The same of all nodes that had any, by the node's number as a text."""
+        """Return the same of all nodes that had any, by the node's number as a text."""
         return self._by_node("pauses")
 
     def _by_node(self, name: str) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class RunFolder:
         write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
 
     def read_standing(self) -> dict[str, dict[str, Any]]:
-        """The same of all nodes."""
+        """Return the same of all nodes."""
         return _read_all(self.path.glob("standing*.json"))
 
     def write_places(self, node: int, places: dict[str, Any]) -> None:
@@ -297,17 +297,17 @@ class RunFolder:
         write_atomic(self.path / f"places{node}.json", json.dumps(places))
 
     def read_places(self) -> dict[str, dict[str, Any]]:
-        """The same of all nodes."""
+        """Return the same of all nodes."""
         return _read_all(self.path.glob("places*.json"))
 
 
 def _read_all(paths: Iterable[Path]) -> dict[str, Any]:
-    """The entries of several JSON files of ours, by the files' names."""
+    """Return the entries of several JSON files of ours, by the files' names."""
     return {name: entry for path in sorted(paths) for name, entry in _read(path).items()}
 
 
 def _read(path: Path) -> Any:
-    """The value in a JSON file of ours; None where there is no file."""
+    """Return the value in a JSON file of ours; None where there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

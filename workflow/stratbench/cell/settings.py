@@ -36,7 +36,7 @@ def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
 def derived(
     help: str, default: Any = MISSING, planned: Any = None, default_factory: Any = MISSING
 ) -> Any:
-    """A field of `Settings` that follows from the cell and the study; `planned` as of a `setting`."""
+    """Return a field of `Settings` that follows from the cell and the study; `planned` as of a `setting`."""
     rule = {"description": help}
     metadata = {"given": False, "rule": rule, "planned": planned}
     return field(default=default, default_factory=default_factory, metadata=metadata)
@@ -207,11 +207,11 @@ class Settings:
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
     def of(self, keys: type[Given]) -> Given:
-        """The keys of an extension: what the study gives over their defaults."""
+        """Return the keys of an extension: what the study gives over their defaults."""
         return keys(**self.more.get(keys.extension, {}))
 
     def without(self, extension: str) -> Settings:
-        """The same, of a cell that does not use an extension."""
+        """Return the same, of a cell that does not use an extension."""
         return replace(self, more={k: v for k, v in self.more.items() if k != extension})
 
     def share_of_lr(self, step: int, steps: int) -> float:
@@ -226,7 +226,7 @@ class Settings:
         return self.schedule != "constant" or self.lr_warmup_steps > 0
 
     def total_steps(self, train_samples: int) -> int:
-        """Steps of the whole training, on a set of so many samples."""
+        """Return steps of the whole training, on a set of so many samples."""
         return self.steps or self.epochs * (train_samples // self.global_batch)
 
     def passes(self, train_samples: int) -> int:
@@ -234,7 +234,7 @@ class Settings:
         return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as a record states them: `more` only where there is some."""
+        """Return the settings as a record states them: `more` only where there is some."""
         values = asdict(self)
         return values if self.more else {k: v for k, v in values.items() if k != "more"}
 
@@ -243,17 +243,17 @@ class Settings:
         return json.dumps(self.as_dict(), sort_keys=True)
 
     def as_parameter(self, key: str) -> str:
-        """One setting as a text, `lr=0.1`: equal settings give equal text."""
+        """Return one setting as a text, `lr=0.1`: equal settings give equal text."""
         return f"{key}={json.dumps(getattr(self, key), sort_keys=True)}"
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """The settings that `as_json` wrote."""
+        """Return the settings that `as_json` wrote."""
         return cls(**json.loads(text))
 
     @classmethod
     def of_record(cls, stated: Mapping[str, Any]) -> Settings:
-        """The settings of a record, without keys that are no longer settings."""
+        """Return the settings of a record, without keys that are no longer settings."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in stated.items() if key in known})
 
@@ -272,7 +272,7 @@ OF_A_VARIANT = (
 
 
 def schema_of_settings() -> dict[str, Any]:
-    """The JSON Schema of a record's settings: all are stated, of extensions what was given."""
+    """Return the JSON Schema of a record's settings: all are stated, of extensions what was given."""
     rules = rules_of(Settings)
     more = {
         name: {
@@ -288,7 +288,7 @@ def schema_of_settings() -> dict[str, Any]:
 
 
 def schema_of_given() -> dict[str, Any]:
-    """The JSON Schema of the settings that an experiment gives, with their defaults."""
+    """Return the JSON Schema of the settings that an experiment gives, with their defaults."""
     whole = schema_of(Settings, GIVEN)
     for _, keys in keys_of("experiment"):
         each = schema_of(keys, [f.name for f in fields(keys) if f.metadata["given"]])

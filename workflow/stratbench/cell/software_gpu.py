@@ -18,7 +18,7 @@ WHY = "trained on the software GPU, which runs no kernel: none of its figures is
 
 
 def is_here() -> bool:
-    """Whether CUDA is the software GPU's in this Python environment."""
+    """Return whether CUDA is the software GPU's in this Python environment."""
     return Path(sys.prefix, FOLDER).is_dir()
 
 

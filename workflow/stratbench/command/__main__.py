@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands: those of the core, then those of extensions."""
+    """Return the parser of all subcommands: those of the core, then those of extensions."""
     whole = argparse.ArgumentParser(
         prog="stratbench",
         description=DESCRIPTION,

@@ -27,7 +27,7 @@ def require(*modules: str) -> None:
 
 
 def module_is_missing(name: str) -> bool:
-    """Whether a module cannot be found; does not import it."""
+    """Return whether a module cannot be found; does not import it."""
     try:
         return find_spec(name) is None
     except ImportError:  # something blocks its import
@@ -47,7 +47,7 @@ def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snake
 def command_line(
     *arguments: str, config: Sequence[str] = (), program: str = "snakemake"
 ) -> list[str]:
-    """The command that runs Snakemake in this folder, by the folder's own Snakefile if there is one.
+    """Return the command that runs Snakemake in this folder, by the folder's own Snakefile if there is one.
 
     The parameters are those of `run_rules`.
 

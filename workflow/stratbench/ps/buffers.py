@@ -43,7 +43,7 @@ class BufferMean:
             self._lost.add(worker)
 
     def state(self) -> dict[str, Any]:
-        """All that it knows, copied, for `load`."""
+        """Return all that it knows, copied, for `load`."""
         with self._lock:
             latest = {worker: tensor.clone() for worker, tensor in self._latest.items()}
             return {"initial": self._initial.clone(), "latest": latest}
@@ -54,7 +54,7 @@ class BufferMean:
         self._latest, self._lost = state["latest"], set(state["latest"])
 
     def mean(self) -> Tensor:
-        """The server's buffers, shape [buffer_numel]; a new tensor."""
+        """Return the server's buffers, shape [buffer_numel]; a new tensor."""
         with self._lock:
             counted = sorted(self._latest.keys() - self._lost) or sorted(self._latest)
             if not counted:

@@ -126,7 +126,7 @@ class FlatSpace:
 
 
 def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """The view of `flat` at `start` with the shape and strides of `like`."""
+    """Return the view of `flat` at `start` with the shape and strides of `like`."""
     dense = (
         like.numel() == 0
         or 1
@@ -146,7 +146,7 @@ def copied_into(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Ten
 
 
 def host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A number of shape [1] on the host, to which `device` can copy without the host's waiting."""
+    """Return a number of shape [1] on the host, to which `device` can copy without the host's waiting."""
     scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=dtype, count=1)
     if device.type == "cuda":
         _pin(scalar)
@@ -167,5 +167,5 @@ def _pin(tensor: torch.Tensor) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype, writable, without a copy."""
+    """Return the bytes of a contiguous CPU tensor of any dtype, writable, without a copy."""
     return memoryview(tensor.view(torch.uint8).numpy())

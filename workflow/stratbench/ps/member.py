@@ -74,7 +74,7 @@ class StreamLane:
         return self._wire[start : start + self._numel(shard)]
 
     def moved_bytes(self, shard: int) -> int:
-        """Bytes that a push of the shard, or of the BUFFERS, moves."""
+        """Return bytes that a push of the shard, or of the BUFFERS, moves."""
         return self._place(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
@@ -146,7 +146,7 @@ class SharedLane:
         out.copy_(self._memory.weights[start:stop])
 
     def blank(self, shard: int) -> memoryview | bytes:
-        """Nothing travels; but what is touched for the first time here is not in training."""
+        """Return nothing travels; but what is touched for the first time here is not in training."""
         start, stop = self._bounds[shard]
         scratch = self._memory.grads[start:stop].clone()
         weights = self._memory.weights[start:stop]
@@ -235,7 +235,7 @@ class Member:
         self.wait_s: float | None = None  # what it measured itself, from its BYE
 
     def is_alive(self) -> bool:
-        """Whether it still takes part."""
+        """Return whether it still takes part."""
         return self.alive
 
     def open_lane(self, bounds: Bounds, layout: Layout, mine: range) -> None:
@@ -339,7 +339,7 @@ class Member:
             )
 
     def summary(self) -> dict[str, Any]:
-        """Its row of the server's statistics."""
+        """Return its row of the server's statistics."""
         return {
             "worker": self.worker,
             "transport": self.transport,

@@ -30,7 +30,7 @@ class Membership:
         return self.places
 
     def choose_place(self, number: int) -> int:
-        """The place for a worker that wants to join. ProtocolError if it cannot."""
+        """Return the place for a worker that wants to join. ProtocolError if it cannot."""
         known = self.members.get(number)
         if known is not None:
             state = "is connected already" if known.alive else "was here and cannot come back"
@@ -57,11 +57,11 @@ class Membership:
         return [m for m in self.live if m.pulled]
 
     def may_start(self, n_lost: int) -> bool:
-        """Whether training may begin, `n_lost` having been lost before it."""
+        """Return whether training may begin, `n_lost` having been lost before it."""
         return len(self.ready) + n_lost >= self.places
 
     def absent(self, lost: Collection[int]) -> set[int]:
-        """The places that nobody is at when training begins; `lost`: numbers of lost workers."""
+        """Return the places that nobody is at when training begins; `lost`: numbers of lost workers."""
         return set(lost)
 
     @property
@@ -78,7 +78,7 @@ class OpenMembership(Membership):
         return 1 << 31
 
     def choose_place(self, number: int) -> int:
-        """The lowest free one. ComeAgain while there is none.
+        """Return the lowest free one. ComeAgain while there is none.
 
         A worker that was here and asked for no weights could not join all servers; it comes again.
         """

@@ -433,7 +433,7 @@ class ServerRun:
     # --- leaving ---------------------------------------------------------------------------------
 
     def _read_small(self, member: Member, frame: Frame) -> bytes:
-        """A frame's payload, of which little is known yet."""
+        """Return a frame's payload, of which little is known yet."""
         if frame.length > SMALL_BYTES:
             raise ProtocolError(f"oversized frame: {frame.kind.name} of {frame.length} bytes")
         return member.connection.read(frame.length)

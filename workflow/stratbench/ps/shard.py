@@ -110,7 +110,7 @@ class Shard:
             return self._view(worker, out, alive())
 
     def _view(self, worker: int, out: Tensor, alive: bool) -> int:
-        """The same; `_lock` is held."""
+        """Return the same; `_lock` is held."""
         if not alive:
             out.copy_(self.policy.weights)
             return self.policy.version
@@ -166,7 +166,7 @@ class Shard:
             return Once(self._taken.floor, self._taken.above)
 
     def state(self) -> dict[str, Any]:
-        """All that it knows, copied, for `load`; who waits or reads now is none of it."""
+        """Return all that it knows, copied, for `load`; who waits or reads now is none of it."""
         with self._lock:
             return {
                 "policy": self.policy.state(),

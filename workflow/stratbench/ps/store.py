@@ -71,7 +71,7 @@ class Store:
         self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
 
     def receive_initial(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
-        """The initial weights, or buffers, that `frame` brings; `fill` takes them in."""
+        """Return the initial weights, or buffers, that `frame` brings; `fill` takes them in."""
         if frame.shard not in self._to_fill:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
         if frame.shard == BUFFERS:
@@ -189,7 +189,7 @@ class Store:
             self.buffers.load(buffers)
 
     def taken(self) -> Once:
-        """The tickets that all shards have taken."""
+        """Return the tickets that all shards have taken."""
         return common(shard.taken for shard in self.shards.values())
 
     def statistics(self) -> dict[str, Any]:

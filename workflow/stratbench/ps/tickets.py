@@ -60,7 +60,7 @@ class TicketPlan:
         return Ticket(number, epoch, step, slice_)
 
     def global_step(self, number: int) -> int:
-        """Steps of the run before ticket `number`'s, over all epochs."""
+        """Return steps of the run before ticket `number`'s, over all epochs."""
         return number // self.slices
 
 
@@ -105,7 +105,7 @@ class Once:
 
 
 def common(sets: Iterable[Once]) -> Once:
-    """The numbers that are in all of these sets, of which there is one at least."""
+    """Return the numbers that are in all of these sets, of which there is one at least."""
     sets = list(sets)
     floor = min(one.floor for one in sets)
     further = [set(range(floor, one.floor)) | one.above for one in sets]
@@ -143,11 +143,11 @@ class Tickets:
         return self.n_settled == len(self.plan)
 
     def held_by(self, worker: int) -> list[int]:
-        """Numbers of the tickets that `worker` holds, in order."""
+        """Return numbers of the tickets that `worker` holds, in order."""
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
     def take(self, worker: int, place: int | None = None) -> Ticket | None:
-        """The next ticket for `worker`, or None while all the others are in flight or settled.
+        """Return the next ticket for `worker`, or None while all the others are in flight or settled.
 
         `place`: whose slice it gets while that is free; None: the place of its number.
         """

@@ -30,11 +30,11 @@ class IntervalEstimate(NamedTuple):
     high: float | None = None
 
     def excludes(self, value: float) -> bool:
-        """Whether there is an interval and `value` lies outside of it."""
+        """Return whether there is an interval and `value` lies outside of it."""
         return self.low is not None and not self.low <= value <= self.high
 
     def mapped(self, change: Callable[[float], float]) -> IntervalEstimate:
-        """The value and its ends, changed by a function that grows with them, such as exp."""
+        """Return the value and its ends, changed by a function that grows with them, such as exp."""
         return IntervalEstimate(*(None if x is None else change(x) for x in self))
 
     def text(self, shown: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
@@ -49,7 +49,7 @@ class IntervalEstimate(NamedTuple):
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
-    """The median of `values`, the low and high end of their spread, and the kind of these ends.
+    """Return the median of `values`, the low and high end of their spread, and the kind of these ends.
 
     The kind is `quartiles` (first and third, with linear interpolation), or with fewer than
     QUARTILES_FROM values the `range`, from the lowest to the highest.
@@ -61,7 +61,7 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str
 
 
 def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The geometric mean of paired ratios; all values above 0."""
+    """Return the geometric mean of paired ratios; all values above 0."""
     ratios = np.asarray(numerators, dtype=float) / np.asarray(denominators, dtype=float)
     return float(np.exp(np.mean(np.log(ratios))))
 
@@ -69,7 +69,7 @@ def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> fl
 def paired_ratios(
     pairs: Sequence[np.ndarray], served: Sequence[bool], together: int = 1
 ) -> list[IntervalEstimate]:
-    """The geometric mean ratio of each pair, with its 95 % interval by moderated t on logarithms.
+    """Return the geometric mean ratio of each pair, with its 95 % interval by moderated t on logarithms.
 
     A pair has shape [2, repeats]: values and those that they are divided by. Column k of both comes from
     repeat k, so that effects of the repeat's seed on both cancel. A single repeat has no interval. The

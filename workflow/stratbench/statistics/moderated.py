@@ -41,7 +41,7 @@ class Differences(NamedTuple):
 
 
 def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
-    """The differences of `logs` from `others`, both shape [..., repeats] (broadcast).
+    """Return the differences of `logs` from `others`, both shape [..., repeats] (broadcast).
 
     NaN in an input marks a repeat that is missing. The mean is NaN without a common repeat, the
     variance with fewer than two.
@@ -70,7 +70,7 @@ def variance_prior(
     fewest: int = MIN_VARIANCES,
     few_dof: float = FEW_DOF,
 ) -> Prior:
-    """The prior of `variances` with `dof` degrees of freedom, both shape [..., G]; shape [...].
+    """Return the prior of `variances` with `dof` degrees of freedom, both shape [..., G]; shape [...].
 
     Only variances in the mask `known` count. The prior's `dof` is infinite where they scatter no more
     than estimates of one common variance do, at most `few_dof` below ENOUGH_VARIANCES of them, and 0
@@ -100,14 +100,14 @@ def variance_prior(
 
 
 def trigamma(x: np.ndarray) -> np.ndarray:
-    """The second derivative of log gamma; scipy's `polygamma` computes `digamma` as well."""
+    """Return the second derivative of log gamma; scipy's `polygamma` computes `digamma` as well."""
     from scipy.special import zeta  # as above
 
     return zeta(2, x)
 
 
 def trigamma_inverse(y: np.ndarray) -> np.ndarray:
-    """The x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
+    """Return the x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
     from scipy.special import zeta  # as above
 
     x = 0.5 + 1.0 / np.asarray(y, dtype=float)
@@ -136,7 +136,7 @@ def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarr
 def prior_of_kind(
     variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
 ) -> Prior:
-    """The prior of each variance, from those of its kind, else of all kinds; all shape [..., G].
+    """Return the prior of each variance, from those of its kind, else of all kinds; all shape [..., G].
 
     `few`: as `variance_prior` takes them.
     """
@@ -175,7 +175,7 @@ class Scatter(NamedTuple):
 
 
 def scatter_of_groups(logs: np.ndarray) -> Scatter:
-    """The variance of each group of repeats around its mean, shape [..., groups].
+    """Return the variance of each group of repeats around its mean, shape [..., groups].
 
     `logs`: shape [..., groups, repeats], NaN for a repeat that is missing. It is that of every group,
     whatever it is compared with. What a repeat has in common (an allocation, a drift) is taken off
@@ -198,7 +198,7 @@ def scatter_of_groups(logs: np.ndarray) -> Scatter:
 
 
 def _median_of_known(values: np.ndarray) -> np.ndarray:
-    """The median over the last axis but one, without NaN; 0 where all are."""
+    """Return the median over the last axis but one, without NaN; 0 where all are."""
     known = np.isfinite(values)
     return np.nanmedian(np.where(known | known.any(-2, keepdims=True), values, 0.0), -2)
 
@@ -241,7 +241,7 @@ def half_widths(
 
 
 def tail_of(rivals: int | np.ndarray) -> np.ndarray:
-    """The probability that an interval leaves out on each side, in a comparison with `rivals` others.
+    """Return the probability that an interval leaves out on each side, in a comparison with `rivals` others.
 
     The allowed rate of false claims is shared between the rivals and the looks. A claim uses one end
     of each interval, but the same repeats also chose the candidate that the rivals are compared with:
@@ -251,7 +251,7 @@ def tail_of(rivals: int | np.ndarray) -> np.ndarray:
 
 
 def tail_among(candidates: int | np.ndarray, looks: float = 1.0) -> np.ndarray:
-    """The probability that an interval leaves out on each side, in a decision among candidates.
+    """Return the probability that an interval leaves out on each side, in a decision among candidates.
 
     The repeats that decide chose the candidate to compare with as well, so every pair counts, at either
     end, and a little more. `looks`: 1 if the number of repeats was fixed before, else REPEATED_LOOKS.

@@ -15,12 +15,12 @@ from stratbench.statistics.moderated import ALPHA
 
 
 def geometric_mean(times: Sequence[float]) -> float:
-    """The geometric mean; of one value exactly that value."""
+    """Return the geometric mean; of one value exactly that value."""
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
 def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
-    """The ratio of geometric means with its 95 % interval (Welch, 1947); values above 0.
+    """Return the ratio of geometric means with its 95 % interval (Welch, 1947); values above 0.
 
     There is no interval if either side has fewer than two repeats, or if neither scatters.
     """
@@ -29,12 +29,12 @@ def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> IntervalEstima
 
 
 def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
-    """The difference of means, with its interval as in `ratio_of_times`."""
+    """Return the difference of means, with its interval as in `ratio_of_times`."""
     return _difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
 def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
-    """The geometric mean of what has these logarithms, with its 95 % t interval.
+    """Return the geometric mean of what has these logarithms, with its 95 % t interval.
 
     There is none of a single one, or where none differ. Of ratios by model it shows how far models differ.
     """
@@ -45,7 +45,7 @@ def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
 def slowdown_over_cells(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
 ) -> IntervalEstimate:
-    """The mean slow-down over cells, each given as the (new, old) times of its repeats, all above 0.
+    """Return the mean slow-down over cells, each given as the (new, old) times of its repeats, all above 0.
 
     It is the share by which they got slower. The true value lies beyond each end of its interval with
     probability `alpha`. The cells are fixed, and noise comes from the repeats: the variance is the sum of

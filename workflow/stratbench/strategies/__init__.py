@@ -31,13 +31,13 @@ REGISTRY: dict[str, str] = {
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The class registered as `name`; KeyError when there is none."""
+    """Return the class registered as `name`; KeyError when there is none."""
     registered = resolve(REGISTRY[name])
     return registered if isinstance(registered, type) else registered(name)
 
 
 def make_strategy(name: str, options: Mapping[str, Any]) -> Strategy:
-    """The strategy registered as `name`, with these options."""
+    """Return the strategy registered as `name`, with these options."""
     cls = strategy_class(name)
     return cls(cls.Options(**options))
 
@@ -48,12 +48,12 @@ def _option_defaults(name: str) -> dict[str, Any]:
 
 
 def option_defaults(name: str) -> dict[str, Any]:
-    """The options of the strategy registered as `name`, with their defaults."""
+    """Return the options of the strategy registered as `name`, with their defaults."""
     return dict(_option_defaults(name))
 
 
 def resolved_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """All options of a cell on `gpus` workers: `given` over the defaults."""
+    """Return all options of a cell on `gpus` workers: `given` over the defaults."""
     return strategy_class(name).resolve(option_defaults(name) | given, gpus)
 
 

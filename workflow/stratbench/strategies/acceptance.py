@@ -99,7 +99,7 @@ def least_samples(batchnorm: bool, parts: int) -> int:
 
 
 def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
-    """Whether the strategy moves parameters that get no gradient in some steps, and one in others.
+    """Return whether the strategy moves parameters that get no gradient in some steps, and one in others.
 
     It updates them by a gradient of zeros, which without momentum, decay and moments is no update.
     """

@@ -255,12 +255,12 @@ class Strategy:
 
     @classmethod
     def packages(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """The distributions that it needs with these options: `needs`, and what options name."""
+        """Return the distributions that it needs with these options: `needs`, and what options name."""
         return cls.needs
 
     @classmethod
     def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        """The user's files that its options name, by their names: changed ones train a cell again."""
+        """Return the user's files that its options name, by their names: changed ones train a cell again."""
         return {}
 
     @classmethod
@@ -286,7 +286,7 @@ class Strategy:
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
-        """Samples that a worker computes on in one `step`, in training and wherever it is imitated."""
+        """Return samples that a worker computes on in one `step`, in training and wherever it is imitated."""
         return s.per_worker_batch
 
     def traits(self, gpus: int) -> Traits:
@@ -325,7 +325,7 @@ class Strategy:
         return 1
 
     def own_length(self, discarded: int, timed: int) -> tuple[int, int]:
-        """Steps that a segment of it discards and times, where all are to have so many, or more.
+        """Return steps that a segment of it discards and times, where all are to have so many, or more.
 
         Whole periods of its own are timed, and none of its first steps, which are of another kind than
         those that most of a training has.
@@ -382,7 +382,7 @@ class Strategy:
         """Begin anew what is not brought back: counts of steps, loss scale, the state of hooks."""
 
     def save(self) -> SavedState:
-        """A copy in host memory of all that a warm-up would change."""
+        """Return a copy in host memory of all that a warm-up would change."""
         from stratbench.strategies.saved import SavedState
         from stratbench.workload.network.changes import Attributes
 
@@ -404,7 +404,7 @@ class Strategy:
         raise NotImplementedError
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One training step; returns the batch's mean loss on the device, unsynchronised.
+        """Return one training step; returns the batch's mean loss on the device, unsynchronised.
 
         The mean over the workers is the global batch's, also of a task that weighs.
         """
@@ -428,7 +428,7 @@ class Strategy:
             self.model.train()
 
     def model_states(self) -> dict[str, int]:
-        """Bytes of parameters, gradients, optimizer state and buffers that this rank holds.
+        """Return bytes of parameters, gradients, optimizer state and buffers that this rank holds.
 
         The tensors of `extra_state` are in the optimizer's.
         """
@@ -474,7 +474,7 @@ class Collective(Strategy):
     chunked: ChunkedLoss | None = None
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
-        """The module whose forward and backward synchronise the workers."""
+        """Return the module whose forward and backward synchronise the workers."""
         raise NotImplementedError
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
@@ -491,7 +491,7 @@ class Collective(Strategy):
         self.reset()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the tensors in `self.local`, by the cell's settings.
+        """Return the optimizer of the tensors in `self.local`, by the cell's settings.
 
         Nowhere else is one built. What it keeps should be there from the start, as the moments are
         here: the plan takes the first step for one like any other.
@@ -502,7 +502,7 @@ class Collective(Strategy):
         return optimizer
 
     def optimizer_kind(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The optimizer's class, and its arguments but for the tensors."""
+        """Return the optimizer's class, and its arguments but for the tensors."""
         import torch
 
         s = self.worker.settings
@@ -553,7 +553,7 @@ class Collective(Strategy):
             self.scaler = SharedScaler(self.worker.device, shared=parts is None or parts > 1)
 
     def local_tensors(self) -> list[Tensor]:
-        """The tensors that this rank's optimizer updates; SGD is element-wise, so shards will do."""
+        """Return the tensors that this rank's optimizer updates; SGD is element-wise, so shards will do."""
         return self.parameters
 
     def link_gradients(self) -> None:
@@ -578,7 +578,7 @@ class Collective(Strategy):
         clip_grads_with_norm_(self.local, norm, self.gradient_norm())
 
     def gradient_norm(self) -> Tensor:
-        """The Euclidean norm of the whole gradient, on the device, unsynchronised."""
+        """Return the Euclidean norm of the whole gradient, on the device, unsynchronised."""
         from torch.nn.utils import get_total_norm
 
         return get_total_norm([t.grad for t in self.normed_tensors() if t.grad is not None])
@@ -660,7 +660,7 @@ class Collective(Strategy):
         return own / w.mesh.replicas
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that the update goes by, as far as this worker holds them."""
+        """Return the gradients that the update goes by, as far as this worker holds them."""
         from stratbench.telemetry.shards import local_part
 
         return [local_part(t.grad) for t in self.local if t.grad is not None]
@@ -796,7 +796,7 @@ def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None)
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
-    """The number formats of some tensors, each once, in the order of their names."""
+    """Return the number formats of some tensors, each once, in the order of their names."""
     return sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
 
 

@@ -59,7 +59,7 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
 
 
 def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """The norm of the difference, relative to the expected norm; 0 where there is no such norm."""
+    """Return the norm of the difference, relative to the expected norm; 0 where there is no such norm."""
     size = _norm(expected)
     if not size.isfinite() or size == 0:
         return torch.zeros_like(size)
@@ -67,7 +67,7 @@ def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
 
 
 def _factor_between(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """The largest factor between the norms of two gradients, of those that are more than rounding."""
+    """Return the largest factor between the norms of two gradients, of those that are more than rounding."""
     norms = torch.stack(
         [torch.stack([_norm([a]), _norm([b])]) for a, b in zip(found, expected, strict=True)]
     )
@@ -80,14 +80,14 @@ def _factor_between(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tens
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of all of them together, in float64."""
+    """Return the Euclidean norm of all of them together, in float64."""
     each = [t.detach().to_dense() if t.is_sparse else t.detach() for t in tensors]
     wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in each]
     return torch.stack([torch.linalg.vector_norm(t) for t in wide]).norm()
 
 
 def _fits_eager(worker: Worker) -> bool:
-    """Whether all workers have so much memory left that an eager step will fit."""
+    """Return whether all workers have so much memory left that an eager step will fit."""
     share = torch.zeros((), dtype=torch.float64, device=worker.device)
     if worker.device.type == "cuda":
         most = torch.cuda.max_memory_allocated(worker.device)
@@ -96,7 +96,7 @@ def _fits_eager(worker: Worker) -> bool:
 
 
 def _largest(value: Tensor, worker: Worker) -> float:
-    """The largest of the workers' values, where they form a group; NaN is larger than any."""
+    """Return the largest of the workers' values, where they form a group; NaN is larger than any."""
     value = value.nan_to_num(nan=torch.inf)
     if worker.world_size > 1 and dist.is_initialized():
         dist.all_reduce(value, op=dist.ReduceOp.MAX)

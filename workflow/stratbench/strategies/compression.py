@@ -38,7 +38,7 @@ class SixteenBits:
         return []
 
     def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
-        """Bytes that a step reduces, as a mean over the first `steps`."""
+        """Return bytes that a step reduces, as a mean over the first `steps`."""
         return sum(2.0 * p.numel() for p in parameters)
 
 
@@ -89,14 +89,14 @@ class PowerSGD:
         self._state.iter = self._start
 
     def kept_tensors(self) -> list[Tensor]:
-        """The errors that are fed back, and the factors that the next step begins with."""
+        """Return the errors that are fed back, and the factors that the next step begins with."""
         s = self._state
         return [
             t for kept in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in kept.values()
         ]
 
     def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
-        """Bytes that a step reduces, as a mean over the first `steps`."""
+        """Return bytes that a step reduces, as a mean over the first `steps`."""
         whole = sent = 0
         for p in parameters:
             n, m = p.shape[0] if p.dim() else 1, p[0].numel() if p.dim() else 1

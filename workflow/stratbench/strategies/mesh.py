@@ -53,7 +53,7 @@ class Mesh:
         return MeshCoordinate(replica, stage, tensor)
 
     def rank(self, place: MeshCoordinate) -> int:
-        """The rank of the worker that stands there."""
+        """Return the rank of the worker that stands there."""
         return (place.stage * self.replicas + place.replica) * self.tensor + place.tensor
 
     def speaks(self, rank: int) -> bool:

@@ -53,7 +53,7 @@ class ServerOptions(base.Options):
 
 @cache
 def class_of_policy(policy: str) -> type[ParameterServer]:
-    """The strategy whose servers follow the policy registered as `policy`."""
+    """Return the strategy whose servers follow the policy registered as `policy`."""
     rules = policy_class(policy)
 
     @dataclass(frozen=True)
@@ -121,13 +121,13 @@ def server_configs(
 
 
 def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
-    """The number of the node on which a server of a cell runs."""
+    """Return the number of the node on which a server of a cell runs."""
     server_placement = strategy_class(s.strategy).Options(**s.options).server_placement
     return node_by_placement(server_placement, server, s.gpus, n_nodes)
 
 
 def node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
-    """The same by the server_placement of a cell's servers and the number of its workers."""
+    """Return the same by the server_placement of a cell's servers and the number of its workers."""
     # As workers are: each node full but the last (`Job.ranks_of`).
     return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
 
@@ -249,13 +249,13 @@ class ParameterServer(base.Strategy):
         self.reset()
 
     def flatten(self) -> FlatSpace:
-        """The model's tensors as views of flat ones."""
+        """Return the model's tensors as views of flat ones."""
         from stratbench.ps.flat import FlatSpace
 
         return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
 
     def connect(self) -> Channel:
-        """The connections to the cell's servers."""
+        """Return the connections to the cell's servers."""
         by = self.worker.channel_by
         return by(self._connect) if by else self._connect(None, 300.0)
 
@@ -316,7 +316,7 @@ class ParameterServer(base.Strategy):
         self._exchange = None
 
     def likely_ticket(self, train_samples: int) -> tuple[int, slice] | None:
-        """The batch that this worker is probably handed next, as `tickets` gives it; None at the end.
+        """Return the batch that this worker is probably handed next, as `tickets` gives it; None at the end.
 
         Its slice of the next step, which the server keeps for it while it keeps pace. Which one it
         really is, is known after the push only.

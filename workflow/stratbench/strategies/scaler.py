@@ -32,7 +32,7 @@ class SharedScaler(ObservableScaler):
             self._skipped += (flag > 0).squeeze()
 
     def counts(self) -> dict[str, Any]:
-        """Its scale and what it has counted (synchronises); JSON can hold it."""
+        """Return its scale and what it has counted (synchronises); JSON can hold it."""
         return self.state_dict() | {"skipped": self.skipped_steps()}
 
     def go_on(self, counts: dict[str, Any]) -> None:
@@ -41,5 +41,5 @@ class SharedScaler(ObservableScaler):
         self._skipped.fill_(counts["skipped"])
 
     def skipped_steps(self) -> int:
-        """Steps without an update because a gradient overflowed (synchronises)."""
+        """Return steps without an update because a gradient overflowed (synchronises)."""
         return int(self._skipped)

@@ -45,7 +45,7 @@ class Slowdown:
         classes: int,
         device: torch.device,
     ) -> Slowdown:
-        """The slowdown that the settings give to `rank`; none costs nothing."""
+        """Return the slowdown that the settings give to `rank`; none costs nothing."""
         block = s.slowdown or {}
         factor = float(block.get("factor", 1)) if rank in block.get("workers", []) else 1.0
         sigma = float(block.get("sigma", 0))
@@ -76,7 +76,7 @@ class Slowdown:
 def measure_step_s(
     s: Settings, model: nn.Module, shape: tuple[int, ...], classes: int, device: torch.device
 ) -> float:
-    """Median seconds of a forward and backward of the bare model on what the strategy's step takes.
+    """Return median seconds of a forward and backward of the bare model on what the strategy's step takes.
 
     The model's state is left as it was.
     """

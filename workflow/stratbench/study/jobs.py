@@ -49,7 +49,7 @@ class Jobs:
         return {path: reason for path, reason in reasons.items() if reason}
 
     def record_paths(self) -> list[str]:
-        """The records of all cells that are not skipped, in the order of the config."""
+        """Return the records of all cells that are not skipped, in the order of the config."""
         return [
             str(cell.record_path(self.results))
             for path, cell in self._cells.items()
@@ -112,7 +112,7 @@ class Jobs:
         return arguments
 
     def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
-        """The cell that a training job's wildcards name; ConfigError if the study has no such cell.
+        """Return the cell that a training job's wildcards name; ConfigError if the study has no such cell.
 
         A verdict may ask for more repeats of a cell than the config does.
         """
@@ -123,13 +123,13 @@ class Jobs:
         return self._cells.get(path) or replace(first, repeat=int(wildcards["repeat"]))
 
     def settings_of(self, cell: Cell) -> Settings:
-        """The settings that a cell is trained with."""
+        """Return the settings that a cell is trained with."""
         if cell not in self._settings:
             self._settings[cell] = self._study.settings(cell)
         return self._settings[cell]
 
     def request_of(self, cell: Cell) -> JobRequest:
-        """The request of a cell to the scheduler."""
+        """Return the request of a cell to the scheduler."""
         if cell not in self._requests:
             settings, cluster = self.settings_of(cell), self._cluster
             self._requests[cell] = job_request(
@@ -144,5 +144,5 @@ class Jobs:
         return self._requests[cell]
 
     def longest_s(self, cell: Cell) -> float | None:
-        """The plan's upper estimate of a cell's time, in seconds; None where there is none."""
+        """Return the plan's upper estimate of a cell's time, in seconds; None where there is none."""
         return self._plan.longest_s(cell, self.settings_of(cell), self._cluster)

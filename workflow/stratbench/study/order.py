@@ -29,7 +29,7 @@ def priority(cell: Cell) -> int:
 
 
 def drawn(below: int, *names: str | int) -> int:
-    """A whole number from 0 to `below` - 1 that looks like chance and depends on `names` alone."""
+    """Return a whole number from 0 to `below` - 1 that looks like chance and depends on `names` alone."""
     digest = hashlib.sha256("\n".join(map(str, names)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % below
 

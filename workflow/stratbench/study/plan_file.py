@@ -36,7 +36,7 @@ class PlanFile:
         return self._needs(cell).get("servers_mem_mib") or 0
 
     def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
-        """The upper estimate of the cell's time, in seconds; None if it is not known.
+        """Return the upper estimate of the cell's time, in seconds; None if it is not known.
 
         None also if the plan is for other settings or another GPU, on which a cell may take longer.
         """
@@ -46,7 +46,7 @@ class PlanFile:
     def why_infeasible(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
-        """The reason why the cell cannot run; None if there is none.
+        """Return the reason why the cell cannot run; None if there is none.
 
         None also if the plan is for other settings or another GPU.
         """
@@ -74,7 +74,7 @@ _PLANNED = {
 
 
 def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a cell in plan.json; TypeError if one is of another type, or negative."""
+    """Return the fields of a cell in plan.json; TypeError if one is of another type, or negative."""
     for key, kind in _PLANNED.items():
         value = planned.get(key)
         if (
@@ -87,5 +87,5 @@ def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(settings: Settings) -> str:
-    """A digest of a cell's settings, the same for all repeats, to see whether they were planned."""
+    """Return a digest of a cell's settings, the same for all repeats, to see whether they were planned."""
     return hashlib.sha256(replace(settings, seed=0).as_json().encode()).hexdigest()

@@ -72,7 +72,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def without_subject(reason: str) -> str:
-    """A reason beside the names of its model and strategy, which need not be told again."""
+    """Return a reason beside the names of its model and strategy, which need not be told again."""
     return reason.partition(" cannot train it: ")[2] or reason
 
 

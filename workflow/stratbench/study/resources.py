@@ -75,7 +75,7 @@ def job_request(
     longest_s: float | None = None,
     servers_mem_mib: int = 0,
 ) -> JobRequest:
-    """The request of a cell. The last three are the plan's; 0 and None without a plan.
+    """Return the request of a cell. The last three are the plan's; 0 and None without a plan.
 
     `host_mem_mib`: of the processes on the fullest node; `servers_mem_mib`: of all servers together.
 
@@ -147,17 +147,17 @@ def _servers_request(
 
 
 def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """The number of nodes that the cell spans."""
+    """Return the number of nodes that the cell spans."""
     return node_count_of(cell.gpus, cluster)
 
 
 def node_count_of(gpus: int, cluster: Mapping[str, Any]) -> int:
-    """The number of nodes that so many workers span."""
+    """Return the number of nodes that so many workers span."""
     return -(-gpus // cluster["gpus_per_node"])
 
 
 def workers_of_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """The workers of the cell's fullest node; the last one may have fewer."""
+    """Return the workers of the cell's fullest node; the last one may have fewer."""
     return -(-cell.gpus // node_count(cell, cluster))
 
 
@@ -175,7 +175,7 @@ def runtime_min(
 
 
 def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequest:
-    """The request of a job that can hold any of several cells, and runs for `runtime_min` minutes."""
+    """Return the request of a job that can hold any of several cells, and runs for `runtime_min` minutes."""
     requests = list(requests)
     return JobRequest(
         nodes=max(r.nodes for r in requests),
@@ -192,7 +192,7 @@ def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequ
 def segment_limit_s(
     time_limit_s: float | None, steps: int, total_steps: int | None
 ) -> float | None:
-    """The limit of a segment of `steps` steps: SEGMENT_ALLOWANCE_S, and its share of the cell's limit.
+    """Return the limit of a segment of `steps` steps: SEGMENT_ALLOWANCE_S, and its share of the cell's limit.
 
     A segment that reaches it belongs to a cell that would reach its own. None if the cell has no limit.
     """
@@ -203,7 +203,7 @@ def segment_limit_s(
 
 
 def block_min(limit_s: float | None, strategies: int, cluster: Mapping[str, Any]) -> int:
-    """The scheduler's limit in minutes of a block whose segments have the limit `limit_s`.
+    """Return the scheduler's limit in minutes of a block whose segments have the limit `limit_s`.
 
     Each strategy may take a third of `limit_s` for each of its segments, or all of it once; the burn-in
     may take as much.

@@ -179,7 +179,7 @@ class StepClock:
         return self._issue_ms
 
     def history(self) -> dict[str, Any]:
-        """A copy of all that it has measured until its `end`, for `load_history`; JSON can hold it."""
+        """Return a copy of all that it has measured until its `end`, for `load_history`; JSON can hold it."""
         return {
             "epoch_starts_s": self.epoch_starts_s,
             "epoch_times_s": self.epoch_times_s,
@@ -285,5 +285,5 @@ class Phases:
         self._log.write(name, "end")
 
     def as_dict(self) -> dict[str, float]:
-        """Seconds of each phase so far, `setup` under the key `setup_s`."""
+        """Return seconds of each phase so far, `setup` under the key `setup_s`."""
         return {f"{name}_s": ns / 1e9 for name, ns in self._total_ns.items()}

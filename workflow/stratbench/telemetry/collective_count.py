@@ -71,13 +71,13 @@ def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "no
 
 
 def group_of(arguments: Any) -> torch.distributed.ProcessGroup | None:
-    """A collective operator's group; None where it names none."""
+    """Return a collective operator's group; None where it names none."""
     groups = map(resolve_group, tree_leaves(arguments))
     return next((group for group in groups if group is not None), None)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts."""
+    """Yield every tensor in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -100,7 +100,7 @@ class CollectiveCount(TorchDispatchMode):
         self._is_whole = True
 
     def wire_bytes(self, world_size: int) -> float:
-        """Bytes that a rank sent by the ring algorithms; NaN where a collective was not known."""
+        """Return bytes that a rank sent by the ring algorithms; NaN where a collective was not known."""
         return sum(c.wire_bytes(world_size) for c in self.calls) if self._is_whole else math.nan
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -35,11 +35,11 @@ class CollectiveCall:
         return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
 
     def lies_within(self, node_ranks: int, world_size: int) -> bool:
-        """Whether each of the groups side by side is on one node, where a node has so many ranks."""
+        """Return whether each of the groups side by side is on one node, where a node has so many ranks."""
         return node_ranks % ((self.ranks or world_size) * self.stride) == 0
 
     def wire_bytes(self, world_size: int, samples: int = 0) -> float:
-        """Bytes that a rank sends (and as many that it receives) by the ring algorithms.
+        """Return bytes that a rank sends (and as many that it receives) by the ring algorithms.
 
         Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
         2009: an all-reduce is a reduce-scatter and an all-gather. For a broadcast the mean over the

@@ -64,7 +64,7 @@ class MemoryMeter:
         self._base_bytes = _resident_bytes()
 
     def read(self) -> dict[str, int | str]:
-        """The figures since `start()`, in bytes; one that this machine cannot give is absent.
+        """Return the figures since `start()`, in bytes; one that this machine cannot give is absent.
 
         `method` says how the peak was found; `base_bytes`, `peak_bytes`,
         `peak_over_base_bytes`. On a CPU also `idle_bytes`, resident when the meter was made, which is
@@ -110,7 +110,7 @@ class MemoryMeter:
 
 
 def _requested_bytes(device: torch.device) -> dict[str, int]:
-    """Bytes asked of CUDA's caching allocator: the peak, and what cuBLAS keeps, which is freed here.
+    """Return bytes asked of CUDA's caching allocator: the peak, and what cuBLAS keeps, which is freed here.
 
     cuBLAS keeps a workspace for each thread and stream from its first product on. What the allocator
     rounds a request up to, and blocks that it does not split, are not in these figures.
@@ -139,7 +139,7 @@ def cuda_uuid(device: torch.device) -> str | None:
 
 
 def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes of the model states that this rank holds between two training steps.
+    """Return bytes of the model states that this rank holds between two training steps.
 
     `parameters_bytes`, `gradients_bytes`, `optimizer_bytes`, `buffers_bytes`. A DTensor counts
     as its local shard, without padding. Gradients are counted as the trainable parameters'
@@ -207,7 +207,7 @@ def _peak_resident_bytes(method: str) -> int:
 
 
 def _status_bytes(field: str) -> int | None:
-    """A size field of /proc/self/status in bytes, None where there is none."""
+    """Return a size field of /proc/self/status in bytes, None where there is none."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -133,7 +133,7 @@ def _pause_between(before: _Moment, now: _Moment, shortest_s: float) -> Pause | 
 
 
 def pauses_of_workers(pauses: Sequence[Pause], samples: Path, origin_s: float) -> Iterator[Pause]:
-    """The pauses in which no sampled process of the cell worked: the agent alone may have been stopped.
+    """Yield the pauses in which no sampled process of the cell worked: the agent alone may have been stopped.
 
     `samples`: what the node's sampler wrote, its times counted from `origin_s`.
     """

@@ -48,7 +48,7 @@ def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> d
 
 
 def host_facts() -> dict[str, Any]:
-    """Name, CPU, cores, affinity and memory of this node as this process may use them."""
+    """Return name, CPU, cores, affinity and memory of this node as this process may use them."""
     threads = {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
@@ -57,7 +57,7 @@ def host_facts() -> dict[str, Any]:
 
 
 def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of named weights: name, dtype, shape and bytes of each, in the order of names.
+    """Return SHA-256 of named weights: name, dtype, shape and bytes of each, in the order of names.
 
     Equal for equal values, whatever the device, the memory layout, the sharding and the wrapper
     (the prefixes of DDP and torch.compile are taken off). With DTensors it is a collective:

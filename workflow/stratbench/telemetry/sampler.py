@@ -150,7 +150,7 @@ class CellProcesses:
         return bool(new)
 
     def sample(self) -> list[dict[str, Any]]:
-        """A row for each process that lives; its first has no `cpu_pct`.
+        """Return a row for each process that lives; its first has no `cpu_pct`.
 
         Of several in one row, memory that they share counts for each.
         """
@@ -185,7 +185,7 @@ class CellProcesses:
         return {"cpu_pct": round(100 * used_s / (now_s - then_s), 1)}
 
     def cores(self) -> set[int]:
-        """The cores that any of the processes may run on."""
+        """Return the cores that any of the processes may run on."""
         cores: set[int] = set()
         for process in self._processes.values():
             try:
@@ -196,7 +196,7 @@ class CellProcesses:
 
 
 def _figures_of(process: psutil.Process) -> tuple[float, int]:
-    """CPU time in seconds and resident bytes of a process; psutil.Error if it has ended."""
+    """Return CPU time in seconds and resident bytes of a process; psutil.Error if it has ended."""
     with process.oneshot():
         if process.status() == psutil.STATUS_ZOMBIE:  # its memory would read as 0
             raise psutil.ZombieProcess(process.pid)
@@ -213,7 +213,7 @@ class Host:
         self._asked_s = time.monotonic()
 
     def sample(self) -> dict[str, Any]:
-        """A row; without the shares if the sample before was taken only just before."""
+        """Return a row; without the shares if the sample before was taken only just before."""
         memory = psutil.virtual_memory()
         row: dict[str, Any] = {
             "kind": "host",
@@ -231,7 +231,7 @@ class Host:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The sampler's command line."""
+    """Return the sampler's command line."""
     parser = argparse.ArgumentParser(prog="stratbench.telemetry.sampler", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     parser.add_argument("--period-s", type=float, default=0.5)
@@ -347,7 +347,7 @@ def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
 
 
 def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
-    """A row for each GPU, with the time of its own energy.
+    """Return a row for each GPU, with the time of its own energy.
 
     Snapshots of PCIe, which block the sampler, follow when all the energies are known.
     """

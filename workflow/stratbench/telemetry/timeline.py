@@ -95,7 +95,7 @@ class PhaseInterval(NamedTuple):
 
 
 def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[PhaseInterval]:
-    """The phases in those logs, by start. One that never ended has the end infinity.
+    """Return the phases in those logs, by start. One that never ended has the end infinity.
 
     A missing log has no phases; a line cut short by a kill is left out.
     """
@@ -145,7 +145,7 @@ def merge_timeline(
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Rows of a sample file or timeline, `t_s` as a number, the rest as text.
+    """Yield rows of a sample file or timeline, `t_s` as a number, the rest as text.
 
     A missing file has no rows; a row cut short by a kill is left out.
     """

@@ -139,7 +139,7 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
 def server_processes(
     fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig], entry: str = "server"
 ) -> list[Process]:
-    """The processes of parameter servers, not yet started; `entry`: the function that each calls."""
+    """Return the processes of parameter servers, not yet started; `entry`: the function that each calls."""
     return [
         Process(fork_server, server_name(c.server), entry, json.dumps(asdict(c)), str(run.path))
         for c in configs
@@ -163,7 +163,7 @@ def set_environment(job: Job, on_one_host: bool) -> None:
 
 
 def gpus_of(job: Job, node: int) -> dict[str, str]:
-    """The GPU of each worker on this node, by the worker's name, as CUDA_VISIBLE_DEVICES names it."""
+    """Return the GPU of each worker on this node, by the worker's name, as CUDA_VISIBLE_DEVICES names it."""
     if not job.use_cuda:
         return {}
     names = map(worker_name, job.ranks_of(node))
@@ -251,7 +251,7 @@ def stuck(
     workers: Sequence[Process],
     ended: dict[str, int],
 ) -> bool:
-    """Whether the processes that still run can no longer reach an orderly end.
+    """Return whether the processes that still run can no longer reach an orderly end.
 
     This node's servers may still have the workers of other nodes.
     """
@@ -266,13 +266,13 @@ def stuck(
 
 
 def has_joined(job: Job, rank: int) -> bool:
-    """Whether worker `rank` had joined its servers. They wait for one that ended before it did."""
+    """Return whether worker `rank` had joined its servers. They wait for one that ended before it did."""
     phases = read_phases([job.folder.phases(rank)])
     return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)
 
 
 def workers_given_up(job: Job) -> set[str]:
-    """Names of the workers that the servers gave up; empty before server 0 has ended."""
+    """Return names of the workers that the servers gave up; empty before server 0 has ended."""
     server = job.folder.read_server(0) if job.has_servers else None
     return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
 

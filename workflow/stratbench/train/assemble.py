@@ -29,7 +29,7 @@ from stratbench.workload.data.sources import DataError
 
 
 def make_record(job: Job, ending: Ending) -> Record:
-    """The record of a cell that ended with a result."""
+    """Return the record of a cell that ended with a result."""
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)  # what follows may take seconds
     s = job.settings
     runner = runner_of(s)
@@ -79,7 +79,7 @@ def make_record(job: Job, ending: Ending) -> Record:
 
 
 def strategy_entry(s: Settings, worker: dict[str, Any], is_gang: bool) -> dict[str, Any]:
-    """The record's `strategy`; `worker`: what one says of it."""
+    """Return the record's `strategy`; `worker`: what one says of it."""
     details = worker.get("strategy", {}).get("details", {})
     by_zeros = bool(details.get("moved_by_zeros"))
     adds_up = worker.get("task", {}).get("loss_adds_up") is not False
@@ -96,7 +96,7 @@ def strategy_entry(s: Settings, worker: dict[str, Any], is_gang: bool) -> dict[s
 
 
 def batch_entry(s: Settings, meta: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """The record's `batch`."""
+    """Return the record's `batch`."""
     return {
         "global_batch": s.global_batch,
         "per_worker_batch": s.per_worker_batch,
@@ -138,7 +138,7 @@ def time_figures(
 def score_entry(
     ending: Ending, worker: dict[str, Any], per_epoch: list[dict[str, Any]], better: str
 ) -> dict[str, Any]:
-    """The record's `score`; `worker`: which evaluated. `better`: `higher` or `lower` scores."""
+    """Return the record's `score`; `worker`: which evaluated. `better`: `higher` or `lower` scores."""
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     return {
@@ -177,7 +177,7 @@ def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
 
 
 def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The servers' statistics, with what each lost worker says itself.
+    """Return the servers' statistics, with what each lost worker says itself.
 
     Without the time of every step, of which there may be any number.
     """
@@ -194,7 +194,7 @@ def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
-    """Mean, deviation and percentiles of the step times of all workers, in ms; None without steps."""
+    """Return mean, deviation and percentiles of the step times of all workers, in ms; None without steps."""
     if not step_ms:
         return None
     x = sorted(step_ms)
@@ -208,7 +208,7 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
 
 
 def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | None:
-    """Seconds for process start, imports, rendezvous, and building and wrapping the model.
+    """Return seconds for process start, imports, rendezvous, and building and wrapping the model.
 
     Without the first two where a worker may have started at any time. `spent_s`: of the attempts before
     the worker's.
@@ -221,19 +221,19 @@ def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | No
 
 
 def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """The largest of the workers' compile times and of their counts; nothing where none compiled."""
+    """Return the largest of the workers' compile times and of their counts; nothing where none compiled."""
     figures = [w["compile"] for w in workers if w.get("compile")]
     keys = ("compile_s", "compilations", "recompilations")
     return {key: max(f[key] for f in figures) for key in keys} if figures else {}
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """The longest time that a worker spent in a phase, in seconds; None where nobody says so."""
+    """Return the longest time that a worker spent in a phase, in seconds; None where nobody says so."""
     return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
 
 
 def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of the rank that used most memory."""
+    """Return the figures of the rank that used most memory."""
     if not workers:
         return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
     worst = max(workers, key=lambda w: w["memory"]["peak_bytes"])["memory"]
@@ -248,7 +248,7 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """The peaks of the rank that used most of each stage's; nothing where the network is not cut."""
+    """Return the peaks of the rank that used most of each stage's; nothing where the network is not cut."""
     each = [[w for w in workers if mesh.place(w["rank"]).stage == i] for i in range(mesh.stages)]
     if mesh.stages == 1 or not all(each):
         return {}

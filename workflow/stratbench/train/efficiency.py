@@ -23,7 +23,7 @@ _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_st
 def compute_figures(
     job: Job, workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Operations a second of all workers together, and their share of the devices' peak (MFU).
+    """Return operations a second of all workers together, and their share of the devices' peak (MFU).
 
     Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B. These are the
     model's operations: what activation checkpointing computes again does not count. There is no peak where
@@ -62,7 +62,7 @@ def communication_figures(
     run: dict[str, Any],
     is_gang: bool = True,
 ) -> dict[str, Any] | None:
-    """Bytes that a worker sends and receives in a step, and the bandwidth and times that follow.
+    """Return bytes that a worker sends and receives in a step, and the bandwidth and times that follow.
 
     None if no worker states its traffic.
     """
@@ -120,7 +120,7 @@ def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
 def mean_phases_ms(
     workers: list[dict[str, Any]], communication: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Mean time of each phase in a step over all workers, in ms; `communication`: the cell's.
+    """Return mean time of each phase in a step over all workers, in ms; `communication`: the cell's.
 
     Exposed communication is taken out of backward, and the wait out of the exchange with the server.
     """

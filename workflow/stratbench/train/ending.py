@@ -98,7 +98,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
 
 def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """The same of a cell with parameter servers: they decide whether a lost worker matters."""
+    """Return the same of a cell with parameter servers: they decide whether a lost worker matters."""
     servers = job.folder.read_servers(job.n_servers)
     if diverged := first_reason(workers, "diverged"):
         return Ending("diverged", diverged)

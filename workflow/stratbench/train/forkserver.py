@@ -164,7 +164,7 @@ def shared_server() -> Iterator[None]:
 
 
 def shares_gpus() -> bool:
-    """Whether the shared server was started with this process's choice of GPUs, and with a choice."""
+    """Return whether the shared server was started with this process's choice of GPUs, and with a choice."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 
@@ -185,7 +185,7 @@ def address(folder: str | Path) -> Path:
 
 
 def _shared() -> Path | None:
-    """The shared server, if there is one that has imported what it needs."""
+    """Return the shared server, if there is one that has imported what it needs."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return None
@@ -199,7 +199,7 @@ def _shared() -> Path | None:
 
 
 def _receive(connection: socket.socket) -> int | None:
-    """The next answer; None where the other side has ended."""
+    """Return the next answer; None where the other side has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
     except ConnectionError:
@@ -334,7 +334,7 @@ class _Server:
 
 
 def entries() -> dict[str, Callable[..., Any]]:
-    """The functions that a process can run, by name. Imports PyTorch."""
+    """Return the functions that a process can run, by name. Imports PyTorch."""
     import stratbench.workload.with_torch  # noqa: F401
     from stratbench.train import worker
 

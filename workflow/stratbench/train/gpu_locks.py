@@ -31,7 +31,7 @@ class DeviceError(RuntimeError):
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
 
     As in CUDA, what follows a name that is no GPU's is hidden. Raises DeviceError for a GPU that is
     named twice: CUDA would show none.
@@ -63,7 +63,7 @@ def unknown_gpu() -> str | None:
 
 
 def _names(given: str) -> list[str]:
-    """The names in CUDA_VISIBLE_DEVICES up to the one that hides what follows: -1, or an empty one."""
+    """Return the names in CUDA_VISIBLE_DEVICES up to the one that hides what follows: -1, or an empty one."""
     names = [name.strip() for name in given.split(",")]
     ends = [i for i, name in enumerate(names) if name in ("", "-1")]
     return names[: ends[0]] if ends else names
@@ -85,7 +85,7 @@ def _identity(name: str, library: nvml.Nvml) -> str | None:
 
 
 def wants_cuda(device: str, gpus: list[str]) -> bool:
-    """Whether a cell with this `device` setting (auto, cpu, cuda) trains on the GPUs that are here.
+    """Return whether a cell with this `device` setting (auto, cpu, cuda) trains on the GPUs that are here.
 
     Raises DeviceError if it asks for GPUs and none can be used, or if one seems to be here that cannot.
     """
@@ -159,7 +159,7 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
 
 
 def lock_names(gpus: list[str]) -> dict[str, str]:
-    """A file name for each GPU: its whole UUID where NVML knows it.
+    """Return a file name for each GPU: its whole UUID where NVML knows it.
 
     A scheduler may show every job its own GPU as number 0; the numbers of two jobs say nothing.
     """
@@ -186,7 +186,7 @@ def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
 
 
 def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
-    """CPU threads of each of `workers` on this node: as configured, or else their share of its cores.
+    """Return CPU threads of each of `workers` on this node: as configured, or else their share of its cores.
 
     The same for all strategies of a cell. `cpus`: the cores that the cell has asked for on the node,
     `server_cpus` of them for parameter servers. Where a SLURM job has just these, those of the servers are

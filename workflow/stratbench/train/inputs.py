@@ -77,7 +77,7 @@ def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
 
 
 def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
-    """The record's `data`."""
+    """Return the record's `data`."""
     buffered = job.settings.data_placement == "host"
     return {
         "name": job.cell.dataset,
@@ -91,7 +91,7 @@ def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def unbuilt_model(job: Job) -> dict[str, Any]:
-    """The record's `model` where no worker describes it."""
+    """Return the record's `model` where no worker describes it."""
     return {
         "parameters": None,
         "trainable_parameters": None,
@@ -104,7 +104,7 @@ def unbuilt_model(job: Job) -> dict[str, Any]:
 
 
 def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
-    """The record's `model`: of a user's own, too, which files it comes from and their git revision.
+    """Return the record's `model`: of a user's own, too, which files it comes from and their git revision.
 
     `built`: what a worker says of it; None if none lived long enough.
     """
@@ -116,7 +116,7 @@ def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """The record's `task`: of a user's own, too, which files it comes from and their git revision."""
+    """Return the record's `task`: of a user's own, too, which files it comes from and their git revision."""
     s, shape = job.settings, job.data_shape
     facts = worker.get("task") or tasks.facts_of_task(
         tasks.task_of(s, shape),
@@ -141,7 +141,7 @@ def files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def own_data_entry(job: Job) -> dict[str, Any]:
-    """The record's `data.own` where the data set is a user's: its files, or the code that made it."""
+    """Return the record's `data.own` where the data set is a user's: its files, or the code that made it."""
     spec = job.settings.data_spec
     if not is_own(spec):
         return {}

@@ -106,12 +106,12 @@ class Job:
         return -(-self.world_size // self.workers_per_node)
 
     def ranks_of(self, node: int) -> range:
-        """The ranks that run on node number `node`."""
+        """Return the ranks that run on node number `node`."""
         first = node * self.workers_per_node
         return range(first, min(first + self.workers_per_node, self.world_size))
 
     def node_of(self, rank: int) -> int:
-        """The number of the node that worker `rank` runs on."""
+        """Return the number of the node that worker `rank` runs on."""
         return rank // self.workers_per_node
 
     def workers_beside(self, rank: int) -> int:
@@ -119,12 +119,12 @@ class Job:
         return len(self.ranks_of(self.node_of(rank)))
 
     def to_json(self) -> str:
-        """The job as a text for `from_json`."""
+        """Return the job as a text for `from_json`."""
         return json.dumps(asdict(self), default=os.fspath)
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """The job that `to_json` wrote."""
+        """Return the job that `to_json` wrote."""
         fields = json.loads(text)
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])

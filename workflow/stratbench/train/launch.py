@@ -125,7 +125,7 @@ def run_to_end(
 
 
 def title_of(of: Launched) -> str:
-    """A cell or a block, in the first words of a line about it."""
+    """Return a cell or a block, in the first words of a line about it."""
     return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
 
 
@@ -175,7 +175,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The launcher's command line."""
+    """Return the launcher's command line."""
     parser = launchers_parser(__doc__)
     parser.add_argument("--cell", required=True, help="the cell's seven coordinates, as JSON")
     parser.add_argument("--record", required=True, type=Path, help="where the record goes")
@@ -190,7 +190,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def launchers_parser(description: str) -> argparse.ArgumentParser:
-    """A parser of what a cell's and a block's launcher are both told: what to train, and on what."""
+    """Return a parser of what a cell's and a block's launcher are both told: what to train, and on what."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )

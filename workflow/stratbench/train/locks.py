@@ -26,7 +26,7 @@ _MAX_SOCKET_PATH = 103
 
 
 def own_folder(parent: str | Path | None = None) -> Path:
-    """A folder below `parent` (default: the temporary folder) that no other user can read or write.
+    """Return a folder below `parent` (default: the temporary folder) that no other user can read or write.
 
     It is the same one for all of the user's processes. Names that others have taken are skipped.
     """

@@ -143,7 +143,7 @@ def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> No
 
 
 def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
-    """The first of an epoch's losses, by name, that is not finite, in words; None where all are."""
+    """Return the first of an epoch's losses, by name, that is not finite, in words; None where all are."""
     for name, value in mean_losses.items():
         if not isfinite(value):
             return f"the {name} loss became {value} in {where}"
@@ -236,7 +236,7 @@ def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """The tables of each of `epochs`, by its number, on the device; all are drawn here.
+    """Return the tables of each of `epochs`, by its number, on the device; all are drawn here.
 
     There is no pause between two epochs in which the next one's could be.
     """
@@ -275,7 +275,7 @@ def evaluate_epochs(
 def served_entry(
     strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
-    """The entry of an epoch whose state of the servers the model has; the launcher has all losses."""
+    """Return the entry of an epoch whose state of the servers the model has; the launcher has all losses."""
     found = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
     entry = epoch_entry(epoch, train_time_s, None, found)
     print(
@@ -302,7 +302,7 @@ def epoch_entry(
 
 
 def describe_score(task: Task, score: float | None) -> str:
-    """The score with its name and unit, for a line of progress."""
+    """Return the score with its name and unit, for a line of progress."""
     if score is None:
         return f"test {task.score_name} not finite"
     shown = f"{score:.2%}" if task.unit == "share" else f"{score:.4f} {task.unit}"
@@ -351,7 +351,7 @@ def train_epoch(
     besides: Sequence[Beside] = (),
     taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """One timed epoch, or its first `most` steps; returns each step's loss, still on the device.
+    """Return one timed epoch, or its first `most` steps; returns each step's loss, still on the device.
 
     It is timed in stretches, between which the clock stands for what happens beside it. What follows the last
     step is done once the epoch was evaluated. `taken`: the losses of its first steps, taken before.
@@ -403,7 +403,7 @@ def timed_steps(
 def with_next(
     batches: Iterable[torch.Tensor],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Each of `batches` with the one after it, None after the last."""
+    """Yield each of `batches` with the one after it, None after the last."""
     batches = iter(batches)
     now = next(batches, None)
     while now is not None:
@@ -437,7 +437,7 @@ def evaluate(
     mesh: Mesh,
     heartbeat: Heartbeat | None = None,
 ) -> Evaluated:
-    """Mean loss and score on the whole test set.
+    """Return mean loss and score on the whole test set.
 
     The copies of the network divide the test set among them. Each worker calls the model equally often,
     since a sharded forward is a collective. The task sees what counts and nothing else: no batch beyond
@@ -462,7 +462,7 @@ def evaluate(
 
 
 def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
-    """The mean of a scalar over the copies of the network (synchronises; between epochs only).
+    """Return the mean of a scalar over the copies of the network (synchronises; between epochs only).
 
     Of the workers of a copy one knows it.
     """

@@ -14,13 +14,13 @@ _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
 def line_out_of_memory(lines: list[str]) -> str | None:
-    """The last line of a log that says so; None without one."""
+    """Return the last line of a log that says so; None without one."""
     matching = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
     return next(matching, None)
 
 
 def is_out_of_memory(e: BaseException) -> bool:
-    """Whether an exception means that the device or the host had no memory left."""
+    """Return whether an exception means that the device or the host had no memory left."""
     import torch
 
     if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
@@ -36,7 +36,7 @@ def is_out_of_memory(e: BaseException) -> bool:
 
 
 def _gpu_is_full() -> bool:
-    """Whether PyTorch's allocator was refused memory, or has less than a tenth of the GPU left."""
+    """Return whether PyTorch's allocator was refused memory, or has less than a tenth of the GPU left."""
     import torch
 
     if not torch.cuda.is_initialized():

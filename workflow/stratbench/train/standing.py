@@ -61,7 +61,7 @@ class Standing:
 
 
 def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
-    """Whether every worker of this node that runs has trained, and has been quiet for HUNG_S.
+    """Return whether every worker of this node that runs has trained, and has been quiet for HUNG_S.
 
     Before the first step there is no pace to judge by. A server's workers on other nodes may go on.
     """
@@ -113,7 +113,7 @@ def note_standing(
 
 
 def phase_of(job: Job, rank: int) -> str:
-    """The phase of a worker by its log; `start` before its first."""
+    """Return the phase of a worker by its log; `start` before its first."""
     phases = read_phases([job.folder.phases(rank)])
     open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
     if open_ones:
@@ -140,7 +140,7 @@ def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
 
 
 def calls_in(path: Path) -> list[str]:
-    """The calls of a process's main thread, innermost first; empty if it has written none.
+    """Return the calls of a process's main thread, innermost first; empty if it has written none.
 
     Those of autograd's own thread come before them, where the main thread waits for it: collectives of
     backward are called there. `faulthandler` writes the oldest thread last.
@@ -164,7 +164,7 @@ def calls_in(path: Path) -> list[str]:
 
 
 def innermost_call(path: Path) -> str | None:
-    """The innermost call of `calls_in` as `function (file.py:12)`; None if it wrote no stack."""
+    """Return the innermost call of `calls_in` as `function (file.py:12)`; None if it wrote no stack."""
     calls = calls_in(path)
     if not calls:
         return None
@@ -224,7 +224,7 @@ def why_hung(standings: Mapping[int, Standing]) -> str | None:
 def _has_stepped(
     job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None
 ) -> bool:
-    """Whether a worker is known to have taken a step. An agent that is gone left no standing."""
+    """Return whether a worker is known to have taken a step. An agent that is gone left no standing."""
     if standing is not None:
         return standing.steps > 0
     if result is not None and result["status"] in ("ok", "diverged"):

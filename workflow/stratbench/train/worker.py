@@ -300,7 +300,7 @@ def watch_compiling(job: Job) -> CompileWatch:
 
 
 def load_data(job: Job, device: torch.device) -> DeviceData:
-    """The cell's data set, as its network takes it. DataError where it is no longer the launcher's."""
+    """Return the cell's data set, as its network takes it. DataError where it is no longer the launcher's."""
     s = job.settings
     data = DeviceData.load(
         job.data_dir,
@@ -316,7 +316,7 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
 
 
 def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.device) -> Built:
-    """The network with its initial weights, its task, and what the record says of both."""
+    """Return the network with its initial weights, its task, and what the record says of both."""
     network, classes = models.model_of(s), data.meta["classes"]
     shape = models.input_shape(network, tuple(data.meta["shape"]))
     model = models.for_training(
@@ -463,6 +463,6 @@ def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
 
 
 def first_line(e: BaseException) -> str:
-    """The type of an exception and the first line of its message."""
+    """Return the type of an exception and the first line of its message."""
     text = str(e).strip().splitlines()
     return f"{type(e).__name__}: {text[0] if text else ''}".rstrip(": ")

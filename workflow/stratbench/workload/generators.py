@@ -41,7 +41,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device | None = None) -> Generators:
-        """The states now; `device`: a CUDA device whose generator counts, too."""
+        """Return the states now; `device`: a CUDA device whose generator counts, too."""
         on_cuda = device is not None and device.type == "cuda"
         return cls(
             random.getstate(),
@@ -59,17 +59,17 @@ class Generators(NamedTuple):
             torch.cuda.set_rng_state(self.cuda, device)
 
     def differ_from(self, others: Generators) -> bool:
-        """Whether numbers were drawn between the two."""
+        """Return whether numbers were drawn between the two."""
         pairs = zip(self.tensors(), others.tensors(), strict=True)
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
     def differ_outside_torch(self, others: Generators) -> bool:
-        """Whether numbers of Python or numpy were drawn between the two, which both had one seed."""
+        """Return whether numbers of Python or numpy were drawn between the two, which both had one seed."""
         # Of numpy's state: how many of its keys are used, and the half of a pair that is left.
         return self.python != others.python or self.numpy[2:] != others.numpy[2:]
 
     def tensors(self) -> list[Tensor]:
-        """The states as numbers, always as many, to be written, or read into (`of_tensors`).
+        """Return the states as numbers, always as many, to be written, or read into (`of_tensors`).
 
         Python and numpy keep the second of two normal numbers that they draw together; NaN stands for none.
         """
@@ -82,7 +82,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
-        """The inverse of `tensors`."""
+        """Return the inverse of `tensors`."""
         numbers, halves, of_torch, *of_cuda = tensors
         half, other = (None if math.isnan(h) else h for h in halves.tolist())
         *ints, position = numbers.tolist()

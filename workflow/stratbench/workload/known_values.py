@@ -74,7 +74,7 @@ class KnownFakes(FakeTensorMode):
     def _grouped(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
-        """A grouped product, whose own rule for fakes takes bfloat16 alone, unlike its kernels."""
+        """Return a grouped product, whose own rule for fakes takes bfloat16 alone, unlike its kernels."""
         size = [shape_of_grouped(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
@@ -119,7 +119,7 @@ class KnownFakes(FakeTensorMode):
         return Recipe(op, given, named, numbers, steps) if steps <= MAX_STEPS else None
 
     def _operand(self, value: Any) -> Any:
-        """The recipe in a known tensor's place; _Unknown where a tensor is not known."""
+        """Return the recipe in a known tensor's place; _Unknown where a tensor is not known."""
         if isinstance(value, Tensor):
             recipe, written = getattr(value, "recipe", (None, 0))
             # A weight is known until it is trained, and what its values decide then is not.
@@ -154,7 +154,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _written_by(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The operands that an operation writes to."""
+    """Yield the operands that an operation writes to."""
     for i, argument in enumerate(get_arguments(op)):
         if argument.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -171,7 +171,7 @@ def _recipes(operands: list[Any]) -> Iterator[Recipe]:
 
 
 def _parts(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
-    """The recipe, and all that go into it."""
+    """Return the recipe, and all that go into it."""
     if recipe not in seen:
         seen.add(recipe)
         for part in _recipes([recipe.args, list(recipe.kwargs.values())]):
@@ -180,7 +180,7 @@ def _parts(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
 
 
 def _made(operand: Any, made: dict[Recipe, Any]) -> Any:
-    """The operand with real tensors in its recipes' places; `made`: those that are there already."""
+    """Return the operand with real tensors in its recipes' places; `made`: those that are there already."""
     if isinstance(operand, list):
         return [_made(each, made) for each in operand]
     if not isinstance(operand, Recipe):

@@ -45,7 +45,7 @@ NO_SUM = (
 def tried_task(
     s: Settings, shape: Sequence[int], classes: int, values: bool
 ) -> tuple[Task, LossKind]:
-    """A cell's task and the kind of its loss, a user's after `check_task` has tried it.
+    """Return a cell's task and the kind of its loss, a user's after `check_task` has tried it.
 
     What a cell does before it trains, and the check before any does. `values`: whether the targets are
     values, `classes` for each sample, and no class numbers. Of texts the first `TRIED_POSITIONS` are tried,
@@ -66,7 +66,7 @@ def tried_task(
 
 
 def _takes_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
-    """Whether a task takes outputs for such targets, of tensors without memory."""
+    """Return whether a task takes outputs for such targets, of tensors without memory."""
     import torch
 
     from stratbench.workload.known_values import KnownFakes
@@ -144,7 +144,7 @@ def _tried_loss(
 
 
 def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
-    """The loss of a batch with targets of many kinds, beside those of its halves."""
+    """Return the loss of a batch with targets of many kinds, beside those of its halves."""
     import torch
 
     draw = torch.Generator().manual_seed(0)

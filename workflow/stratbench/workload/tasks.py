@@ -58,7 +58,7 @@ class Task:
     def loss(
         self, outputs: Tensor, targets: Tensor
     ) -> Tensor | tuple[Tensor, Tensor | int | float]:
-        """The mean loss, a scalar: what training makes small. Or a sum and its weight.
+        """Return the mean loss, a scalar: what training makes small. Or a sum and its weight.
 
         A sum, also a scalar, is divided by what the whole global batch weighs, such as the number of its
         targets that count: whatever parts the batch is computed in, their loss is that of the whole.
@@ -66,14 +66,14 @@ class Task:
         raise NotImplementedError
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The score of each answer: [batch], or [batch, ...] where a sample has several answers.
+        """Return the score of each answer: [batch], or [batch, ...] where a sample has several answers.
 
         NaN where an answer does not count.
         """
         raise NotImplementedError
 
     def guess(self, classes: int) -> float | None:
-        """The score of who knows nothing; None where it cannot be said."""
+        """Return the score of who knows nothing; None where it cannot be said."""
         return None
 
 
@@ -81,7 +81,7 @@ class _CrossEntropy(Task):
     """Outputs are scores [batch, ..., classes] of the classes, targets are classes [batch, ...]."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy over all targets, in nats."""
+        """Return the mean cross-entropy over all targets, in nats."""
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(outputs.flatten(0, -2), targets.flatten())
@@ -118,7 +118,7 @@ class NextToken(_CrossEntropy):
     score_name, unit, better, counts, tolerance = "loss", "nats/token", "lower", "tokens", 0.05
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy of each token, in nats."""
+        """Return the cross-entropy of each token, in nats."""
         from torch.nn.functional import cross_entropy
 
         each = cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
@@ -134,7 +134,7 @@ class MaskedToken(NextToken):
     loss_kind = LossKind(weighs=True)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The cross-entropies of the hidden tokens added up, in nats, and their number."""
+        """Return the cross-entropies of the hidden tokens added up, in nats, and their number."""
         from torch.nn.functional import cross_entropy
 
         pairs = outputs.flatten(0, -2), targets.flatten()
@@ -142,7 +142,7 @@ class MaskedToken(NextToken):
         return total, (targets != IGNORED).sum()
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy of each hidden token, in nats; NaN of the others."""
+        """Return the cross-entropy of each hidden token, in nats; NaN of the others."""
         import torch
 
         hidden = targets != IGNORED
@@ -188,7 +188,7 @@ class OwnTask:
 
 
 def natural_task(shape: Sequence[int]) -> str:
-    """The name of the task that follows from a sample's shape: of a text, a waveform or an image."""
+    """Return the name of the task that follows from a sample's shape: of a text, a waveform or an image."""
     return _NATURAL[len(shape)]
 
 
@@ -209,12 +209,12 @@ def fault_of_task(name: str, natural: str | None) -> str | None:
 
 
 def name_of_task(s: Settings, shape: Sequence[int]) -> str:
-    """The name of a cell's task: a built-in one's, or the user's call."""
+    """Return the name of a cell's task: a built-in one's, or the user's call."""
     return s.own_task["call"] if s.own_task else s.task or natural_task(shape)
 
 
 def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
-    """A cell's task, whose samples have this shape. ModelError, in a sentence, where a user's is none.
+    """Return a cell's task, whose samples have this shape. ModelError, in a sentence, where a user's is none.
 
     Nor where its targets are no such as the data have: `values`, or class numbers (None: not known).
     """
@@ -262,7 +262,7 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
 
 
 def own_task(call: str) -> Task:
-    """The task that a user's class makes; ModelError for what lacks something of the protocol."""
+    """Return the task that a user's class makes; ModelError for what lacks something of the protocol."""
     what = OwnTask(call)
     cls = callable_of(what)
     try:
@@ -327,7 +327,7 @@ def facts_of_task(
 
 
 def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The mean loss and None; of a task that weighs, the sum and its weight, a float64 scalar."""
+    """Return the mean loss and None; of a task that weighs, the sum and its weight, a float64 scalar."""
     found = task.loss(outputs, targets)
     if not isinstance(found, tuple):
         return found, None
@@ -338,7 +338,7 @@ def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def ratio(value: float | Tensor, weight: Tensor) -> Tensor:
-    """The value divided by a weight; 0 where that is 0."""
+    """Return the value divided by a weight; 0 where that is 0."""
     import torch
 
     some = weight > 0

@@ -61,17 +61,17 @@ def fault_of_call(call: str) -> str | None:
 
 
 def top_of(call: str) -> str:
-    """The first part of a call: its module, or the package of it."""
+    """Return the first part of a call: its module, or the package of it."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
 
 def code_folders() -> list[Path]:
-    """The folders of the user's code, as the job's environment names them."""
+    """Return the folders of the user's code, as the job's environment names them."""
     return [Path(p) for p in os.environ.get(CODE_VARIABLE, "").split(os.pathsep) if p]
 
 
 def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """The files of a call's module or package in `folders`, and of what they import from there.
+    """Return the files of a call's module or package in `folders`, and of what they import from there.
 
     By their paths below the folder. Empty where the module is not in one of them.
     """
@@ -95,7 +95,7 @@ _LARGEST_BYTES = 1 << 20
 
 
 def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
-    """The user's files that a command names, and what its Python files import from beside them.
+    """Return the user's files that a command names, and what its Python files import from beside them.
 
     By their names in the command, or below their folder. A module after `-m` is looked for here. Programs
     and other files that are no text, files above 1 MiB and installed packages do not count.
@@ -127,7 +127,7 @@ def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:
 
 
 def _imports_of(path: Path) -> list[str]:
-    """The first parts of what a file imports; none where it cannot be read as Python."""
+    """Return the first parts of what a file imports; none where it cannot be read as Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -161,7 +161,7 @@ def fingerprint(
 
 
 def digest_of(files: Mapping[str, Path]) -> str:
-    """SHA-256 of the names and contents of some files, in their order."""
+    """Return SHA-256 of the names and contents of some files, in their order."""
     digest = hashlib.sha256()
     for name, path in files.items():
         content = path.read_bytes()
@@ -210,7 +210,7 @@ def fault_of_names(call: str, folders: Iterable[Path]) -> str | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a module of this name comes with Python or is among its installed packages."""
+    """Return whether a module of this name comes with Python or is among its installed packages."""
     if name in sys.stdlib_module_names:
         return True
     places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
@@ -219,7 +219,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """All names that a file uses, at any place; `*` for an import of all."""
+    """Return all names that a file uses, at any place; `*` for an import of all."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -26,7 +26,7 @@ DIVERGED = "training diverged"
 
 
 def _three_digits(value: float) -> str:
-    """A number with three digits and commas between thousands."""
+    """Return a number with three digits and commas between thousands."""
     return f"{float(f'{value:.3g}'):,.{0 if value >= 100 else 1}f}"
 
 
@@ -154,7 +154,7 @@ class Candidate:
         return float(self.scores.mean()) if len(self.scores) else None
 
     def is_score_open(self, given: Constraints) -> bool:
-        """Whether its score may be worse than allowed; one that was not measured is not."""
+        """Return whether its score may be worse than allowed; one that was not measured is not."""
         if self.unscored or self.score_loss_upper is None:
             return False
         return bool(self.score_loss_upper > given.tolerance_of(self.score))

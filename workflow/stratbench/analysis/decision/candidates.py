@@ -55,7 +55,7 @@ def candidates_among(
 
 
 def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
-    """A candidate from a group of repeats."""
+    """Return a candidate from a group of repeats."""
     frame = groups.all[group]
     ok = groups.ok.get(group, frame[:0])
     times = pd.Series(groups.values(group, "train_time_s"), dtype=float)
@@ -101,7 +101,7 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
 
 
 def says_no(flags: pd.Series) -> bool:
-    """Whether a record says that it is not so."""
+    """Return whether a record says that it is not so."""
     return bool((flags.dropna().astype(str) == "False").any())
 
 
@@ -116,7 +116,7 @@ def time_of_elastic_workers(groups: Repeats, group: Group) -> dict[str, float]:
 
 
 def has_planned_repeats(frame: pd.DataFrame) -> bool:
-    """Whether every record of a group says that as many repeats were planned as there are.
+    """Return whether every record of a group says that as many repeats were planned as there are.
 
     A record has the number that the config had when its cell was trained. So a repeat that was added
     later says another one than those before it, and where some are still to come there are too few.
@@ -210,7 +210,7 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
 
 
 def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None) -> str:
-    """Two amounts, one of which is too much for the other, in as many digits as tell them apart."""
+    """Return two amounts, one of which is too much for the other, in as many digits as tell them apart."""
     for digits in range(2 if max(held, limit) < 10 else 0, 6):
         texts = [
             f"{x:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{x:.0f}"

@@ -15,7 +15,7 @@ from stratbench.cell.text.words import bytes_text, counted, joined_with_and, nam
 
 
 def is_count_known(found: Sequence[Candidate], given: Constraints) -> bool:
-    """Whether anything is known of the number of workers that is asked for, if one is."""
+    """Return whether anything is known of the number of workers that is asked for, if one is."""
     return given.gpus is None or any(c.gpus == given.gpus for c in found)
 
 
@@ -105,7 +105,7 @@ def behind(c: AgainstRival, rival: str = "the next") -> str:
 
 
 def share(part: float) -> str:
-    """A share as text: `9 %`, `0.4 %`, and from twice on a factor is told by the caller's words."""
+    """Return a share as text: `9 %`, `0.4 %`, and from twice on a factor is told by the caller's words."""
     if part < 0.0005:
         return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"

@@ -37,7 +37,7 @@ def confidence_in(
     score_open: bool,
     count_known: bool = True,
 ) -> Confidence:
-    """The confidence; docs/decision.md has the rules.
+    """Return the confidence; docs/decision.md has the rules.
 
     `slowed`: how workers were slowed down on purpose; `score_open`: whether the score may be worse than
     allowed; `count_known`: whether anything is known of the number of workers asked for. Every limit has
@@ -134,7 +134,7 @@ def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) ->
 
 
 def doubts_in_short(ranking: Ranking) -> Iterator[str]:
-    """The audit's doubts on the choice, or on a rival that its reason names, in a few words."""
+    """Yield the audit's doubts on the choice, or on a rival that its reason names, in a few words."""
     first = ranking.first
     if first.doubts:
         yield f"{whose(first.doubts[0])}{names_text(first.doubts, 1)}"
@@ -149,7 +149,7 @@ def whose(doubt: str) -> str:
 
 
 def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
-    """The doubts on the choice, and on the rivals that its reason names."""
+    """Yield the doubts on the choice, and on the rivals that its reason names."""
     if ranking.first.doubts:
         yield f"Doubts: {', '.join(ranking.first.doubts)}."
     for c, others in doubted_rivals(ranking):
@@ -157,14 +157,14 @@ def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
 
 
 def doubted_rivals(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
-    """The rivals that the reason names, with the doubts on them that are not on the choice, too."""
+    """Yield the rivals that the reason names, with the doubts on them that are not on the choice, too."""
     for c in (found.rival for found in ranking.nearest):
         if others := [doubt for doubt in c.doubts if doubt not in ranking.first.doubts]:
             yield c, others
 
 
 def unequal_presence(ranking: Ranking, margin: float) -> str:
-    """A sentence on how many workers were there, if that differs by more than `margin`; else empty.
+    """Return a sentence on how many workers were there, if that differs by more than `margin`; else empty.
 
     Of cells whose workers are jobs of their own: the time of such a training depends on when they came.
     """
@@ -183,7 +183,7 @@ def rests_on_verdict(ranking: Ranking) -> bool:
 
 
 def level_and_claim(ranking: Ranking) -> tuple[int, str]:
-    """The highest level of confidence that the repeats allow, and the claim that they make."""
+    """Return the highest level of confidence that the repeats allow, and the claim that they make."""
     first, repeats = ranking.first, ranking.repeats
     if first.projected:
         return 0, "An interval of 80 % stands behind it, and no measurement on as many workers."
@@ -218,7 +218,7 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
 
 
 def score_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
-    """Sentences on what is not known of the score of the chosen candidate."""
+    """Yield sentences on what is not known of the score of the chosen candidate."""
     if first.score_loss_upper is None:
         if first.unscored:
             yield "No score was measured (steps): equal scores are assumed."

@@ -41,7 +41,7 @@ class Constraints:
 
     @classmethod
     def from_json(cls, text: str) -> Constraints:
-        """The constraints in a JSON object with these keys; `{}` gives the defaults."""
+        """Return the constraints in a JSON object with these keys; `{}` gives the defaults."""
         return cls(**json.loads(text))
 
     def tolerance_of(self, score: Score) -> float:

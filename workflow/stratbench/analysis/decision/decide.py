@@ -110,7 +110,7 @@ def decide_together(
     given: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
-    """A decision for the rows and candidates of each model; all variances together say more."""
+    """Return a decision for the rows and candidates of each model; all variances together say more."""
     rankings = rankings_of_comparisons([found for _, found in studied], given.equivalence_margin)
     return [
         decide(rows, found, ranking, given, evidence)
@@ -125,7 +125,7 @@ def decide(
     given: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> Decision:
-    """The decision on one experiment and model (rows of cells.csv); `found` are its candidates.
+    """Return the decision on one experiment and model (rows of cells.csv); `found` are its candidates.
 
     `ranking` ranks the candidates that nothing excludes; None if there are none.
     """
@@ -165,7 +165,7 @@ def decide(
 def matrix_rows(
     where: tuple[str, str, str], found: list[Candidate], ranking: Ranking | None
 ) -> tuple[dict[str, Any], ...]:
-    """A row of MATRIX for each candidate."""
+    """Return a row of MATRIX for each candidate."""
     compared = [] if ranking is None else list(ranking.compared)
     places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
     rows = []
@@ -210,7 +210,7 @@ def describe_decisions(
     constraints: Sequence[str] = (),
     queue: Mapping[str, Any] | None = None,
 ) -> str:
-    """The decisions as text for a terminal; the answers stand last, a line each.
+    """Return the decisions as text for a terminal; the answers stand last, a line each.
 
     `constraints`: told for those of `given`. `queue`: what queue.json says, if there is one.
     """

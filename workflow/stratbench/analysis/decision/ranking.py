@@ -41,7 +41,7 @@ class Standings(NamedTuple):
 
 
 def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
-    """The index of the choice: the most preferred among those within `margin` of the fastest.
+    """Return the index of the choice: the most preferred among those within `margin` of the fastest.
 
     `means`: logarithms of time or cost, shape [..., candidates]; `preference`: the same shape or
     [candidates], the lowest value is preferred; among equals the fastest is chosen.
@@ -53,7 +53,7 @@ def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) ->
 
 
 def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
-    """Every candidate's paired difference from the chosen one; its own has no degrees of freedom."""
+    """Return every candidate's paired difference from the chosen one; its own has no degrees of freedom."""
     first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
     found = moderated.paired_differences(logs, first)
     itself = np.arange(logs.shape[-2]) == chosen[..., None]
@@ -69,7 +69,7 @@ def standings_against_chosen(
     tail: float | np.ndarray,
     margin: float,
 ) -> Standings:
-    """The standings that paired differences `found` from the `chosen` allow, with moderated variances.
+    """Return the standings that paired differences `found` from the `chosen` allow, with moderated variances.
 
     `means` are used where there is no common repeat; `tail` is what an interval leaves out on each side.
     """
@@ -221,7 +221,7 @@ class RankedGroup:
 
     @classmethod
     def of(cls, found: Sequence[Candidate], margin: float) -> RankedGroup:
-        """The comparison of `found`; what an unusable record measured tells nothing of the noise."""
+        """Return the comparison of `found`; what an unusable record measured tells nothing of the noise."""
         left = [i for i, c in enumerate(found) if not c.kind]
         told = [c.times if c.kind != UNUSABLE else c.times[:0] for c in found]
         logs = logs_by_repeat(found, told)
@@ -238,7 +238,7 @@ class RankedGroup:
         return cls(found, left, chosen, differences, moderated.scatter_of_groups(logs))
 
     def ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
-        """The ranking, from moderated variances of the differences."""
+        """Return the ranking, from moderated variances of the differences."""
         comparison = [self.all[i] for i in self.left]
         fixed = all(c.repeats_fixed for c in comparison)
         stood = standings_against_chosen(
@@ -269,12 +269,12 @@ class RankedGroup:
 
 
 def log_objectives(comparison: Sequence[Candidate]) -> np.ndarray:
-    """The logarithm of each candidate's objective."""
+    """Return the logarithm of each candidate's objective."""
     return np.log([c.objective for c in comparison])
 
 
 def logs_by_repeat(comparison: Sequence[Candidate], times: Sequence[pd.Series]) -> np.ndarray:
-    """Logarithms of the objective by repeat, shape [candidates, repeats], from times in s.
+    """Return logarithms of the objective by repeat, shape [candidates, repeats], from times in s.
 
     Repeats are paired by name: a block of a verdict is not paired with a cell's repeat.
     """
@@ -285,7 +285,7 @@ def logs_by_repeat(comparison: Sequence[Candidate], times: Sequence[pd.Series]) 
 
 
 def preference_places(comparison: Sequence[Candidate]) -> np.ndarray:
-    """The order of preference among equals: fewer GPUs first, then less memory."""
+    """Return the order of preference among equals: fewer GPUs first, then less memory."""
     # Peaks that differ by a percent or two count as equal: they are compared in steps of 3 %.
     # A peak that the audit doubts is no reason for a preference.
     held = [c.sound_memory_bytes for c in comparison]
@@ -298,7 +298,7 @@ def preference_places(comparison: Sequence[Candidate]) -> np.ndarray:
 def comparisons(
     comparison: Sequence[Candidate], found: Standings, margin: float
 ) -> Iterator[AgainstRival]:
-    """Every rival of one comparison against the chosen one, the best first, from the comparison's
+    """Yield every rival of one comparison against the chosen one, the best first, from the comparison's
     standings.
     """
     for i in sorted(
@@ -322,7 +322,7 @@ def comparisons(
 def projected_comparison(
     rival: Candidate, first: Candidate, mean: float, margin: float
 ) -> AgainstRival:
-    """A rival against the chosen one, where the time of one of them or both is projected.
+    """Return a rival against the chosen one, where the time of one of them or both is projected.
 
     Their intervals stand for themselves, as if one knew nothing of the other: told apart is only what
     does not overlap. `mean`: the logarithm of the ratio of their objectives.

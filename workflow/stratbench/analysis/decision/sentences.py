@@ -27,7 +27,7 @@ MAX_OF_A_REASON = 120
 
 
 def name_of(c: Candidate, noun: str) -> str:
-    """A candidate's name: `ddp on 4 GPUs`."""
+    """Return a candidate's name: `ddp on 4 GPUs`."""
     return f"{c.strategy} on {counted(c.gpus, noun)}"
 
 
@@ -75,7 +75,7 @@ def lacking(c: Candidate) -> float | None:
 
 
 def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: Constraints) -> str:
-    """Sentences with the numbers behind the choice: first its own, then those of its rivals."""
+    """Return sentences with the numbers behind the choice: first its own, then those of its rivals."""
     first = ranking.first
     sentences = [figures_of(first), *filter(None, [score_sentence(first, noun, given)])]
     if first.served and first.cost is not None:
@@ -93,7 +93,7 @@ def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: C
 
 
 def figures_of(first: Candidate) -> str:
-    """A sentence with the figures of the choice."""
+    """Return a sentence with the figures of the choice."""
     if first.projected:
         return first.projected_figures
     parts = [f"It trains in {describe_amount(first)}{unit_of_cost(first)}"]
@@ -126,7 +126,7 @@ def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constrain
 
 
 def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
-    """A rival's time (cost) against the choice's."""
+    """Return a rival's time (cost) against the choice's."""
     name, paid = name_of(found.rival, noun), describe_amount(found.rival)
     ratio, by_cost = found.ratio.value, found.rival.by_cost
     if ratio == 1:
@@ -143,7 +143,7 @@ def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
 
 
 def describe_amount(c: Candidate) -> str:
-    """The training time of a candidate, and its cost if there is a price."""
+    """Return the training time of a candidate, and its cost if there is a price."""
     seconds = f"{format_number(c.time_s or 0.0, None)} s"
     if c.projected:
         low, high = (format_number(value, None) for value in c.reach)
@@ -152,7 +152,7 @@ def describe_amount(c: Candidate) -> str:
 
 
 def unit_of_cost(c: Candidate) -> str:
-    """The hours and the price that a cost is of, whose unit is the price's; empty without a price."""
+    """Return the hours and the price that a cost is of, whose unit is the price's; empty without a price."""
     if c.cost is None or not c.price_per_gpu_hour:
         return ""
     unit = "process-hours" if c.on_cpu else "GPU-hours"
@@ -166,7 +166,7 @@ def unit_of_cost(c: Candidate) -> str:
 def sentences_on_changes(
     found: Sequence[Candidate], ranking: Ranking, given: Constraints
 ) -> Iterator[str]:
-    """Sentences on what would change the answer, starting from the nearest alternatives."""
+    """Yield sentences on what would change the answer, starting from the nearest alternatives."""
     first = ranking.first
     ranked = [first, *(c.rival for c in ranking.compared)]
     if first.projected:
@@ -207,7 +207,7 @@ def what_repeats_say(ranking: Ranking) -> str:
 
 
 def smaller_than(candidate: Candidate, first: Candidate) -> bool:
-    """Whether it needs clearly less memory than the first, if their records can be compared."""
+    """Return whether it needs clearly less memory than the first, if their records can be compared."""
     its, own = candidate.sound_memory_bytes, first.sound_memory_bytes
     return None not in (its, own) and not first.on_cpu and its < 0.95 * own
 
@@ -255,7 +255,7 @@ def sentences_on_slow_workers(ranking: Ranking) -> Iterator[str]:
 
 
 def excluded_strategies(found: Sequence[Candidate], usable: set[str]) -> Iterator[tuple[str, str]]:
-    """Each strategy that is excluded at every worker count, with the reasons by count."""
+    """Yield each strategy that is excluded at every worker count, with the reasons by count."""
     for name in dict.fromkeys(c.strategy for c in found):
         if name not in usable:
             line = sorted((c for c in found if c.strategy == name), key=lambda c: c.gpus)

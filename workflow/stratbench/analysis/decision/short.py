@@ -101,7 +101,7 @@ class Short:
 
 
 def none_left(found: Sequence[Candidate], margin: float) -> Short:
-    """The answer where every one of the candidates `found` is excluded.
+    """Return the answer where every one of the candidates `found` is excluded.
 
     `margin`: the share of a peak that is kept free on top of it.
     """
@@ -117,7 +117,7 @@ def none_left(found: Sequence[Candidate], margin: float) -> Short:
 
 
 def what_would_fit(found: Sequence[Candidate], margin: float) -> str:
-    """The least memory that any candidate is known to need, and what needs less."""
+    """Return the least memory that any candidate is known to need, and what needs less."""
     known = [(c.memory_bytes, c.name) for c in found if c.memory_bytes is not None]
     least = min(known, default=None)
     told = least and (
@@ -136,7 +136,7 @@ def short_answer(
     unknown: Sequence[str],
     slowed: Sequence[str] = (),
 ) -> Short:
-    """The answer on the candidates `found` of one model; `unknown`: what was asked and is not known.
+    """Return the answer on the candidates `found` of one model; `unknown`: what was asked and is not known.
 
     `slowed`: how workers were slowed down on purpose.
     """
@@ -177,7 +177,7 @@ def short_answer(
 
 
 def value_texts(c: Candidate) -> tuple[str, str]:
-    """The time (with a price the cost) of a candidate, and below it how far its runs scatter."""
+    """Return the time (with a price the cost) of a candidate, and below it how far its runs scatter."""
     if c.cost is not None:
         return f"{c.cost:.3g}", f"for {duration(c.time_s)}"
     if c.time_s is None:
@@ -193,12 +193,12 @@ def value_texts(c: Candidate) -> tuple[str, str]:
 
 
 def with_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
-    """The texts of a value; the note also has the tokens per second where text is trained."""
+    """Return the texts of a value; the note also has the tokens per second where text is trained."""
     return value, "; ".join(filter(None, (note, c.rate_text)))
 
 
 def interval_of(values_s: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of a geometric mean by Student's t; of few values their range."""
+    """Return the 95 % interval of a geometric mean by Student's t; of few values their range."""
     if len(values_s) >= INTERVAL_FROM:
         _, low, high = mean_of_logs(np.log(values_s))
         if low is not None and high is not None:
@@ -207,7 +207,7 @@ def interval_of(values_s: np.ndarray) -> tuple[float, float]:
 
 
 def duration(seconds: float | None) -> str:
-    """A time as text: seconds, from two hours on hours."""
+    """Return a time as text: seconds, from two hours on hours."""
     if seconds is None:
         return ""
     if seconds >= HOURS_FROM_S:
@@ -216,19 +216,19 @@ def duration(seconds: float | None) -> str:
 
 
 def amount(low_s: float, high_s: float) -> str:
-    """The low end of a span, in the unit of its high end."""
+    """Return the low end of a span, in the unit of its high end."""
     return f"{low_s / 3600:.1f}" if high_s >= HOURS_FROM_S else grouped(low_s)
 
 
 def grouped(value: float) -> str:
-    """A number of three digits, with a thin space between thousands."""
+    """Return a number of three digits, with a thin space between thousands."""
     return f"{value:,.0f}".replace(",", "\u2009") if value >= 1000 else format_number(value, None)
 
 
 def score_texts(
     found: Sequence[Candidate], first: Candidate, given: Constraints
 ) -> tuple[str, str]:
-    """The score, and what is known of what may be lost."""
+    """Return the score, and what is known of what may be lost."""
     if first.unscored:
         return "not measured", "equal scores are assumed"
     if first.mean_score is None:
@@ -253,7 +253,7 @@ def score_texts(
 
 
 def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
-    """The peak of a worker, what it stands against, and the share of the card that it takes."""
+    """Return the peak of a worker, what it stands against, and the share of the card that it takes."""
     if first.memory_bytes is None:
         return "", "", None
     if first.on_cpu or first.memory_doubts or not first.card_bytes:
@@ -267,7 +267,7 @@ def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
 
 
 def next_best(ranking: Ranking) -> str:
-    """The next after the choice: `recomputed × 1 takes 28 % longer, with 30 % less memory`."""
+    """Return the next after the choice: `recomputed × 1 takes 28 % longer, with 30 % less memory`."""
     if not ranking.compared:
         return ""
     c = ranking.compared[0]
@@ -276,7 +276,7 @@ def next_best(ranking: Ranking) -> str:
 
 
 def leanest(first: Candidate, others: Sequence[Candidate]) -> str:
-    """The rival that needs the least memory, where that is clearly less: `fsdp × 2: 40 % less`."""
+    """Return the rival that needs the least memory, where that is clearly less: `fsdp × 2: 40 % less`."""
     own = first.sound_memory_bytes
     known = [(c.sound_memory_bytes, c.name) for c in others if c.sound_memory_bytes is not None]
     if not own or not known or min(known)[0] > (1 - CLEARLY_LESS) * own:
@@ -289,7 +289,7 @@ def leanest(first: Candidate, others: Sequence[Candidate]) -> str:
 
 
 def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
-    """One line on all answers: (model, answer) of each; a sure one with its next."""
+    """Return one line on all answers: (model, answer) of each; a sure one with its next."""
     sure = [(model, a) for model, a in answers if a.kind == "sure"]
     if not answers:
         return ""
@@ -326,5 +326,5 @@ def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
 
 
 def number(count: int) -> str:
-    """A small number as a word."""
+    """Return a small number as a word."""
     return _NUMBERS[count] if count < len(_NUMBERS) else str(count)

@@ -76,7 +76,7 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
 
 
 def shares_score(c: Candidate, other: Candidate) -> bool:
-    """Whether two candidates have equal arithmetic, so that their scores differ only by chance."""
+    """Return whether two candidates have equal arithmetic, so that their scores differ only by chance."""
     if not (c.traits.equals_ddp and other.traits.equals_ddp):
         return False
     return c.gpus == other.gpus if other.counts_apart else True
@@ -130,7 +130,7 @@ def loss_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
 
 
 def chance_difference(one: Candidate, other: Candidate) -> float:
-    """The difference that two equally good models may show on a finite test set by chance, as shown.
+    """Return the difference that two equally good models may show on a finite test set by chance, as shown.
 
     It is half the 95 % interval of the difference of two means. That both are tested on the same
     samples narrows it, so this is the cautious side. 0 if a standard error is not known.

@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def expected_of(args: argparse.Namespace) -> Expected:
-    """The Expected that a command line describes."""
+    """Return the Expected that a command line describes."""
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
     return Expected(json.loads(args.skipped), json.loads(args.targets), study)
@@ -93,7 +93,7 @@ def rows_of_cell(
     asked: Expected,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> tuple[Row, list[Row]]:
-    """The row of a cell and its epochs' rows; faults of the record become status `error`.
+    """Return the row of a cell and its epochs' rows; faults of the record become status `error`.
 
     A skipped cell without a record is `infeasible`. `read` reads the record in a file.
     """
@@ -139,7 +139,7 @@ def rows_of_cell(
 def rows_of_cells(
     cells: Sequence[Cell], study_dir: Path, asked: Expected, read: Callable[[Path], Record]
 ) -> Iterator[tuple[Row, list[Row]]]:
-    """The results of `rows_of_cell` for all cells; prints progress every few seconds."""
+    """Yield the results of `rows_of_cell` for all cells; prints progress every few seconds."""
     next_line_s = time.monotonic() + 3
     for done, cell in enumerate(cells):
         if time.monotonic() > next_line_s:
@@ -149,7 +149,7 @@ def rows_of_cells(
 
 
 def read_expected(path: Path) -> list[Cell]:
-    """The cells that the study's config asks for, from a JSON list of their coordinates."""
+    """Return the cells that the study's config asks for, from a JSON list of their coordinates."""
     cells = [Cell(**coordinates) for coordinates in json.loads(path.read_text(encoding="utf-8"))]
     if not cells:
         raise ValueError(f"{path} names no cells")
@@ -176,7 +176,7 @@ def collect(
 
 
 def describe_missing(without: Sequence[Row], total: int) -> str:
-    """A message that names every cell without a usable record."""
+    """Return a message that names every cell without a usable record."""
     lines = [f"{len(without)} of {total} cells have no usable record:"]
     for row in without:
         cell = Cell(**{key: row[key] for key in COORDINATES})

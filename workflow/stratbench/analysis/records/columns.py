@@ -326,7 +326,7 @@ _OF_TIMELINE = [
 
 
 def row_of_record(record: Record, timeline: Path) -> Row:
-    """The columns that a record and its timeline fill, by name.
+    """Return the columns that a record and its timeline fill, by name.
 
     RecordError if a column of numbers or flags would hold a value that is not a finite number.
     """
@@ -352,7 +352,7 @@ def on_one_line(text: str) -> str:
 
 
 def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
-    """A CSV file that has columns of cells.csv among its own, as a pandas.DataFrame.
+    """Return a CSV file that has columns of cells.csv among its own, as a pandas.DataFrame.
 
     `text` names its own columns of text; `types` gives pandas types to other columns. Only an empty
     field is an absent value.

@@ -16,7 +16,7 @@ from stratbench.cell.record import Record
 
 
 def value_at(value: Any, path: str) -> Any:
-    """The value at a dotted path of nested dicts; None if any part of it is absent."""
+    """Return the value at a dotted path of nested dicts; None if any part of it is absent."""
     for key in path.split("."):
         if not isinstance(value, dict):
             return None
@@ -37,7 +37,7 @@ def time_to_result_s(record: Record) -> float | None:
 
 
 def score_error(record: Record) -> float | None:
-    """Standard error of the last epoch's score, for a cell that finished."""
+    """Return standard error of the last epoch's score, for a cell that finished."""
     entries = value_at(record, "score.per_epoch") or [{}]
     return None if value_at(record, "score.final") is None else entries[-1].get("score_error")
 
@@ -54,7 +54,7 @@ def perplexity(record: Record) -> float | None:
 
 
 def texts_of_workers(record: Record, path: str) -> list[str]:
-    """The distinct values of a field of the workers' provenance, as sorted texts."""
+    """Return the distinct values of a field of the workers' provenance, as sorted texts."""
     values = (value_at(worker["provenance"], path) for worker in record["workers"])
     return sorted({str(value) for value in values if value is not None})
 
@@ -71,7 +71,7 @@ def device_kind(record: Record) -> str | None:
 
 
 def device_name(record: Record) -> str | None:
-    """Names of the GPUs; if there are none, of the processors."""
+    """Return names of the GPUs; if there are none, of the processors."""
     return joined_or_none(texts_of_workers(record, "gpu.name")) or cpu_models(record)
 
 
@@ -82,7 +82,7 @@ def device_memory_bytes(record: Record) -> float | None:
 
 
 def hosts(record: Record) -> str | None:
-    """Names of the hosts on which workers ran."""
+    """Return names of the hosts on which workers ran."""
     return joined_or_none(texts_of_workers(record, "host.name"))
 
 
@@ -102,7 +102,7 @@ def driver_versions(record: Record) -> str | None:
 
 
 def cpu_cores(record: Record) -> float | None:
-    """CPU cores that the workers may use together: for each host, its affinity within its quota."""
+    """Return CPU cores that the workers may use together: for each host, its affinity within its quota."""
     cores_of: dict[str, tuple[set[int], float]] = {}
     for worker in record["workers"]:
         name = value_at(worker["provenance"], "host.name")
@@ -127,7 +127,7 @@ def node_cores(record: Record) -> int | None:
 
 
 def revision(record: Record) -> str | None:
-    """The first 12 digits of the commit, with `+changes` if files differed from it."""
+    """Return the first 12 digits of the commit, with `+changes` if files differed from it."""
     git = value_at(record, "provenance.git") or {}
     commit = git.get("revision")
     return commit and commit[:12] + ("+changes" if git.get("dirty") else "")
@@ -161,7 +161,7 @@ def peak_memory_bytes(record: Record) -> int | None:
 
 
 def model_states_bytes(record: Record) -> int | None:
-    """Parameters, gradients, optimizer state and buffers of the rank that holds most."""
+    """Return parameters, gradients, optimizer state and buffers of the rank that holds most."""
     states = value_at(record, "memory.model_states") or {}
     kinds = ("parameters", "gradients", "optimizer", "buffers")
     held = [states.get(f"{kind}_bytes") for kind in kinds]
@@ -169,12 +169,12 @@ def model_states_bytes(record: Record) -> int | None:
 
 
 def start_skew_ms(record: Record) -> float | None:
-    """The largest start skew of an epoch."""
+    """Return the largest start skew of an epoch."""
     return max(value_at(record, "time.start_skew_ms") or (), default=None)
 
 
 def breakdown_ms(record: Record) -> str | None:
-    """The phases of a mean step in ms, as a JSON object."""
+    """Return the phases of a mean step in ms, as a JSON object."""
     phases = value_at(record, "time.breakdown_ms")
     return json.dumps(phases) if phases else None
 
@@ -183,23 +183,23 @@ def breakdown_ms(record: Record) -> str | None:
 
 
 def servers_in(record: Record) -> list[dict[str, Any]]:
-    """The entries of the parameter servers; empty if there is none."""
+    """Return the entries of the parameter servers; empty if there is none."""
     return value_at(record, "server.servers") or []
 
 
 def links_of(record: Record) -> Iterator[dict[str, Any]]:
-    """The entries that each server has for its workers."""
+    """Yield the entries that each server has for its workers."""
     for server in servers_in(record):
         yield from server.get("workers") or ()
 
 
 def n_servers(record: Record) -> int | None:
-    """The number of parameter servers."""
+    """Return the number of parameter servers."""
     return len(servers_in(record)) or None
 
 
 def processes(record: Record) -> int | None:
-    """The number of workers and parameter servers; None where servers left no statistics."""
+    """Return the number of workers and parameter servers; None where servers left no statistics."""
     servers = servers_in(record)
     if value_at(record, "strategy.kind") == "server" and not servers:
         return None
@@ -207,28 +207,28 @@ def processes(record: Record) -> int | None:
 
 
 def server_bytes(record: Record) -> int | None:
-    """Bytes in and out of all servers."""
+    """Return bytes in and out of all servers."""
     if not servers_in(record):
         return None
     return sum(link["bytes_in"] + link["bytes_out"] for link in links_of(record))
 
 
 def server_wait_s(record: Record) -> float | None:
-    """The time for which servers held workers back, in s, summed over servers and workers."""
+    """Return the time for which servers held workers back, in s, summed over servers and workers."""
     if not servers_in(record):
         return None
     return sum(link.get("wait_s") or 0.0 for link in links_of(record))
 
 
 def server_lost(record: Record) -> int | None:
-    """The number of different workers that were lost to a server."""
+    """Return the number of different workers that were lost to a server."""
     if not servers_in(record):
         return None
     return len({str(w) for server in servers_in(record) for w in server.get("lost") or ()})
 
 
 def staleness(record: Record) -> str | None:
-    """The number of pushes by staleness, over all shards and servers, as a JSON list.
+    """Return the number of pushes by staleness, over all shards and servers, as a JSON list.
 
     The index is the staleness: the number of updates between a push and the weights that its gradient
     was computed from.

@@ -40,22 +40,22 @@ class Facts:
         return value_at(self.record, path)
 
     def product(self, *paths: str) -> float | None:
-        """The product of some fields; None if one of them is absent."""
+        """Return the product of some fields; None if one of them is absent."""
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
     def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
-        """The samples of a worker's host, or of a process or GPU there; None without."""
+        """Return the samples of a worker's host, or of a process or GPU there; None without."""
         if self.timeline is None:
             return None
         return self.timeline.series.get((host_of(worker) or "", kind, name or ""))
 
     def gpu_series(self, worker: dict[str, Any]) -> Series | None:
-        """The samples of a worker's GPU; None without."""
+        """Return the samples of a worker's GPU; None without."""
         return self.samples_on(worker, "gpu", name_of_gpu(worker))
 
     def series_of(self, worker: dict[str, Any]) -> tuple[str, Series | None]:
-        """The samples of what a worker computed on, and their kind: of its GPU, or of its process."""
+        """Return the samples of what a worker computed on, and their kind: of its GPU, or of its process."""
         if self("provenance.device") == "cuda":
             return "gpu", self.gpu_series(worker)
         return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
@@ -66,7 +66,7 @@ class Facts:
         return self("provenance.workers_per_node") or self.gpus
 
     def node_of(self, rank: int) -> int:
-        """The number of the node on which a rank ran."""
+        """Return the number of the node on which a rank ran."""
         return rank // self.workers_per_node
 
     @property
@@ -115,12 +115,12 @@ def longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]
 
 
 def host_of(worker: dict[str, Any]) -> str | None:
-    """The name of a worker's host."""
+    """Return the name of a worker's host."""
     return value_at(worker["provenance"], "host.name")
 
 
 def name_of_gpu(worker: dict[str, Any]) -> str | None:
-    """The id of a worker's GPU in a timeline: NVML's number, of a MIG instance its UUID."""
+    """Return the id of a worker's GPU in a timeline: NVML's number, of a MIG instance its UUID."""
     gpu = value_at(worker["provenance"], "gpu") or {}
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 

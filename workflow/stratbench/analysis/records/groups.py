@@ -22,11 +22,11 @@ class Group(NamedTuple):
     gpus: int
 
     def with_gpus(self, gpus: int) -> Group:
-        """The same group on another number of workers."""
+        """Return the same group on another number of workers."""
         return self._replace(gpus=gpus)
 
     def with_strategy(self, strategy: str) -> Group:
-        """The same group with another strategy."""
+        """Return the same group with another strategy."""
         return self._replace(strategy=strategy)
 
     @property
@@ -40,7 +40,7 @@ GROUP = list(Group._fields)
 
 
 def rows_by_group(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
-    """The rows of each group, groups in the order of their first row."""
+    """Return the rows of each group, groups in the order of their first row."""
     return {Group(*key): rows for key, rows in frame.groupby(GROUP, sort=False)}
 
 
@@ -53,7 +53,7 @@ def bases_by_strategy(cells: pd.DataFrame) -> dict[str, str]:
 def findings_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> Iterator[tuple[Group, list[Row]]]:
-    """Each group with the audit's findings on it.
+    """Yield each group with the audit's findings on it.
 
     A finding without some coordinates is on all cells that share its others. A finding without any is
     on the study as a whole, and on no group.
@@ -89,7 +89,7 @@ class Repeats:
         }
 
     def values(self, group: Group, column: str, concerns: str = "") -> dict[int, float]:
-        """The values of a column of numbers by repeat, of repeats that are `ok` and state one.
+        """Return the values of a column of numbers by repeat, of repeats that are `ok` and state one.
 
         `concerns`: time, memory or score; there are no values if the audit calls that unusable.
         """
@@ -104,16 +104,16 @@ class Repeats:
         return {r: value for r, value in zip(repeats, found, strict=True) if value == value}
 
     def common(self, groups: Sequence[Group], column: str, concerns: str = "") -> np.ndarray:
-        """The values of the repeats that all `groups` have, shape [groups, repeats]."""
+        """Return the values of the repeats that all `groups` have, shape [groups, repeats]."""
         by_group = [self.values(group, column, concerns) for group in groups]
         shared = [repeat for repeat in by_group[0] if all(repeat in values for values in by_group)]
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
     def median(self, group: Group, column: str, concerns: str = "") -> float | None:
-        """The median of `values`; None without any."""
+        """Return the median of `values`; None without any."""
         values = list(self.values(group, column, concerns).values())
         return float(np.median(values)) if values else None
 
     def are_served(self, groups: Iterable[Group]) -> bool:
-        """Whether parameter servers take part in any of the groups."""
+        """Return whether parameter servers take part in any of the groups."""
         return any((self.all[group]["strategy_kind"] == "server").any() for group in groups)

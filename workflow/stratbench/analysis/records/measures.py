@@ -89,7 +89,7 @@ class Measure:
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
     def named(self, score: Score) -> Measure:
-        """The measure as shown in an experiment with this score."""
+        """Return the measure as shown in an experiment with this score."""
         if self.named_by == "score":
             return replace(
                 self,
@@ -105,7 +105,7 @@ class Measure:
         return self
 
     def with_unit_for(self, rows: pd.DataFrame) -> Measure:
-        """The measure as shown for rows of cells.csv: memory of several GiB is not shown in MiB.
+        """Return the measure as shown for rows of cells.csv: memory of several GiB is not shown in MiB.
 
         All measures of memory follow the peak, so that they share a unit.
         """
@@ -115,7 +115,7 @@ class Measure:
         )
 
     def in_unit(self, unit: str) -> Measure:
-        """The measure in another unit of its column."""
+        """Return the measure in another unit of its column."""
         return self if unit == self.unit else replace(self, shown_unit=unit, decimals=None)
 
 
@@ -178,13 +178,13 @@ MEASURES: dict[str, Measure] = {
 
 
 def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
-    """The measures by name, with the names of one experiment's records (rows of cells.csv)."""
+    """Return the measures by name, with the names of one experiment's records (rows of cells.csv)."""
     score = score_of(rows)
     return {name: m.named(score).with_unit_for(rows) for name, m in MEASURES.items()}
 
 
 def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
-    """The measures by name, for each experiment with its names."""
+    """Return the measures by name, for each experiment with its names."""
     return {str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
 
 
@@ -200,12 +200,12 @@ def format_number(value: float, decimals: int | None) -> str:
 
 
 def marked(text: str, flags: str) -> str:
-    """The text of a figure, with a mark if the audit's `flags` doubt it."""
+    """Return the text of a figure, with a mark if the audit's `flags` doubt it."""
     return f"{text} {DOUBT}" if flags else text
 
 
 def status_label(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
-    """The text of a table in place of a number, for a cell that is not `ok`."""
+    """Return the text of a table in place of a number, for a cell that is not `ok`."""
     if status == "infeasible":
         return f"infeasible ({reason})"
     if status == "timeout":

@@ -79,7 +79,7 @@ class Series:
 
     @classmethod
     def of(cls, kind: str, samples: Sequence[Sample]) -> Series:
-        """The series of at least one sample, by time."""
+        """Return the series of at least one sample, by time."""
         trained = [sample for sample in samples if sample.phase == "train"]
         place = {name: i for i, name in enumerate(COLUMNS[kind])}
         working = []
@@ -120,12 +120,12 @@ class Timeline:
     series: dict[tuple[str, str, str], Series]
 
     def of_kind(self, kind: str) -> dict[tuple[str, str], Series]:
-        """The series of hosts, processes or GPUs, by node and id."""
+        """Return the series of hosts, processes or GPUs, by node and id."""
         return {(node, name): one for (node, its, name), one in self.series.items() if its == kind}
 
 
 def read_timeline(path: Path) -> Timeline | None:
-    """The timeline in a file; None if there is none, or it is no table of samples."""
+    """Return the timeline in a file; None if there is none, or it is no table of samples."""
     try:
         if not path.is_file():
             return None
@@ -136,7 +136,7 @@ def read_timeline(path: Path) -> Timeline | None:
 
 
 def timeline_of(lines: Iterable[str]) -> Timeline | None:
-    """The timeline in the lines of a CSV file; None if it lacks columns. ValueError on no number."""
+    """Return the timeline in the lines of a CSV file; None if it lacks columns. ValueError on no number."""
     rows = csv.reader(lines)
     names = {name: i for i, name in enumerate(next(rows, ()))}
     if not names.keys() >= {*PLACE, *MOMENT, *chain(*COLUMNS.values())}:
@@ -157,7 +157,7 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
 
 
 def _number(text: str) -> float | None:
-    """A finite number; None for an empty field. ValueError for anything else."""
+    """Return a finite number; None for an empty field. ValueError for anything else."""
     if not text:
         return None
     value = float(text)

@@ -58,11 +58,11 @@ class Score:
         return self.least_loss if self.unit == "nats/token" else None
 
     def text(self, shown: float) -> str:
-        """A value with its unit."""
+        """Return a value with its unit."""
         return f"{shown:.{self.decimals}f} {self.shown_unit}".rstrip()
 
     def difference(self, shown: float, decimals: int | None = None) -> str:
-        """A difference of two values with its unit: `1.20 points`."""
+        """Return a difference of two values with its unit: `1.20 points`."""
         digits = self.decimals if decimals is None else decimals
         return f"{shown:.{digits}f} {'points' if self.is_share else self.unit}".rstrip()
 
@@ -80,6 +80,6 @@ _SAID = {
 
 
 def score_of(rows: pd.DataFrame) -> Score:
-    """The score that rows of cells.csv of one experiment state; accuracy if they state none."""
+    """Return the score that rows of cells.csv of one experiment state; accuracy if they state none."""
     stated = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
     return Score(**{name: values.iloc[0] for name, values in stated.items() if len(values)})

@@ -44,12 +44,12 @@ class DrawnAnswer:
 
 
 def at(ratio: float) -> float:
-    """The place of a ratio on the scale, in pixels; logarithmic."""
+    """Return the place of a ratio on the scale, in pixels; logarithmic."""
     return ONE + (END - ONE) * math.log(ratio) / math.log(FARTHEST)
 
 
 def drawn(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> DrawnAnswer:
-    """A strategy's mark around (x, y); `full`: in its family's full colour."""
+    """Return a strategy's mark around (x, y); `full`: in its family's full colour."""
     quiet = "" if full else "-q"
     colour = f"var(--{mark.variable}{quiet})"
     half = f"url(#half-{mark.variable}{quiet})"
@@ -60,7 +60,7 @@ def drawn(mark: Mark, x: float, y: float, radius: float, title: str, full: bool)
 
 
 def icon(mark: Mark) -> DrawnAnswer:
-    """A strategy's mark in the middle of 18 x 18 pixels."""
+    """Return a strategy's mark in the middle of 18 x 18 pixels."""
     return drawn(mark, 9, 9, 6, "", full=True)
 
 
@@ -121,7 +121,7 @@ def scale_of(
 
 
 def label_of(other: Mapping[str, Any]) -> str:
-    """The nearest rival in words: `zero1 × 8: 1.09× [1.06–1.12]`."""
+    """Return the nearest rival in words: `zero1 × 8: 1.09× [1.06–1.12]`."""
     interval = ""
     if other["low"] is not None:
         high = other["high"]
@@ -130,14 +130,14 @@ def label_of(other: Mapping[str, Any]) -> str:
 
 
 def named(other: Mapping[str, Any]) -> str:
-    """A rival and its ratio: `zero1 × 8: 1.09×`."""
+    """Return a rival and its ratio: `zero1 × 8: 1.09×`."""
     return f"{other['strategy']} × {other['gpus']}: {other['ratio']:.2f}×"
 
 
 def answer_rows(
     answers: Sequence[Mapping[str, Any]], bases: Mapping[str, str | None], margin: float
 ) -> Iterator[dict[str, Any]]:
-    """A row for each answer of answers.json. `bases`: those of a study's strategies, by name."""
+    """Yield a row for each answer of answers.json. `bases`: those of a study's strategies, by name."""
     listed = {a["short"]["strategy"] for a in answers if a["short"]["strategy"]}
     listed |= {o["strategy"] for a in answers for o in a["short"]["others"]}
     marks = marks_by_strategy(({name: name for name in listed} | dict(bases)).items())
@@ -155,13 +155,13 @@ def answer_rows(
 
 
 def shown_names(short: Mapping[str, Any]) -> list[str]:
-    """The strategies that a row draws."""
+    """Return the strategies that a row draws."""
     own = [short["strategy"]] if short["strategy"] else []
     return [*own, *(other["strategy"] for other in short["others"])]
 
 
 def ticks() -> list[dict[str, Any]]:
-    """The head of the scale: a place and a text for each tick."""
+    """Return the head of the scale: a place and a text for each tick."""
     return [{"x": at(t), "text": f"{t:g}×"} for t in TICKS]
 
 

@@ -14,7 +14,7 @@ from stratbench.cell.text.words import counted
 
 
 def answer_lines(folder: Path) -> Iterator[str]:
-    """The lines, from the files of a study in `folder`.
+    """Yield the lines, from the files of a study in `folder`.
 
     Reads answers.json, audit.csv and cells.csv without pandas, which is slow to import.
     """

@@ -58,13 +58,13 @@ RUNS = {
 
 
 def distinct_values(rows: pd.DataFrame, column: str) -> str:
-    """The distinct values of a column as text, for the table of runs."""
+    """Return the distinct values of a column as text, for the table of runs."""
     texts = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
     return ", ".join(texts) or "not recorded"
 
 
 def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
-    """A row for each experiment: its matrix, its settings and its machine."""
+    """Return a row for each experiment: its matrix, its settings and its machine."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = worker_noun(rows["device_kind"])
@@ -77,7 +77,7 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def length_of_training(rows: pd.DataFrame) -> str:
-    """The number of epochs as text, or the number of steps of cells that were not evaluated."""
+    """Return the number of epochs as text, or the number of steps of cells that were not evaluated."""
     if rows["steps"].notna().any():
         return f"{distinct_values(rows, 'steps')} steps, no score"
     return distinct_values(rows, "epochs")
@@ -160,7 +160,7 @@ def matrix_line(rows: pd.DataFrame) -> str:
 
 
 def note_on_experiment(rows: pd.DataFrame) -> str:
-    """A note that holds for all figures and tables of an experiment."""
+    """Return a note that holds for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
     told = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
@@ -169,7 +169,7 @@ def note_on_experiment(rows: pd.DataFrame) -> str:
 
 
 def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
-    """The best of summary rows; None for a tie: less than `margin` ahead, or overlapping spreads.
+    """Return the best of summary rows; None for a tie: less than `margin` ahead, or overlapping spreads.
 
     None, too, if some of its repeats have no value, or the audit calls it unusable.
     """
@@ -189,7 +189,7 @@ def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
 
 
 def table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
-    """The values of a table's cell; `row`: its summary row, None where the study has no such cell."""
+    """Return the values of a table's cell; `row`: its summary row, None where the study has no such cell."""
     if row is None:
         return {"text": NO_CELL, "rest": "", "sort": "", "kind": "none", "flags": ""}
     text, rest, sort, kind = row["text"], "", "", "failed"
@@ -202,7 +202,7 @@ def table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
 def table_values(
     rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
 ) -> dict[str, Any]:
-    """The values of a table: texts split into number and rest, the clear best of each model marked."""
+    """Return the values of a table: texts split into number and rest, the clear best of each model marked."""
     counts, lines = wide_rows(rows, summary, measure)
     best = {
         (model, count): clear_best(
@@ -232,7 +232,7 @@ def table_values(
 
 
 def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
-    """The rows of all cells, with links to their records and logs, relative to the page."""
+    """Yield the rows of all cells, with links to their records and logs, relative to the page."""
 
     def link(path: object) -> str | None:
         if not isinstance(path, str) or not (study_dir / path).exists():
@@ -260,7 +260,7 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
 def experiment_sections(
     given: ReportInput,
 ) -> Iterator[dict]:
-    """The section of each experiment: its models, each with what was found and figures, and tables."""
+    """Yield the section of each experiment: its models, each with what was found and figures, and tables."""
     cells, decided, folder = given.cells, given.decided, given.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
@@ -319,7 +319,7 @@ def page_values(
 
 
 def render(values: dict[str, Any]) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     return pages.render("report.html.j2", TEMPLATES, values=values)
 
 

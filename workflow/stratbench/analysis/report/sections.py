@@ -14,7 +14,7 @@ from stratbench.strategies import REGISTRY, strategy_class
 
 
 def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
-    """Name, summary and rule of each strategy in the study; a variant has those of its strategy."""
+    """Yield name, summary and rule of each strategy in the study; a variant has those of its strategy."""
     bases = bases_by_strategy(cells)
     for name in cells["strategy"].unique():
         of = bases.get(name, name)
@@ -48,7 +48,7 @@ def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row for each strategy, model and worker count with parameter servers (repeats added up)."""
+    """Return a row for each strategy, model and worker count with parameter servers (repeats added up)."""
     known = cells[cells["staleness"].notna()]
     lines = []
     keys = ["experiment", "strategy", "model", "gpus"]
@@ -77,5 +77,5 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def whole_number(value: float) -> str:
-    """A whole number as text; empty if there is none."""
+    """Return a whole number as text; empty if there is none."""
     return "" if pd.isna(value) else f"{value:.0f}"

@@ -12,12 +12,12 @@ from stratbench.analysis.figures.figure_list import INDEX
 
 
 def data_uri(svg: bytes) -> str:
-    """An SVG as a data URI: inside an image it can load nothing and run nothing."""
+    """Return an SVG as a data URI: inside an image it can load nothing and run nothing."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
 def shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
-    """The figures that `figures.plots` left in a folder, in their order, each with its `uri`."""
+    """Yield the figures that `figures.plots` left in a folder, in their order, each with its `uri`."""
     index = folder / INDEX
     if not index.exists():
         return

@@ -35,7 +35,7 @@ SUMMARY_COLUMNS = (
 
 
 def describe_outcome(frame: pd.DataFrame) -> str:
-    """The outcomes of cells that are not `ok`: `2 × OOM, >3000 s`; empty if all are `ok`."""
+    """Return the outcomes of cells that are not `ok`: `2 × OOM, >3000 s`; empty if all are `ok`."""
     labels = (
         status_label(status, limit if limit == limit else None, reason)
         for status, limit, reason in zip(
@@ -48,13 +48,13 @@ def describe_outcome(frame: pd.DataFrame) -> str:
 
 
 def outcome_kinds(outcome_text: str) -> str:
-    """The outcome without counts, for a cell with nothing else to print: `3 × OOM` becomes `OOM`."""
+    """Return the outcome without counts, for a cell with nothing else to print: `3 × OOM` becomes `OOM`."""
     kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
     return ", ".join(dict.fromkeys(kinds))
 
 
 def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """The median of a measure and the ends of its spread; if there are none, `text` says why."""
+    """Return the median of a measure and the ends of its spread; if there are none, `text` says why."""
     found = list(groups.values(group, measure.column).values())
     if not found:
         return {"text": why_none(groups, group) or f"n/a ({why_unknown(groups, group, measure)})"}
@@ -89,12 +89,12 @@ def lacking(groups: Repeats, group: Group, measure: Measure, known: int, reason:
 
 
 def why_none(groups: Repeats, group: Group) -> str:
-    """The outcomes of a group without a value; empty if its cells ended well."""
+    """Return the outcomes of a group without a value; empty if its cells ended well."""
     return outcome_kinds(describe_outcome(groups.all[group]))
 
 
 def baseline_of(groups: Repeats, group: Group, measure: Measure) -> Group | str:
-    """The baseline group of a ratio, or a text that says why there is none."""
+    """Return the baseline group of a ratio, or a text that says why there is none."""
     match measure.baseline:
         case "self":
             against, where, count = group.strategy, "1 worker", 1
@@ -144,7 +144,7 @@ def fill_ratios(rows: list[Row]) -> None:
 
 
 def cell_text(row: Row, measure: Measure) -> str:
-    """The text of a table's cell: the value, its spread, and the outcomes that are not `ok`."""
+    """Return the text of a table's cell: the value, its spread, and the outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
     found = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
@@ -157,7 +157,7 @@ def cell_text(row: Row, measure: Measure) -> str:
 def doubts_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
-    """The rules that doubt a group's time, memory or score: (what, *group) to severities by rule."""
+    """Return the rules that doubt a group's time, memory or score: (what, *group) to severities by rule."""
     doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     told = [finding for finding in findings if finding["severity"] != "note"]
     for key, found in findings_by_group(told, groups):
@@ -169,7 +169,7 @@ def doubts_by_group(
 
 
 def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The long table (SUMMARY_COLUMNS) from the rows of cells.csv, in their order.
+    """Return the long table (SUMMARY_COLUMNS) from the rows of cells.csv, in their order.
 
     `flags`: severity and name of the audit's rules (rows of audit.csv, except notes) that doubt the figure.
     """

@@ -45,7 +45,7 @@ _LATEX = {
 
 
 def workers_are(cells: pd.DataFrame) -> str:
-    """A sentence that says what a worker is in these rows of cells.csv, according to the records.
+    """Return a sentence that says what a worker is in these rows of cells.csv, according to the records.
 
     For a cell in which no worker reported, such as a timeout, only the kind of device is known.
     """
@@ -77,7 +77,7 @@ def workers_are(cells: pd.DataFrame) -> str:
 
 
 def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
-    """A sentence on the meaning of the brackets, or on why there are none."""
+    """Return a sentence on the meaning of the brackets, or on why there are none."""
     most = cells.groupby(["strategy", "model", "gpus"]).size().max()
     if most < 2:
         return "One repeat: no spread is known."
@@ -92,7 +92,7 @@ def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
 
 
 def table_heading(cells: pd.DataFrame, measure: Measure) -> str:
-    """The measure, the experiment and the data set, as a heading."""
+    """Return the measure, the experiment and the data set, as a heading."""
     first = cells.iloc[0]
     return f"{measure.heading}, experiment {first['experiment']} on {first['dataset']}."
 
@@ -104,7 +104,7 @@ def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str
 
 
 def least_note(cells: pd.DataFrame, measure: Measure) -> str:
-    """A sentence on the least possible score, if it is known; else empty."""
+    """Return a sentence on the least possible score, if it is known; else empty."""
     if measure.named_by != "score":
         return ""
     score = score_of(cells)
@@ -116,7 +116,7 @@ def least_note(cells: pd.DataFrame, measure: Measure) -> str:
 def wide_rows(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
 ) -> tuple[list[int], list[tuple[str, str, dict[int, dict[str, Any]]]]]:
-    """The table of one experiment: its worker counts, and (model, strategy, summary row by count).
+    """Return the table of one experiment: its worker counts, and (model, strategy, summary row by count).
 
     `cells` are the experiment's rows of cells.csv. The rows of a model stand together, in the order of
     the config.
@@ -137,14 +137,14 @@ def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str,
 
 
 def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
-    """A sentence that says what a table's marks mean, with the rules; empty without marks."""
+    """Return a sentence that says what a table's marks mean, with the rules; empty without marks."""
     found = rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
     told = " or ".join(f"{severity} ({', '.join(rules)})" for severity, rules in found.items())
     return f" {DOUBT}: {told}, says the audit." if found else ""
 
 
 def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
-    """The rules in the flags of summary rows, by what the audit calls a figure: the worst first."""
+    """Return the rules in the flags of summary rows, by what the audit calls a figure: the worst first."""
     named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
     found: dict[str, list[str]] = {}
     for rule in named:
@@ -158,7 +158,7 @@ def wide_table(
     counts: Sequence[int],
     lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]],
 ) -> pd.DataFrame:
-    """The texts of one experiment's table: model, strategy, and a column for each worker count.
+    """Return the texts of one experiment's table: model, strategy, and a column for each worker count.
 
     `counts` and `lines` come from `wide_rows`.
     """
@@ -180,7 +180,7 @@ def table_by_count(
 
 
 def markdown(table: pd.DataFrame, title: str) -> str:
-    """The table as Markdown, with its caption above."""
+    """Return the table as Markdown, with its caption above."""
     header = list(table.columns)
     lines = [f"**{title}**", "", "| " + " | ".join(header) + " |"]
     lines.append("|" + "|".join([" --- "] * 2 + [" ---: "] * (len(header) - 2)) + "|")
@@ -195,7 +195,7 @@ def latex_escaped(text: str) -> str:
 
 
 def latex(table: pd.DataFrame, title: str) -> str:
-    """The table as a LaTeX float (needs booktabs)."""
+    """Return the table as a LaTeX float (needs booktabs)."""
     columns = "ll" + "r" * (len(table.columns) - 2)
     lines = [r"\begin{table}", r"\centering", rf"\caption{{{latex_escaped(title)}}}"]
     lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
@@ -208,7 +208,7 @@ def latex(table: pd.DataFrame, title: str) -> str:
 
 
 def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
-    """Whether a measure has a table in an experiment (its rows of cells.csv): if any cell has a value.
+    """Return whether a measure has a table in an experiment (its rows of cells.csv): if any cell has a value.
 
     The training time always has one, because it also shows how each cell ended.
     """

@@ -28,7 +28,7 @@ def render(
     values: dict[str, Any],
     filters: dict[str, Callable[..., Any]] | None = None,
 ) -> str:
-    """The page that `template`, a file in one of the folders, gives with these values.
+    """Return the page that `template`, a file in one of the folders, gives with these values.
 
     Templates may include those of SHARED.
     Of a template `*.txt.j2` a text for a terminal, in which nothing is escaped.
@@ -50,12 +50,12 @@ def render(
 
 
 def unbroken(text: str) -> str:
-    """A printable text in which no line ends between a number and its `%`, or in `ddp × 8`."""
+    """Return a printable text in which no line ends between a number and its `%`, or in `ddp × 8`."""
     return re.sub(r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", printable(text))
 
 
 def breakable(name: str) -> Markup:
-    """A name in which a line may end after `_`, `.` and `/`, as it may after a hyphen."""
+    """Return a name in which a line may end after `_`, `.` and `/`, as it may after a hyphen."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(printable(name)))))

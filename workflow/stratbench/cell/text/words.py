@@ -15,12 +15,12 @@ WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
 
 def unit_for(n_bytes: float) -> tuple[str, int]:
-    """The unit in which an amount is at least one, and its bytes; KiB for less."""
+    """Return the unit in which an amount is at least one, and its bytes; KiB for less."""
     return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
 
 
 def bytes_text(n_bytes: float) -> str:
-    """Bytes as text, in GiB, MiB or KiB."""
+    """Return bytes as text, in GiB, MiB or KiB."""
     name, unit = unit_for(n_bytes)
     return f"{n_bytes / unit:.{2 if unit == GIB else 0}f} {name}" if n_bytes else "0"
 
@@ -31,7 +31,7 @@ def hours_text(hours: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """The most seconds that something takes as text, in s, min or h."""
+    """Return the most seconds that something takes as text, in s, min or h."""
     if seconds < 1:
         return "1 s"
     if seconds < 100:
@@ -40,32 +40,32 @@ def seconds_text(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """A time as text with three digits at most, from microseconds on: `86 µs`, `1.2 ms`, `3.5 s`."""
+    """Return a time as text with three digits at most, from microseconds on: `86 µs`, `1.2 ms`, `3.5 s`."""
     unit, name = next(((u, n) for u, n in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "µs"))
     value = seconds / unit
     return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
 
 
 def counted(count: int, noun: str) -> str:
-    """The count with its noun, which ends in a plural unless the count is one: `4 CPU processes`."""
+    """Return the count with its noun, which ends in a plural unless the count is one: `4 CPU processes`."""
     return f"{count} {noun if count == 1 else plural(noun)}"
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun: `GPUs`, `CPU processes`, `strategies`."""
+    """Return the plural of a noun: `GPUs`, `CPU processes`, `strategies`."""
     if noun.endswith("gy"):
         return f"{noun[:-1]}ies"
     return noun + ("es" if noun.endswith("s") else "s")
 
 
 def names_text(names: Sequence[str], most: int = 4) -> str:
-    """Names in a sentence; of more than `most` the first: `a, b, c, d and 2 more`."""
+    """Return names in a sentence; of more than `most` the first: `a, b, c, d and 2 more`."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def joined_with_and(values: Iterable[object]) -> str:
-    """The values as a list in words: `1, 2 and 4`."""
+    """Return the values as a list in words: `1, 2 and 4`."""
     *texts, last = map(str, values)
     return f"{', '.join(texts)} and {last}" if texts else last
 
@@ -81,7 +81,7 @@ COLUMNS = 100
 
 
 def folded(lines: Iterable[str]) -> str:
-    """Lines for a terminal, each broken at COLUMNS; what is broken goes on two columns further in."""
+    """Return lines for a terminal, each broken at COLUMNS; what is broken goes on two columns further in."""
     wrapped: list[str] = []
     for line in "\n".join(lines).split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
@@ -104,13 +104,13 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text that may be from others, as `printable` has it and short enough for a table."""
+    """Return a text that may be from others, as `printable` has it and short enough for a table."""
     text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def repr_of(value: Any) -> str:
-    """A wrong value as a message shows it: null, true and false as in YAML, and cut if it is long."""
+    """Return a wrong value as a message shows it: null, true and false as in YAML, and cut if it is long."""
     names = {None: "null", True: "true", False: "false"}
     text = next((name for known, name in names.items() if value is known), repr(value))
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

@@ -37,7 +37,7 @@ KINDS = (
 
 
 def rules_of(module: Any) -> list[Rule]:
-    """The rules of a module, in the order of their definitions."""
+    """Return the rules of a module, in the order of their definitions."""
     rules: list[Rule] = []
     for value in vars(module).values():
         listed = value if isinstance(value, tuple) else (value,)
@@ -64,7 +64,7 @@ def audit(
     timelines: Mapping[Key, Timeline] | None = None,
     study_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """The findings on the rows of cells.csv and on `records`, the most severe first.
+    """Return the findings on the rows of cells.csv and on `records`, the most severe first.
 
     Keys are AUDIT_COLUMNS.
 
@@ -88,7 +88,7 @@ def audit(
 
 
 def found_by(rule: Rule, evidence: AuditData) -> Iterator[Found]:
-    """The findings of a rule; if odd figures make it fail, that is a finding, and other rules go on."""
+    """Yield the findings of a rule; if odd figures make it fail, that is a finding, and other rules go on."""
     try:
         yield from rule.check(evidence)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -98,7 +98,7 @@ def found_by(rule: Rule, evidence: AuditData) -> Iterator[Found]:
 def read_records(
     cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read_measured
 ) -> list[Record]:
-    """The records of the rows of cells.csv that have a usable one, below results/<study>."""
+    """Return the records of the rows of cells.csv that have a usable one, below results/<study>."""
     paths = cells.loc[cells["status"].isin([*STATUSES, INCOMPARABLE]), "record_path"].dropna()
     return [read(study_dir / path) for path in paths]
 

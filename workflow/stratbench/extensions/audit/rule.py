@@ -83,24 +83,24 @@ class AuditData:
         return list(self.ok.itertuples())
 
     def with_any_strategy(self, group: Group) -> list[Group]:
-        """The groups on the same model and number of workers, including the group itself."""
+        """Return the groups on the same model and number of workers, including the group itself."""
         return self._alike.get(group.with_strategy(""), [])
 
     def on_any_count(self, group: Group) -> list[Group]:
-        """The groups of the same strategy and model on any number of workers."""
+        """Return the groups of the same strategy and model on any number of workers."""
         return self._alike.get(group.with_gpus(0), [])
 
     def median(self, group: Group, column: str) -> float | None:
-        """Median of a column over the repeats of a group; None without values."""
+        """Return median of a column over the repeats of a group; None without values."""
         return self.repeats.median(group, column)
 
     def product(self, group: Group, *columns: str) -> float | None:
-        """The product of the medians of some columns; None if one is absent."""
+        """Return the product of the medians of some columns; None if one is absent."""
         values = [self.median(group, column) for column in columns]
         return None if None in values else math.prod(values)
 
     def value_of(self, group: Group, column: str) -> Any:
-        """The value that all repeats of a group share in a column, such as a trait; None if absent."""
+        """Return the value that all repeats of a group share in a column, such as a trait; None if absent."""
         value = self.groups[group][column].iloc[0]
         return None if pd.isna(value) else value
 
@@ -171,7 +171,7 @@ def record_rule(
 
 
 def faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
-    """The faults that `check` finds; a field with an unexpected shape is a fault, too."""
+    """Yield the faults that `check` finds; a field with an unexpected shape is a fault, too."""
     try:
         yield from check(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -196,12 +196,12 @@ def coordinates_of_strategy(group: Group) -> Row:
 
 
 def named(cells: Iterable[Row]) -> str:
-    """Cells of one experiment in words."""
+    """Return cells of one experiment in words."""
     return " and of ".join(f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in cells)
 
 
 def key_of(cell: Row) -> Key:
-    """The key of a cell's timeline."""
+    """Return the key of a cell's timeline."""
     return tuple(cell[name] for name in COORDINATES)
 
 

@@ -70,12 +70,12 @@ def score_below_floor(evidence: AuditData) -> Iterator[Case]:
 
 
 def in_words(score: Score, value: float) -> str:
-    """A score, given as in records, in words."""
+    """Return a score, given as in records, in words."""
     return f"{value:.1%}" if score.is_share else score.text(score.factor * value)
 
 
 def error_of_guessing(score: Score, guess: float, row: Any) -> float:
-    """The standard error of guessing on the test set; each token of a text counts as an answer."""
+    """Return the standard error of guessing on the test set; each token of a text counts as an answer."""
     if not score.is_share:
         return 0.0 if pd.isna(row.score_error) else row.score_error
     answers = row.test_samples * (row.counts_per_sample if row.counts_per_sample > 0 else 1)
@@ -166,7 +166,7 @@ def equal_arithmetic_unequal_loss(evidence: AuditData) -> Iterator[Case]:
 def unlike_median(
     members: list[Facts], name: str
 ) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
-    """The cells whose loss or score is not the median of all: epoch, value and median of each case."""
+    """Yield the cells whose loss or score is not the median of all: epoch, value and median of each case."""
     off: list[list[tuple[int, float, float]]] = [[] for _ in members]
     epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
     for epoch, entries in enumerate(epochs, 1):
@@ -205,7 +205,7 @@ def most_by_rounding(facts: Facts, name: str, usual: float) -> float:
 
 
 def answers_of(facts: Facts) -> float | None:
-    """The number of answers that a score is a mean of."""
+    """Return the number of answers that a score is a mean of."""
     return facts.product("data.test_samples", "task.counts_per_sample") or facts(
         "data.test_samples"
     )

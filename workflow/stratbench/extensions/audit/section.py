@@ -51,7 +51,7 @@ def tally_text(findings: pd.DataFrame) -> str:
 def audit_rules(
     findings: pd.DataFrame, answers: Sequence[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """The audit's rules with findings, the most severe first, each with its places and figures.
+    """Return the audit's rules with findings, the most severe first, each with its places and figures.
 
     `answers`: those of answers.json; each rule says which of their choices it touches.
     """
@@ -97,7 +97,7 @@ def where_text(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The choices that these findings touch, and those whose nearest rival they touch."""
+    """Return the choices that these findings touch, and those whose nearest rival they touch."""
     chosen, rivals = [], []
     for answer in answers:
         short = answer["short"]
@@ -114,14 +114,14 @@ def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, A
 
 
 def nearest_of(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rivals that a reason names: the next one, and the next of another strategy."""
+    """Return the rivals that a reason names: the next one, and the next of another strategy."""
     others = short["others"]
     further = [o for o in others if o["strategy"] != short["strategy"]]
     return [*others[:1], *(o for o in further[:1] if o not in others[:1])]
 
 
 def is_of(row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]) -> bool:
-    """Whether a finding is on a strategy and count of an answer; what it leaves open holds for all."""
+    """Return whether a finding is on a strategy and count of an answer; what it leaves open holds for all."""
     wanted = {
         "experiment": answer["experiment"],
         "model": answer["model"],

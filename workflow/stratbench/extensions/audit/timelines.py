@@ -40,7 +40,7 @@ OTHERS, OTHERS_SHARE = 0.5, 0.05
 
 
 def is_crowded(facts: Facts) -> bool:
-    """Whether so many processes wanted a core that one may have got none for seconds."""
+    """Return whether so many processes wanted a core that one may have got none for seconds."""
     cores = [value_at(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers]
     loads = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
     if facts.timeline is not None:
@@ -118,7 +118,7 @@ def clock_low(evidence: AuditData) -> Iterator[Case]:
 
 
 def is_at_its_limit(worker: dict[str, Any], one: Series) -> bool:
-    """Whether a GPU's power explains a low clock."""
+    """Return whether a GPU's power explains a low clock."""
     limit_w, power = (
         value_at(worker["provenance"], "gpu.power_limit_w"),
         one.training.get("power_w"),
@@ -170,7 +170,7 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
 def load_while_running(
     total_s: float, before: float | None, after: float, one: Series | None
 ) -> float:
-    """The number of processes that wanted a core in the time of a cell, from `load_1m`.
+    """Return the number of processes that wanted a core in the time of a cell, from `load_1m`.
 
     The kernel's average forgets with a time constant of a minute: what was before is taken out. 0 where
     most of it is from before.

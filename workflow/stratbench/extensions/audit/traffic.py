@@ -37,7 +37,7 @@ def bandwidth_impossible(evidence: AuditData) -> Iterator[Case]:
 
 
 def implied_bytes_per_s(row: Any) -> float | None:
-    """The traffic that a cell's training implies, in bytes per second: what it counted, or the least.
+    """Return the traffic that a cell's training implies, in bytes per second: what it counted, or the least.
 
     For collectives, of one rank; for servers, of the busiest one. The least is used if it is more than
     the count, and for records without a count, such as the paper's.
@@ -49,7 +49,7 @@ def implied_bytes_per_s(row: Any) -> float | None:
 
 
 def least_bytes_per_s(row: Any) -> float | None:
-    """The least traffic that a cell's training needs, in bytes per second.
+    """Return the least traffic that a cell's training needs, in bytes per second.
 
     For collectives, what one rank sends: (W-1)/W of each of the strategy's copies of the parameters
     that are trained. For servers, an equal share of all workers' traffic: the gradients in and the

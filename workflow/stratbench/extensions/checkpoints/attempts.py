@@ -28,7 +28,7 @@ def folder_of(run: RunFolder, rank: int) -> Path:
 
 
 def common_step(run: RunFolder, workers: int) -> int | None:
-    """The steps of the newest checkpoint that all workers have; None without one."""
+    """Return the steps of the newest checkpoint that all workers have; None without one."""
     each = [steps_in(folder_of(run, rank)) for rank in range(workers)]
     return max(set.intersection(*each), default=None)
 
@@ -43,7 +43,7 @@ def forget_older(run: RunFolder, rank: int, workers: int) -> None:
 
 
 def last_sign(run: RunFolder) -> float | None:
-    """The date at which the attempt that used a run folder last wrote to it; None where none did.
+    """Return the date at which the attempt that used a run folder last wrote to it; None where none did.
 
     The sampler of each node writes every second.
     """
@@ -52,7 +52,7 @@ def last_sign(run: RunFolder) -> float | None:
 
 
 def begin(job: Job, ended_unix_s: float | None) -> Job:
-    """The same job as the next attempt of its cell: its times count from the first attempt's start.
+    """Return the same job as the next attempt of its cell: its times count from the first attempt's start.
 
     Time in which no attempt ran is left out of them. `ended_unix_s`: of the attempt before
     (`last_sign`). Attempts of other settings, data or devices are forgotten.

@@ -46,7 +46,7 @@ def steps_in(folder: Path) -> set[int]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """The file of the checkpoint after `step` steps."""
+    """Return the file of the checkpoint after `step` steps."""
     return folder / f"checkpoint-{step}.bin"
 
 
@@ -89,7 +89,7 @@ def forget_beyond(folder: Path, step: int) -> None:
 
 
 def read_facts(folder: Path, step: int) -> dict[str, Any]:
-    """The facts that a checkpoint holds beside its tensors. Raises Damaged where it cannot be read."""
+    """Return the facts that a checkpoint holds beside its tensors. Raises Damaged where it cannot be read."""
     path = path_of(folder, step)
     with path.open("rb") as file:
         return _read_head(file, path)["facts"]

@@ -10,7 +10,7 @@ from stratbench.cell.run_folder import RunFolder
 
 
 def command_name(node: int) -> str:
-    """The name of the command on a node, used like a worker's."""
+    """Return the name of the command on a node, used like a worker's."""
     return f"command{node}"
 
 
@@ -20,7 +20,7 @@ def report_path(run: RunFolder) -> Path:
 
 
 def out_path(run: RunFolder) -> Path:
-    """The folder for what the command writes."""
+    """Return the folder for what the command writes."""
     return run.path / "out"
 
 

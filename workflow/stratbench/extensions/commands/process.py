@@ -106,7 +106,7 @@ def end_marked(mark: str) -> None:
 
 
 def environment_of(job: Job, mark: str) -> dict[str, str]:
-    """The environment of a command: its devices and threads are chosen, its report has a place."""
+    """Return the environment of a command: its devices and threads are chosen, its report has a place."""
     code = [] if INSTALLED else [os.fspath(PACKAGE.parent)]
     path = [*code, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -136,7 +136,7 @@ def values_of(job: Job, node: int) -> dict[str, Any]:
 
 
 def meeting_place(job: Job, node: int) -> tuple[str, int]:
-    """A name of node 0, and a port that was free there; other nodes read it in the run folder."""
+    """Return a name of node 0, and a port that was free there; other nodes read it in the run folder."""
     if job.n_nodes == 1:
         return "127.0.0.1", free_port()
     if node == 0:
@@ -145,7 +145,7 @@ def meeting_place(job: Job, node: int) -> tuple[str, int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

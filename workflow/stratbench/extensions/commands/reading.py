@@ -56,7 +56,7 @@ class CommandReport:
 
 
 def read_report(path: Path) -> CommandReport:
-    """The report in a file; a last line that was cut short is left out. ReportError if it is none."""
+    """Return the report in a file; a last line that was cut short is left out. ReportError if it is none."""
     reader = _Reader()
     try:
         with path.open("rb") as file:

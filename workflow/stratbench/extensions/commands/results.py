@@ -77,7 +77,7 @@ def as_worker(job: Job, report: CommandReport) -> dict[str, Any]:
 
 
 def said_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
-    """The record's `program.self_reported`."""
+    """Return the record's `program.self_reported`."""
     sizes = set(report.samples)
     return {
         "workers": report.facts["workers"],
@@ -105,7 +105,7 @@ def ends_before(report: CommandReport) -> list[float]:
 
 
 def epochs_of(s: Settings, report: CommandReport) -> list[dict[str, Any]]:
-    """The record's `score.per_epoch`: an entry an evaluation that follows training."""
+    """Return the record's `score.per_epoch`: an entry an evaluation that follows training."""
     if s.steps:
         return []
     scores = [score for score in report.scores if score.train_time_s > 0]
@@ -123,7 +123,7 @@ def epochs_of(s: Settings, report: CommandReport) -> list[dict[str, Any]]:
 
 
 def epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
-    """Seconds of training before each score since the one before, and after the last."""
+    """Return seconds of training before each score since the one before, and after the last."""
     ends = [e["train_time_s"] for e in epochs_of(s, report)]
     spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     rest = report.train_time_s - (ends[-1] if ends else 0.0)
@@ -131,7 +131,7 @@ def epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
 
 
 def origin_of(job: Job) -> float:
-    """The origin of the cell's times by the clock of node 0, where rank 0 wrote the report."""
+    """Return the origin of the cell's times by the clock of node 0, where rank 0 wrote the report."""
     ends = read_ends(job.folder, 1)
     return ends[0]["origin_s"] if ends else job.origin_s
 
@@ -145,7 +145,7 @@ def write_phases(job: Job, report: CommandReport) -> None:
 
 
 def memory_of(job: Job) -> dict[str, Any]:
-    """The peak of the process that used most, as the kernel counted it from the process' start."""
+    """Return the peak of the process that used most, as the kernel counted it from the process' start."""
     most = max((end["max_rss_bytes"] for end in read_ends(job.folder, job.n_nodes)), default=None)
     return {
         "method": "maxrss-since-process-start",
@@ -155,7 +155,7 @@ def memory_of(job: Job) -> dict[str, Any]:
 
 
 def provenance_of(job: Job, report: CommandReport) -> dict[str, Any]:
-    """The node of the launcher, and what the command says of its PyTorch."""
+    """Return the node of the launcher, and what the command says of its PyTorch."""
     facts: dict[str, Any] = {
         "device": "cuda" if job.use_cuda else "cpu",
         "host": facts_of_node(),
@@ -170,7 +170,7 @@ def provenance_of(job: Job, report: CommandReport) -> dict[str, Any]:
 
 
 def program_entry(job: Job) -> dict[str, Any]:
-    """The record's `program`: what was measured from outside, and what it says itself."""
+    """Return the record's `program`: what was measured from outside, and what it says itself."""
     files = strategy_class(job.settings.strategy).files(job.settings.options)
     worker = job.folder.read_worker(0) or {}
     return {
@@ -200,7 +200,7 @@ def outside(job: Job) -> dict[str, Any]:
 
 
 def samples_of(job: Job, kind: str, column: str) -> list[int]:
-    """All samples of a column of the cell's processes or GPUs."""
+    """Return all samples of a column of the cell's processes or GPUs."""
     rows = (row for path in job.folder.sample_files() for row in read_samples(path))
     return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
 
@@ -216,7 +216,7 @@ def why_failed(job: Job, exits: Sequence[Any]) -> str:
 
 
 def log_of(job: Job) -> list[str]:
-    """The ends of the command's logs, of all nodes."""
+    """Return the ends of the command's logs, of all nodes."""
     paths = (job.folder.log(command_name(node)) for node in range(job.n_nodes))
     return [line for path in paths if path.exists() for line in last_lines(path)]
 

@@ -48,7 +48,7 @@ def judge_same_work(rows: Sequence[Row]) -> None:
 
 
 def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
-    """The cells that a command's is held to: on as many workers, if there are any.
+    """Return the cells that a command's is held to: on as many workers, if there are any.
 
     Of those whose loop is ours the ones that train as DDP does, if there are any; without ours, other
     commands.
@@ -97,7 +97,7 @@ def difference_of_score(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def standard_error(row: Row) -> float:
-    """The standard error of a score: as recorded, or of a share from its binomial variance; else 0."""
+    """Return the standard error of a score: as recorded, or of a share from its binomial variance; else 0."""
     if row["score_error"] is not None:
         return row["score_error"]
     if row["score_unit"] != "share" or not row["test_samples"]:

@@ -127,12 +127,12 @@ class Command(Strategy):
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[str]:
-    """The program and its arguments, with names in braces; empty where an option gives none."""
+    """Return the program and its arguments, with names in braces; empty where an option gives none."""
     return options["command"] or []
 
 
 def placeholders(arguments: Iterable[str]) -> Iterator[str]:
-    """The names in braces, in their order."""
+    """Yield the names in braces, in their order."""
     for argument in arguments:
         yield from _PLACEHOLDER.findall(argument)
 

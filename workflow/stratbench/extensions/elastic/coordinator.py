@@ -44,7 +44,7 @@ OVER, FULL = "the training is over", "all places are taken; come again later"
 
 
 def reaches(score: float | None, target: float | None, better: str) -> bool:
-    """Whether a score is as good as the target, if there is one; `better`: higher or lower ones."""
+    """Return whether a score is as good as the target, if there is one; `better`: higher or lower ones."""
     if score is None or target is None:
         return False
     return score >= target if better == "higher" else score <= target
@@ -145,7 +145,7 @@ class Coordinator:
             return len(h.generations), began, ended, len(h.dates), len(h.lost), steps
 
     def facts(self) -> dict[str, Any]:
-        """The history as plain values."""
+        """Return the history as plain values."""
         with self._lock:
             self.history.seen_unix_s = time.time()
             return asdict(self.history)

@@ -125,7 +125,7 @@ def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _sockets() -> set[int]:
-    """The descriptors of this process's sockets."""
+    """Return the descriptors of this process's sockets."""
     folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
     numbers = set()
     for entry in os.listdir(folder):

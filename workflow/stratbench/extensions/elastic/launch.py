@@ -58,7 +58,7 @@ def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, A
 
 
 def since_the_first(job: Job) -> Job:
-    """The same job, whose times count from the start of the first launcher that worked on it."""
+    """Return the same job, whose times count from the start of the first launcher that worked on it."""
     try:
         first = Job.from_json(job.folder.job.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -155,7 +155,7 @@ class ElasticSynchronous:
         return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
     def _await_form(self) -> dict[str, Any] | None:
-        """The next generation that this member is called to; None once it has left."""
+        """Return the next generation that this member is called to; None once it has left."""
         if self._leaving.is_set() and not self.generations:
             self._seat.say("left")
             return None

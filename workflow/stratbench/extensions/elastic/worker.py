@@ -158,7 +158,7 @@ def train_served(
 def returning(
     folder: RunFolder, leaving: threading.Event, connect: Callable[[int, float], Channel]
 ) -> ReturningChannel:
-    """A channel to whichever life of the servers there is."""
+    """Return a channel to whichever life of the servers there is."""
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),
         folder.rendezvous,

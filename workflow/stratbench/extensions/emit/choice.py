@@ -144,7 +144,7 @@ class Choice:
 
 
 def commented(lines: list[str], sign: str = "#") -> str:
-    """Lines as comments of at most 110 characters."""
+    """Return lines as comments of at most 110 characters."""
     return "".join(
         textwrap.fill(
             line, 110, initial_indent=f"{sign} ", subsequent_indent=f"{sign}   ",

@@ -70,7 +70,7 @@ class CollectiveCost:
 
 
 def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """One ring through all ranks; its slowest link sets the pace.
+    """Return one ring through all ranks; its slowest link sets the pace.
 
     All-reduce 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan 2009). With n
     nodes n of each N-1 steps' neighbours are on another one, as NCCL counts them (tuning.cc).
@@ -104,7 +104,7 @@ def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 
 def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """A ring in each node, and between the nodes one for each of a node's ranks, side by side.
+    """Return a ring in each node, and between the nodes one for each of a node's ranks, side by side.
 
     An all-reduce is a scatter within, an all-reduce of S/g between, and a gather within (g ranks a node).
     A node's connection carries the g parts together: S bytes (n-1)/n times each way.
@@ -150,7 +150,7 @@ ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
 
 
 def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """A server that takes the pushes of all workers and answers them, one byte after the other."""
+    """Return a server that takes the pushes of all workers and answers them, one byte after the other."""
     level: Level = "between" if layout.nodes > 1 else "within"
     return CollectiveCost({level: 1}, {level: layout.workers * n_bytes})
 
@@ -272,7 +272,7 @@ def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorith
 
 
 def _solved(costs: Sequence[CollectiveCost], seconds: Sequence[float]) -> dict[Level, LinkModel]:
-    """The links by which these costs take about so long, as shares of it."""
+    """Return the links by which these costs take about so long, as shares of it."""
     import numpy as np  # as scipy: not for those who only read
     from scipy.optimize import nnls
 

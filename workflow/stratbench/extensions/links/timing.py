@@ -35,7 +35,7 @@ class Sweep:
     kinds: tuple[str, ...] = KINDS
 
     def sizes(self) -> list[int]:
-        """Bytes from 1 KiB on, each four times the last, and the largest."""
+        """Return bytes from 1 KiB on, each four times the last, and the largest."""
         steps = range(math.ceil(math.log(self.largest_bytes / SMALLEST_BYTES, 4)))
         return [*(SMALLEST_BYTES << 2 * i for i in steps), self.largest_bytes]
 
@@ -79,7 +79,7 @@ def _timed_ranks(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
 def _timed(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Seconds of one call by `ranks`; `n_bytes` is the whole tensor, as in CollectiveCall."""
+    """Return seconds of one call by `ranks`; `n_bytes` is the whole tensor, as in CollectiveCall."""
     call = _call(kind, ranks, n_bytes, group, device)
     calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)
@@ -176,7 +176,7 @@ def _seconds(
     device: torch.device,
     ended: Callable[[], bool] = lambda: False,
 ) -> float:
-    """Seconds of the work; nan if what runs beside it `ended` before it did."""
+    """Return seconds of the work; nan if what runs beside it `ended` before it did."""
     began = time.perf_counter()
     work(count)
     if device.type == "cuda":

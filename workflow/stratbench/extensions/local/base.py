@@ -84,7 +84,7 @@ class Local(base.Collective):
         return loss
 
     def mean_weight(self, own: Tensor) -> Tensor:
-        """Its own: each worker trains by the mean over its own batch."""
+        """Return its own: each worker trains by the mean over its own batch."""
         return own
 
     def exchange(self) -> None:
@@ -92,7 +92,7 @@ class Local(base.Collective):
         raise NotImplementedError
 
     def is_due(self, period: int, start: int = 0) -> bool:
-        """Whether a period of steps, counted from `start`, has ended, or the training has."""
+        """Return whether a period of steps, counted from `start`, has ended, or the training has."""
         since = self.steps - start
         return since > 0 and (since % period == 0 or self.steps == self.worker.total_steps)
 
@@ -149,7 +149,7 @@ class Local(base.Collective):
 
 
 def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A flat tensor for each number format, of which `tensors` become views, as they lie in memory."""
+    """Return a flat tensor for each number format, of which `tensors` become views, as they lie in memory."""
     import torch
 
     from stratbench.ps.flat import copied_into, offsets_of

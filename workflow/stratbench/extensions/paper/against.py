@@ -36,7 +36,7 @@ PUBLISHED_COLUMNS = (
 
 
 def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Every published cell with ours (NaN if there is none), and the comparison of their ratios.
+    """Return every published cell with ours (NaN if there is none), and the comparison of their ratios.
 
     A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by
     differences in points instead of ratios (`kind` is `difference`).
@@ -67,7 +67,7 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
 
 
 def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """The medians of cells that the paper published, too, in its units: PLACE, ours, experiment."""
+    """Return the medians of cells that the paper published, too, in its units: PLACE, ours, experiment."""
     groups = Repeats(cells[published.is_counterpart(cells)], findings.to_dict("records"))
     rows = []
     for group, repeats in groups.ok.items():
@@ -80,7 +80,7 @@ def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratio_or_difference(is_points: pd.Series, one: pd.Series, other: pd.Series) -> pd.Series:
-    """One / other; of accuracies in points one - other."""
+    """Return one / other; of accuracies in points one - other."""
     return (one - other).where(is_points, one / other)
 
 

@@ -23,7 +23,7 @@ HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these rec
 
 
 def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
-    """The figures of a claim; ratios with their intervals.
+    """Return the figures of a claim; ratios with their intervals.
 
     A claim fails if one of its figures does. So all of them share the allowed rate of false claims, and
     their variances are pooled.
@@ -48,7 +48,7 @@ def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
 
 
 def describe_figures(figures: Sequence[ClaimFigure]) -> str:
-    """The range of the figures, and the cells at its ends."""
+    """Return the range of the figures, and the cells at its ends."""
     if not figures:
         return ""
     least, most = (pick(figures, key=lambda f: f.value) for pick in (min, max))
@@ -61,7 +61,7 @@ def describe_figures(figures: Sequence[ClaimFigure]) -> str:
 
 
 def describe_single_repeats(figures: Sequence[ClaimFigure]) -> str:
-    """A remark if figures come from one repeat; else empty."""
+    """Return a remark if figures come from one repeat; else empty."""
     single = sum(f.low is None and f.ends != "exact" for f in figures)
     which = "" if len(figures) == 1 else "all " if single == len(figures) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
@@ -78,13 +78,13 @@ def describe_figure(figure: ClaimFigure) -> str:
 
 
 def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:
-    """Whether the claim covers the figure's model; most claims cover every model."""
+    """Return whether the claim covers the figure's model; most claims cover every model."""
     return pd.isna(claim["model"]) or claim["model"] in figure.label
 
 
 @cache
 def published_groups(version: str) -> tuple[Repeats, Repeats]:
-    """The paper's own cells: as printed, and without the times that the audit calls copies."""
+    """Return the paper's own cells: as printed, and without the times that the audit calls copies."""
     cells = published.cells_of_version(version)
     copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
     return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
@@ -107,7 +107,7 @@ def describe_weak_figures(
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Every claim of the text and whether it holds; only the paper's models on GPUs are evidence.
+    """Return every claim of the text and whether it holds; only the paper's models on GPUs are evidence.
 
     `elsewhere` has the figures of other models and of CPU processes, which prove nothing.
     `in_the_paper` has what holds in the paper's own tables, including their defects.

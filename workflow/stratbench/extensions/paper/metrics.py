@@ -37,7 +37,7 @@ class ClaimFigure:
     served: bool = False
 
     def with_ends(self, ratio: IntervalEstimate) -> ClaimFigure:
-        """The figure with the interval of its ratio, if that has one."""
+        """Return the figure with the interval of its ratio, if that has one."""
         if ratio.low is None:
             return self
         low, high = sorted(map(self.scale, ratio[1:]))
@@ -73,7 +73,7 @@ def ratio_figure(
 
 
 def limit_s(groups: Repeats, group: Group) -> float | None:
-    """The time limit of a group that reached its own, and so took longer; None of any other."""
+    """Return the time limit of a group that reached its own, and so took longer; None of any other."""
     if group in groups.ok or group not in groups.all:
         return None
     rows = groups.all[group]
@@ -82,7 +82,7 @@ def limit_s(groups: Repeats, group: Group) -> float | None:
 
 
 def least_time_s(groups: Repeats, group: Group, beside: Group) -> float | None:
-    """A lower bound on the training time of a group at its limit, using another group's start-up."""
+    """Return a lower bound on the training time of a group at its limit, using another group's start-up."""
     limit = limit_s(groups, group)
     if limit is None or beside not in groups.ok:
         return None
@@ -118,7 +118,7 @@ def ratios(
 
 
 def pairs_of(one: str, other: str) -> Callable[[Group], tuple[Group, Group] | None]:
-    """The pairs of two strategies, on the same experiment, model and GPUs."""
+    """Return the pairs of two strategies, on the same experiment, model and GPUs."""
     return lambda group: (group, group.with_strategy(other)) if group.strategy == one else None
 
 
@@ -139,7 +139,7 @@ def points_between(one: str, other: str) -> Callable[[Repeats], Iterator[ClaimFi
 
 
 def share_recovered(groups: Repeats) -> Iterator[ClaimFigure]:
-    """The share of the accuracy lost by ps-async against ps-sync that modified async regains.
+    """Yield the share of the accuracy lost by ps-async against ps-sync that modified async regains.
 
     It is the median over the repeats that all three have, with their range. If nothing is lost, there
     is nothing to recover, and no figure.
@@ -157,13 +157,13 @@ def share_recovered(groups: Repeats) -> Iterator[ClaimFigure]:
 
 
 def median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
-    """The median over repeats; with their range if there are several."""
+    """Return the median over repeats; with their range if there are several."""
     ends = (float(values.min()), float(values.max())) if values.size > 1 else (None, None)
     return ClaimFigure(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 
 
 def counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
-    """Groups of any experiment in which `strategy` did the same work on the same model and GPUs."""
+    """Yield groups of any experiment in which `strategy` did the same work on the same model and GPUs."""
     for experiment in dict.fromkeys(other.experiment for other in groups.ok):
         other = group._replace(experiment=experiment, strategy=strategy)
         if other in groups.ok and same_work(groups, group, other):
@@ -171,14 +171,14 @@ def counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group
 
 
 def same_work(groups: Repeats, one: Group, other: Group) -> bool:
-    """Whether both trained equally long, on the same data with the same batch."""
+    """Return whether both trained equally long, on the same data with the same batch."""
     columns = ["dataset", "global_batch", "epochs", "precision"]
     first, second = (groups.ok[key].iloc[0][columns].fillna("") for key in (one, other))
     return bool((first == second).all())
 
 
 def parameters_of_vgg16(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """The number of parameters of VGG16 as built, times `scale`."""
+    """Return the number of parameters of VGG16 as built, times `scale`."""
 
     def figures(groups: Repeats) -> Iterator[ClaimFigure]:
         for (_, _, model, _), rows in groups.ok.items():

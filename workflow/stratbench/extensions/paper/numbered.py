@@ -77,7 +77,7 @@ def numbered_table(
     measures: dict[str, dict[str, Measure]],
     table: NumberedTable,
 ) -> pd.DataFrame:
-    """One of tables 3 to 7 from the rows of summary.csv.
+    """Return one of tables 3 to 7 from the rows of summary.csv.
 
     `bases` maps each strategy or variant to its strategy; `measures` are those of each experiment.
     Columns: experiment, strategy, model, measure, and one for each worker count; no rows if the study
@@ -144,7 +144,7 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_range(values: list[float], measure: Measure) -> str:
-    """The range of the medians over models with the unit; a single number for one model."""
+    """Return the range of the medians over models with the unit; a single number for one model."""
     if not values:
         return NO_CELL
     ends = [format_number(end, measure.decimals) for end in (min(values), max(values))]

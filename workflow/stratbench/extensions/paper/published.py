@@ -21,7 +21,7 @@ PARAMETERS = {
 
 
 def published_tables() -> pd.DataFrame:
-    """Every published value: version, table, row, strategy, model, dataset, gpus, measure, value.
+    """Return every published value: version, table, row, strategy, model, dataset, gpus, measure, value.
 
     If the paper prints "above a time limit", the value is absent and `limit_s` has the limit.
     """
@@ -29,7 +29,7 @@ def published_tables() -> pd.DataFrame:
 
 
 def published_claims() -> pd.DataFrame:
-    """The claims of the paper's text, reworded, each with the range that it gives for a metric."""
+    """Return the claims of the paper's text, reworded, each with the range that it gives for a metric."""
     return pd.read_csv(REFERENCE / "claims.csv")
 
 
@@ -45,7 +45,7 @@ def accuracy_floors() -> dict[str, float]:
 
 
 def cells_of_version(version: str) -> pd.DataFrame:
-    """The tables of one version as rows of cells.csv; values that the paper does not state are absent.
+    """Return the tables of one version as rows of cells.csv; values that the paper does not state are absent.
 
     A value that is printed in two tables is one cell; ValueError if the two disagree.
     """

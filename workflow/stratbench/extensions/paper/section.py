@@ -38,7 +38,7 @@ def paper_section(folder: Path) -> dict[str, Any]:
 
 
 def published_table_sections(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Each published table: the number of cells with a counterpart, these cells, and explanations."""
+    """Yield each published table: the number of cells with a counterpart, these cells, and explanations."""
     notes = published.explanations().set_index("about")["explanation"].to_dict()
     for (version, name), rows in compared.groupby(["version", "table"], sort=False):
         found = rows[rows["ours"].notna()]
@@ -54,7 +54,7 @@ def published_table_sections(compared: pd.DataFrame) -> Iterator[dict[str, Any]]
 
 
 def published_cell_line(row: dict[str, Any]) -> dict[str, Any]:
-    """The texts of a published cell; the columns of ratios may be empty."""
+    """Return the texts of a published cell; the columns of ratios may be empty."""
     is_difference = row["kind"] == "difference"
 
     def shown(value: float) -> str:

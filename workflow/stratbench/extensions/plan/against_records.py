@@ -27,7 +27,7 @@ CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start
 
 
 def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
-    """One finished cell's row of prediction.csv.
+    """Return one finished cell's row of prediction.csv.
 
     An error is how far the prediction lies above the measurement, in percent. The measured peak is
     that of the rank that used most (`measured_peak_bytes`). The predicted time is the one from the
@@ -73,7 +73,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for every cell that has a record with a measured peak, and a prediction."""
+    """Return a row for every cell that has a record with a measured peak, and a prediction."""
     return [
         prediction_row(c, records[c.cell])
         for c in plan.cells
@@ -82,7 +82,7 @@ def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> li
 
 
 def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
-    """Bytes that exist before the first step, data set included. Records count a peak from there."""
+    """Return bytes that exist before the first step, data set included. Records count a peak from there."""
     between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
     # Buffers for what other stages send are as large as the batch, and are made in the warm-up.
     return between_bytes + predicted.parts_bytes["data"] + predicted.parts_bytes.get("received", 0)
@@ -120,7 +120,7 @@ def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
 
 
 def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
-    """Bytes that a worker sends in a step, counted as records count them.
+    """Return bytes that a worker sends in a step, counted as records count them.
 
     Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is
     one push. The loss scaler's flag is left out, but where a step's collectives were counted one by one.

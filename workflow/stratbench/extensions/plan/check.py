@@ -175,7 +175,7 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
 
 
 def other_resharding(request: Request) -> Request:
-    """The same with the other choice of `reshard_after_forward`."""
+    """Return the same with the other choice of `reshard_after_forward`."""
     other = {"always": "never", "never": "always"}[request.options[RESHARDING]]
     return request.with_options(**{RESHARDING: other})
 
@@ -348,7 +348,7 @@ def equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
 
 
 def _span(first: str, last: str) -> str:
-    """A shard group by its modules, which are neighbours."""
+    """Return a shard group by its modules, which are neighbours."""
     return first if first == last else f"{first} to {last}"
 
 
@@ -391,7 +391,7 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
 def try_footprint(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
-    """The footprint, or the error in one line: one model that fails must not stop the whole plan."""
+    """Return the footprint, or the error in one line: one model that fails must not stop the whole plan."""
     from stratbench.extensions.plan.footprint.equal_blocks import Blocks
     from stratbench.workload.network.trial import NO_VALUES
 

@@ -64,7 +64,7 @@ class Device:
         return self.memory_bytes * (1 + margin if self.is_gpu else 1)
 
     def link(self, nodes: int) -> float:
-        """Bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
+        """Return bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
         if nodes == 1:
             return self.link_bytes_per_s
         return min(self.link_bytes_per_s, self.network_bytes_per_s)
@@ -94,18 +94,18 @@ def find_gpu(text: str, where: str = "config: cluster.gpu") -> Datasheet:
 
 
 def known_gpus() -> str:
-    """The names of the table's GPUs, in a sentence."""
+    """Return the names of the table's GPUs, in a sentence."""
     return ", ".join(peak.name for peak in all_datasheets())
 
 
 def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
-    """The GPUs that the config names, the nodes' own first; ConfigError for an unknown one."""
+    """Return the GPUs that the config names, the nodes' own first; ConfigError for an unknown one."""
     own = [cluster["gpu"]] if cluster["gpu"] else []
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
 
 
 def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """A GPU of the cluster. The speed of its link is the config's, or else the datasheet's."""
+    """Return a GPU of the cluster. The speed of its link is the config's, or else the datasheet's."""
     tflops = None if precision == "fp64" else peak.tflops(precision)
     link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
     return Device(

@@ -56,7 +56,7 @@ class Span:
     source: str
 
     def __iter__(self) -> Iterator[float]:
-        """Its two ends."""
+        """Return its two ends."""
         return iter((self.low_s, self.high_s))
 
     def __add__(self, other: Span) -> Span:
@@ -113,7 +113,7 @@ def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep
     utilisation = LINK_UTILISATION[rates]
 
     def sending_s(n_bytes: float, within: float = 0.0) -> float:
-        """Seconds to send them, those `within` a node by its own link."""
+        """Return seconds to send them, those `within` a node by its own link."""
         rest_s = (n_bytes - within) / device.link(needs.nodes)
         return (rest_s + within / device.link(1)) / utilisation
 
@@ -131,7 +131,7 @@ def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep
 
 
 def host_s(footprint: Footprint) -> tuple[float, ...]:
-    """Seconds of a step for parameters that a GPU's host keeps and updates; 0 where there are none."""
+    """Return seconds of a step for parameters that a GPU's host keeps and updates; 0 where there are none."""
     n_bytes = footprint.host_bytes.get("parameters", 0)
     updated_bytes = n_bytes / FP32_BYTES * HOST_OPTIMIZER_BYTES
     return tuple(
@@ -141,7 +141,7 @@ def host_s(footprint: Footprint) -> tuple[float, ...]:
 
 
 def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
-    """Seconds of a step's computing at one set of rates."""
+    """Return seconds of a step's computing at one set of rates."""
     f, batch = needs.slowest, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
     flops_s = f.computed_flops_per_sample * batch / flops_rate(device, rates)
@@ -170,7 +170,7 @@ def flops_rate(device: Device, rates: int) -> float:
 
 
 def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
-    """Seconds that a cell takes beside its training: start-up and evaluations."""
+    """Return seconds that a cell takes beside its training: start-up and evaluations."""
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
     flops = needs.slowest.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
@@ -179,7 +179,7 @@ def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
 
 
 def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
-    """The time of training, from the record of the most similar cell; None without any.
+    """Return the time of training, from the record of the most similar cell; None without any.
 
     Only records of the same experiment and model count: they have the same batch, data and precision.
     """
@@ -209,7 +209,7 @@ def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | 
 
 
 def _rescaled(record: Mapping[str, Any], gpus: int) -> Span:
-    """A record's time on another number of workers: between perfect scaling and none."""
+    """Return a record's time on another number of workers: between perfect scaling and none."""
     seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
     scaled_s = seconds * workers / gpus
     source = f"the record of {record['cell']['strategy']} on {workers}"

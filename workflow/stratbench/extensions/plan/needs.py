@@ -102,7 +102,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 
 
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
-    """Bytes that a rank sends for each global batch, as a mean over the training."""
+    """Return bytes that a rank sends for each global batch, as a mean over the training."""
     if s.served:
         sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_bytes)
         return sent
@@ -124,14 +124,14 @@ def mean_wire_bytes(
 def plain_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Bytes that a rank sends in one of the first steps in which gradients are averaged whole."""
+    """Return bytes that a rank sends in one of the first steps in which gradients are averaged whole."""
     whole = [c for c in collectives if c[0] == "broadcast"]
     whole.append(("all_reduce", footprint.model_states_bytes["gradients_bytes"]))
     return wire_bytes(whole, s.cell.gpus, on_gloo)
 
 
 def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
-    """Bytes of `sent_bytes` whose groups of workers lie within a node of so many; 0 with servers."""
+    """Return bytes of `sent_bytes` whose groups of workers lie within a node of so many; 0 with servers."""
     if s.served:
         return 0.0
     return s.exchanging_share * fmean(
@@ -143,7 +143,7 @@ def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
 
 
 def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
-    """Bytes of activations that a rank sends in a step and that its next layer waits for.
+    """Return bytes of activations that a rank sends in a step and that its next layer waits for.
 
     `within`: count only groups that lie within a node of so many ranks.
     """
@@ -196,7 +196,7 @@ class Needs:
 
 
 def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
-    """The needs of a cell on so many nodes, by its footprint."""
+    """Return the needs of a cell on so many nodes, by its footprint."""
     data_bytes, node_ranks = data_bytes_of(s), -(-s.cell.gpus // n_nodes)
     host_bytes = node_ranks * _worker_host_bytes(s, footprint, data_bytes)
     served: dict[str, Any] = {}
@@ -228,7 +228,7 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
 
 
 def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
-    """Bytes of host memory that a worker's process takes."""
+    """Return bytes of host memory that a worker's process takes."""
     # In the warm-up what it changes waits there, to be restored (on a CPU the weights are in the need).
     n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
     if "checkpoints" in s.settings.more:  # a copy of all that is kept, from the first one on

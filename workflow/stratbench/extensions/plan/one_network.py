@@ -29,7 +29,7 @@ def study_of(
     sequence: int | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Study, list[str]]:
-    """The validated config and the study of `model` alone, and why strategies are left out of it.
+    """Return the validated config and the study of `model` alone, and why strategies are left out of it.
 
     `config`: not validated, for its models, data sets and cluster; it may be empty. `dataset`: what the
     network is trained on; None: data of a usual size and shape, or for a network of the config's own that

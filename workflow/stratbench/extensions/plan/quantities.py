@@ -15,7 +15,7 @@ from stratbench.telemetry.machine.hardware import all_datasheets
 
 
 def totals(plan: Plan, device: str) -> dict[str, Any]:
-    """The sums over the cells on `device`; time and cost of those that are still to do.
+    """Return the sums over the cells on `device`; time and cost of those that are still to do.
 
     `unknown`: cells of which no memory is predicted; they are in no other count and in no sum.
     No cell counts for longer than its time limit. `gpu_hours` and `cost` (at best, at worst) are None where
@@ -76,7 +76,7 @@ def _sources(sources: Iterable[str]) -> str:
 
 
 def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
-    """The cells that share these coordinates, by their values, in the order of the first of each."""
+    """Return the cells that share these coordinates, by their values, in the order of the first of each."""
     value_of = attrgetter(*coordinates)
     found: dict[Any, list[Planned]] = {}
     for c in cells:
@@ -85,7 +85,7 @@ def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Plan
 
 
 def in_order(cells: Iterable[Planned]) -> list[Planned]:
-    """The cells of each experiment, model and number of workers by their usual time, the unknown last.
+    """Return the cells of each experiment, model and number of workers by their usual time, the unknown last.
 
     Groups, and cells of equal times, keep their order.
     """
@@ -98,12 +98,12 @@ def _usual_s(c: Planned) -> float:
 
 
 def in_unit(n_bytes: float, unit: int) -> str:
-    """The number of units as text, with three digits or more."""
+    """Return the number of units as text, with three digits or more."""
     return f"{n_bytes / unit:.3g}" if n_bytes < 1000 * unit else f"{n_bytes / unit:.0f}"
 
 
 def span_text(span: Span) -> str:
-    """A range as text: `12-45 min`."""
+    """Return a range as text: `12-45 min`."""
     if span.high_s < 1:
         return "under 1 s"
     if span.high_s < 100:

@@ -140,7 +140,7 @@ def make_plan(
     partition: str | None = "*",
     projected: Mapping[Cell, ProjectedDuration] | None = None,
 ) -> Plan:
-    """The plan of a study that was checked and has these records.
+    """Return the plan of a study that was checked and has these records.
 
     `partition`: of SLURM, where cells will run (several: `a,b`; None: the default one; `*`: any).
     `projected`: the times of trainings that records were projected to.
@@ -182,7 +182,7 @@ def make_plan(
 
 
 def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
-    """The study's usable records by cell. Prints which are left out: also those of other settings."""
+    """Return the study's usable records by cell. Prints which are left out: also those of other settings."""
     found, others = {}, []
     for cell in study.cells:
         path = cell.record_path(results)
@@ -204,11 +204,11 @@ def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
 
 
 def timed_records(records: Records, gpu: str | None) -> Records:
-    """Those whose times say something of cells on `gpu` (None: on the GPU that they are of)."""
+    """Return those whose times say something of cells on `gpu` (None: on the GPU that they are of)."""
     named = gpus_called(gpu) if gpu else None
 
     def is_of_another(record: Mapping[str, Any]) -> bool:
-        """Whether it says that it is; those on CPUs say nothing of a GPU."""
+        """Return whether it says that it is; those on CPUs say nothing of a GPU."""
         known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
         sheets = [datasheet_of(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)
@@ -224,7 +224,7 @@ def _planned(
     measured: Span | None,
     config: Mapping[str, Any],
 ) -> Planned:
-    """A cell judged on `devices`, the plan's own first, to which the time by records applies."""
+    """Return a cell judged on `devices`, the plan's own first, to which the time by records applies."""
     cluster = config["cluster"]
     footprint = None if s.cell in checked.refused else checked.rehearsals[s.request].footprint
     needs, fits_on = None, {}
@@ -325,7 +325,7 @@ def verdict_of(needed_bytes: float, device: Device, margin: float) -> str:
 
 
 def _cut_off(total: Span | None, limit_s: float | None) -> str:
-    """Whether the time limit ends a cell before its time."""
+    """Return whether the time limit ends a cell before its time."""
     if total is None or limit_s is None or total.high_s <= limit_s:
         return "no"
     return "certain" if total.low_s > limit_s else "possible"
@@ -347,7 +347,7 @@ def _state(
     measured: Span | None,
     results: str,
 ) -> tuple[str, str]:
-    """The state of a cell and why it is so."""
+    """Return the state of a cell and why it is so."""
     if found is not None:
         if found["status"] == "ok":
             return "done", ""
@@ -387,5 +387,5 @@ def _share_of_data(s: Subject, fit: DeviceFit) -> str:
 
 
 def longest_time_s(fit: DeviceFit | None) -> int | None:
-    """The longest time that a cell is expected to take, in whole seconds; None if not known."""
+    """Return the longest time that a cell is expected to take, in whole seconds; None if not known."""
     return None if fit is None or fit.total is None else round(fit.total.high_s)

@@ -43,7 +43,7 @@ def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> di
 def worker_traffic_bytes(
     s: Settings, flat_bytes: Mapping[str, int], between_nodes: bool = False
 ) -> tuple[int, int]:
-    """Bytes that a worker sends and receives for each of its batches.
+    """Return bytes that a worker sends and receives for each of its batches.
 
     It sends gradients and buffers (BatchNorm's statistics) and receives weights. On the wire, which is
     always taken `between_nodes`, the gradients may have half the size; in shared memory they never do.
@@ -57,7 +57,7 @@ def worker_traffic_bytes(
 
 
 def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
-    """Bytes a global batch, one way, over the busiest link of a node to the others; 0 on one node.
+    """Return bytes a global batch, one way, over the busiest link of a node to the others; 0 on one node.
 
     With w of all W workers on a node, and a share p of the weights P (bytes) served there, the node's link
     carries w (1 - p) P for its workers and (W - w) p P for its servers, each way; buffers go to server 0

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 def projected(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, asked: int | None = None
 ) -> tuple[list[Row], list[Projection]]:
-    """The rows of a strategy and what they are made from: doublings up to `asked`, and that itself."""
+    """Return the rows of a strategy and what they are made from: doublings up to `asked`, and that itself."""
     base = study.base_strategy(evidence.strategy)[0]
     if evidence.unfit:
         return unfit_rows(evidence, base, [asked] if asked else []), []
@@ -101,7 +101,7 @@ def price_of(config: Mapping[str, Any]) -> float | None:
 
 
 def text_of(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
-    """The sentences of one strategy; of refused counts beyond all projected ones the first one's."""
+    """Return the sentences of one strategy; of refused counts beyond all projected ones the first one's."""
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
     if evidence.unfit:
         return f"{title}: not projected: {evidence.unfit}."

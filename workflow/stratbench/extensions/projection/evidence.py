@@ -139,7 +139,7 @@ def _evidence(
 
 
 def step_times(records: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Seconds of a global batch in each of some records, as far as they have a throughput."""
+    """Return seconds of a global batch in each of some records, as far as they have a throughput."""
     return [
         r["batch"]["global_batch"] / r["time"]["throughput_samples_per_s"]
         for r in records
@@ -200,7 +200,7 @@ def on_measured_links(
     path: Path,
     nodes_of: Callable[[int], int],
 ) -> OnLinks | None:
-    """The replay of a strategy's step on any count; None where there is no `links.csv`.
+    """Return the replay of a strategy's step on any count; None where there is no `links.csv`.
 
     `at`: the strategy's cell on so many workers; `nodes_of`: on how many nodes a count lies. None, too, of a
     strategy that does not exchange in every step. Raises ValueError for a file that is no such table, and

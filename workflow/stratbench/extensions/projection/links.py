@@ -88,7 +88,7 @@ class Links:
 
 
 def _of_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
-    """The layout of the group that a call is of, and how many such groups share a node's connection.
+    """Return the layout of the group that a call is of, and how many such groups share a node's connection.
 
     Groups of neighbours that do not divide a node lie on two of them, which sets the pace for all.
     """
@@ -105,7 +105,7 @@ def _of_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int
 
 
 def read_links(path: Path, library: str) -> Links:
-    """The links of a library in a `links.csv`.
+    """Return the links of a library in a `links.csv`.
 
     Raises ValueError for a file that is no such table, Unmeasured where it has no row of the library.
     """

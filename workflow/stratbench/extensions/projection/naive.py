@@ -25,17 +25,17 @@ Rule = Callable[[Sequence[Measured], Scaling, int], float]
 
 
 def ideal(point: Measured, scaling: Scaling, workers: int) -> float:
-    """Seconds of a step on `workers` if nothing is lost from `point` on."""
+    """Return seconds of a step on `workers` if nothing is lost from `point` on."""
     return point.step_s * (point.workers / workers if scaling == "strong" else 1.0)
 
 
 def perfect(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """Nothing is lost beyond the largest count."""
+    """Return nothing is lost beyond the largest count."""
     return ideal(points[-1], scaling, workers)
 
 
 def same_loss_per_doubling(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """Each doubling loses the share that was lost between the two largest counts."""
+    """Return each doubling loses the share that was lost between the two largest counts."""
     if len(points) < 2:
         return perfect(points, scaling, workers)
     before, last = points[-2:]
@@ -100,7 +100,7 @@ class Skill:
 
 
 def skill_of(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> Skill:
-    """The skill of `rule` over the best of RULES, by `forward_errors`."""
+    """Return the skill of `rule` over the best of RULES, by `forward_errors`."""
     if len(points) < 3:
         return Skill(None, "a + b/N", {})
     errors = {name: _mean(forward_errors(r, points, scaling)) for name, r in RULES.items()}

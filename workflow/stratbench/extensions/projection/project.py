@@ -121,7 +121,7 @@ def project(
 
 
 def _is_telling(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> bool:
-    """Whether the interval of the next doubling says anything."""
+    """Return whether the interval of the next doubling says anything."""
     return 2 * _reach(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
@@ -152,7 +152,7 @@ def _widened(interval: Interval, reach: float) -> Interval:
 
 
 def _holding(interval: Interval, step_s: float) -> Interval:
-    """The interval, made as wide as holds a time; one that is not above zero says nothing."""
+    """Return the interval, made as wide as holds a time; one that is not above zero says nothing."""
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
@@ -166,7 +166,7 @@ def _apart(
 
 
 def on_links(replayed: Replayed, shown: Replayed | None = None, host_s: float = 0.0) -> Rule:
-    """A rule that takes the communication from the replay, and only the computing from the counts.
+    """Return a rule that takes the communication from the replay, and only the computing from the counts.
 
     Each measured step gives its computing, as the replay needs it to come to the measured time. In weak
     scaling that is the same at all counts, in strong scaling it goes as a + b/N. `shown`: replays the wanted
@@ -184,7 +184,7 @@ def on_links(replayed: Replayed, shown: Replayed | None = None, host_s: float = 
 def computing_at(
     replayed: Replayed, points: Sequence[Measured], scaling: Scaling, host_s: float = 0.0
 ) -> Callable[[int], float]:
-    """Seconds of computing on any count, as the measured steps have it.
+    """Return seconds of computing on any count, as the measured steps have it.
 
     A step that the host may limit shows only that computing takes less than that. It is left out if there
     are others.
@@ -230,7 +230,7 @@ def left_out_errors(
 def _about(
     rule: Rule, points: Sequence[Measured], scaling: Scaling, workers: int, more_sd: float
 ) -> Interval:
-    """The rule's time with an interval of 80 % from its errors at counts that were left out."""
+    """Return the rule's time with an interval of 80 % from its errors at counts that were left out."""
     middle_s = rule(points, scaling, workers)
     doublings = max(1.0, math.log2(workers / points[-1].workers))
     reach = _reach(rule, points, scaling, doublings, more_sd)
@@ -272,7 +272,7 @@ def basis_of(found: Projection, points: Sequence[Measured]) -> str:
 
 
 def _by(found: Projection) -> str:
-    """The rule, and the host where it is the limit."""
+    """Return the rule, and the host where it is the limit."""
     if not found.host_s:
         return found.rule
     return (

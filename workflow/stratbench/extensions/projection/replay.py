@@ -98,7 +98,7 @@ def replay(
 
 
 def is_unhindered(operations: int, issue_s: float, step_s: float) -> bool:
-    """Whether the host issued a step in `issue_s` without waiting for room in the device's queue.
+    """Return whether the host issued a step in `issue_s` without waiting for room in the device's queue.
 
     If all operations take equally long, the device has `operations` (1 - issue_s / step_s) left to do when
     the host has issued the last one. They must fit into CUDA's queue of about 1024 kernels; MAX_QUEUED is
@@ -117,7 +117,7 @@ def _computed(now: float, work_s: float, busy_until: float, kappa: float) -> flo
 
 
 def schedule_of(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
-    """The schedule of a traced step, its computing timed by each phase's seconds as traced.
+    """Return the schedule of a traced step, its computing timed by each phase's seconds as traced.
 
     On CUDA a collective that its stream waits for is in a stream of its own (FSDP2's), before the optimizer:
     there parameters are gathered ahead, and gradients are waited for by the optimizer. On a CPU the host

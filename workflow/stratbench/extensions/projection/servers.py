@@ -38,5 +38,5 @@ def asynchronous(queue: ServerQueue, workers: int) -> float:
 
 
 def synchronous(queue: ServerQueue, workers: int) -> float:
-    """Seconds of a step that waits for all: workers are alike, then each server takes all pushes."""
+    """Return seconds of a step that waits for all: workers are alike, then each server takes all pushes."""
     return queue.think_s + workers * max(queue.demands_s)

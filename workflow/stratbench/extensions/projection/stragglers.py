@@ -60,7 +60,7 @@ class Stragglers:
 
 
 def _middles(n: int) -> NDArray:
-    """The middles of n equal parts of 0 to 1."""
+    """Return the middles of n equal parts of 0 to 1."""
     import numpy as np
 
     return (np.arange(n) + 0.5) / n

@@ -108,7 +108,7 @@ def projected_trainings(
 
 
 def each_shown(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
-    """Each of them; a bar says how many are through, since a trace takes seconds."""
+    """Yield each of them; a bar says how many are through, since a trace takes seconds."""
     with progress_bar(len(evidences), " strategies", "projected") as bar:
         for evidence in evidences:
             yield evidence
@@ -118,7 +118,7 @@ def each_shown(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInpu
 def subject_at(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> Subject:
-    """The strategy's cell on so many workers."""
+    """Return the strategy's cell on so many workers."""
     return subject_of(config, study, replace(evidence.last, gpus=workers))
 
 

@@ -100,7 +100,7 @@ def rows_of(
     peaks: Mapping[int, Peak | None],
     whole: Whole,
 ) -> list[Row]:
-    """The rows of one strategy: measured counts, then the others."""
+    """Return the rows of one strategy: measured counts, then the others."""
     common = {
         "experiment": evidence.experiment, "model": evidence.model, "strategy": evidence.strategy,
         "base": base, "scaling": evidence.scaling, "device": evidence.gpu or "CPU",

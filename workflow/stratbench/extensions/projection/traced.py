@@ -11,7 +11,7 @@ CPU_MEMORY_BYTES_PER_S = 8e9
 
 
 def traced_schedule(request: Request, samples: int, device: Device) -> Schedule:
-    """The schedule of one training step of rank 0 with `samples`; takes seconds.
+    """Return the schedule of one training step of rank 0 with `samples`; takes seconds.
 
     Only shares of the step's computing are taken from the device's rates. How long it takes as a whole
     is measured.

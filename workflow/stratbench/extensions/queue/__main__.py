@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_answer(decide: Mapping[str, Any], gpus_per_node: int, out: Path) -> dict[str, Any]:
-    """The answer to `decide.queue`, written to `out`, with progress on stderr.
+    """Return the answer to `decide.queue`, written to `out`, with progress on stderr.
 
     ValueError with a remedy if the history does not do; OSError if it cannot be read.
     """

@@ -229,7 +229,7 @@ class _Told:
         return at_worth(min(self.request.sample_efficiency or (1.0,)))
 
     def _choice(self) -> str:
-        """The simplest of those that no other one beats by more than the margin.
+        """Return the simplest of those that no other one beats by more than the margin.
 
         Asynchronous workers are among them only where their samples are surely worth enough.
         """
@@ -275,7 +275,7 @@ class _Told:
         return False if worth and sync.low is not None and worth[1] <= sync.low else None
 
     def _on_worth(self) -> str:
-        """Whether asynchrony pays, over split synchronous workers and over a gang."""
+        """Return whether asynchrony pays, over split synchronous workers and over a gang."""
         sync, gang = self.even(SYNCHRONOUS), self.even(GANG)
         text = (
             f"Asynchronous servers break even with split synchronous workers ({_stop_text(self.request)}) at "
@@ -296,7 +296,7 @@ class _Told:
         return f"{text}; they are worth {given}, {found}."
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each mode, for queue.json."""
+        """Return a row for each mode, for queue.json."""
         found = []
         for mode in MODES:
             mean = self.times.mean(self.key(mode))

@@ -59,7 +59,7 @@ class QueuedTraining:
         return self.width * Scaling(self.loss).of_each(self.width) * self.hours * 3600
 
     def request_s(self, workers: int, worth: float = 1.0) -> float:
-        """The wall time that a job of so many workers, or one of them, asks for, in whole minutes."""
+        """Return the wall time that a job of so many workers, or one of them, asks for, in whole minutes."""
         alone_s = self.work_s / (workers * Scaling(self.loss).of_each(workers))
         return math.ceil((STARTUP_S + REQUEST_FACTOR * alone_s) / 60) * 60.0 / worth
 
@@ -84,7 +84,7 @@ class QueuedTraining:
 
 
 def at_worth(worth: float) -> str:
-    """The name of the asynchronous mode at this worth."""
+    """Return the name of the asynchronous mode at this worth."""
     return f"{ASYNCHRONOUS} {worth:g}"
 
 
@@ -108,11 +108,11 @@ class Times:
     busy: float
 
     def mean(self, mode: str) -> IntervalEstimate:
-        """Mean hours, with a 95 % interval."""
+        """Return mean hours, with a 95 % interval."""
         return jackknife(lambda kept: float(self.hours[mode][kept].mean()), len(self.hours[mode]))
 
     def ratio(self, mode: str, other: str) -> IntervalEstimate:
-        """The ratio of the mean times at the same moments, with a 95 % interval."""
+        """Return the ratio of the mean times at the same moments, with a 95 % interval."""
 
         def ratio(kept: np.ndarray) -> float:
             return float(self.hours[mode][kept].mean() / self.hours[other][kept].mean())
@@ -124,13 +124,13 @@ class Times:
         return float(np.quantile(self.hours[mode], 0.9))
 
     def worths(self) -> list[float]:
-        """At which the asynchronous mode was simulated, the highest first."""
+        """Return at which the asynchronous mode was simulated, the highest first."""
         prefix = f"{ASYNCHRONOUS} "
         found = [float(a.removeprefix(prefix)) for a in self.hours if a.startswith(prefix)]
         return sorted(found, reverse=True)
 
     def break_even(self, rival: str) -> IntervalEstimate:
-        """The worth at which asynchronous workers take the rival's mean time, with a 95 % interval.
+        """Return the worth at which asynchronous workers take the rival's mean time, with a 95 % interval.
 
         Beyond the worths that were simulated: infinite where even the highest is too slow, 0 where the
         lowest still is faster; then without an interval.
@@ -150,7 +150,7 @@ class Times:
 
 
 def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> IntervalEstimate:
-    """A positive value of all blocks, with a 95 % interval by leaving out one block at a time.
+    """Return a positive value of all blocks, with a 95 % interval by leaving out one block at a time.
 
     On logarithms, by t (Tukey 1958; Miller 1974). `value`: of the numbers of the blocks that are kept.
     Without an interval where a value is 0 or infinite.
@@ -238,7 +238,7 @@ def recorded_queue(
     moments: int,
     settled_s: float = 0.0,
 ) -> TrainingQueue:
-    """One recorded stream, cut into blocks of moments; its end is left to the trainings.
+    """Return one recorded stream, cut into blocks of moments; its end is left to the trainings.
 
     `settled_s`: from when all jobs are in it.
 

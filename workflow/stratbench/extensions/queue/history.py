@@ -146,7 +146,7 @@ class AccountingHistory:
         usual_s = statistics.median(known) if known else 0.0
 
         def waiting(at_s: float) -> float:
-            """GPU-seconds of the jobs that waited then."""
+            """Return GPU-seconds of the jobs that waited then."""
             return sum(
                 e.gpus * (e.ran_s or (e.limit_s / self._factor if e.limit_s else usual_s))
                 for e in self.entries
@@ -221,7 +221,7 @@ class AccountingHistory:
         return self.window_s[0] - self._first_s
 
     def arrivals(self) -> list[Arrival]:
-        """Its jobs for the simulator, from 0 on; those that never started are left out."""
+        """Return its jobs for the simulator, from 0 on; those that never started are left out."""
         _, end_s = self.window_s
         started = [e for e in self.entries if e.start_s is not None and e.gpus]
         found = []
@@ -241,7 +241,7 @@ class AccountingHistory:
 def read_history(
     path: str | Path, gpus_per_node: int, partition: str | None = None
 ) -> AccountingHistory:
-    """The accounting in a file, of one partition or of all.
+    """Return the accounting in a file, of one partition or of all.
 
     HistoryError for another format, naming the line, and if there is no job with GPUs. OSError if the file
     cannot be read.
@@ -270,7 +270,7 @@ def read_history(
 
 
 def _named(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Each line's values by their names."""
+    """Yield each line's values by their names."""
     names: Sequence[str] = FIELDS
     for number, values in enumerate(lines, 1):
         if not values or values == [""]:

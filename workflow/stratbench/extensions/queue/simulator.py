@@ -124,7 +124,7 @@ class Cluster:
         return len(self._free) * self.per_node
 
     def branch(self) -> Cluster:
-        """A copy that goes on by itself: all copies have the same arrivals and the same failures.
+        """Return a copy that goes on by itself: all copies have the same arrivals and the same failures.
 
         ValueError once somebody owns a job here, since the owner's state is not copied.
         """
@@ -334,7 +334,7 @@ class Cluster:
         return math.inf, None
 
     def _fits(self, free: np.ndarray, job: SimulatedJob) -> np.ndarray:
-        """At which times, of free GPUs [times, nodes], there is room for the job."""
+        """Return at which times, of free GPUs [times, nodes], there is room for the job."""
         if job.gpus <= self.per_node:
             return free.max(1) >= job.gpus
         nodes = -(-job.gpus // self.per_node)

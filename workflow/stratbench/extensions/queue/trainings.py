@@ -25,7 +25,7 @@ class Scaling:
     worth: float = 1.0
 
     def of_each(self, workers: int) -> float:
-        """The efficiency of each worker."""
+        """Return the efficiency of each worker."""
         return self.worth / (1 + self.loss * max(0, workers - 1))
 
 

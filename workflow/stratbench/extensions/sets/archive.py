@@ -88,7 +88,7 @@ def write_archive(
 
 
 def hash_of_all(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest's canonical JSON, and so of everything in the set."""
+    """Return SHA-256 of a manifest's canonical JSON, and so of everything in the set."""
     said = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(
         json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
@@ -193,7 +193,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    """The manifest, after a check that it has the form that `write_archive` gives it."""
+    """Return the manifest, after a check that it has the form that `write_archive` gives it."""
     try:
         found = parse_json(_content(path, archive, archive.getinfo(MANIFEST)).decode())
     except ValueError as e:
@@ -261,7 +261,7 @@ def _extract_member(
 
 
 def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """The bytes of a member; never more than allowed, whatever its header says."""
+    """Return the bytes of a member; never more than allowed, whatever its header says."""
     with archive.open(member) as file:
         content = file.read(MAX_MEMBER_BYTES + 1)
     if len(content) > MAX_MEMBER_BYTES:
@@ -270,6 +270,6 @@ def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> b
 
 
 def shown_name(name: object) -> str:
-    """An untrusted value in the form that a message shows: quoted, ASCII, short."""
+    """Return an untrusted value in the form that a message shows: quoted, ASCII, short."""
     text = ascii(name)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -65,7 +65,7 @@ def write_bundle(
 
 
 def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
-    """The records of the study's cells below results/<study>, by their paths there, in a fixed order.
+    """Yield the records of the study's cells below results/<study>, by their paths there, in a fixed order.
 
     Cells that cells.json does not list belong to a matrix that the study no longer has.
     """
@@ -85,7 +85,7 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
 
 
 def timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
-    """The names of the timelines beside the records; some records have none."""
+    """Return the names of the timelines beside the records; some records have none."""
     names = [name.replace("record.json", "timeline.csv") for name in records]
     return [name for name in names if (study_dir / name).is_file()]
 
@@ -104,7 +104,7 @@ def listed_cells(study_dir: Path, records: Mapping[str, Record]) -> list[dict[st
 
 
 def with_words(name: str, found: Record, words: Replacements) -> Record:
-    """A record with its names replaced; SetError if that fails, or makes the record invalid."""
+    """Return a record with its names replaced; SetError if that fails, or makes the record invalid."""
     try:
         replaced = words.record(found)
         record.validate(replaced, name)
@@ -114,13 +114,13 @@ def with_words(name: str, found: Record, words: Replacements) -> Record:
 
 
 def nodes_in(timeline: str) -> set[str]:
-    """The names of the hosts in a timeline."""
+    """Return the names of the hosts in a timeline."""
     rows = csv.DictReader(io.StringIO(timeline))
     return {row["node"] for row in rows if row.get("node")}
 
 
 def replaced_timeline(text: str, words: Replacements) -> str:
-    """A timeline with its names replaced, in the columns that hold names."""
+    """Return a timeline with its names replaced, in the columns that hold names."""
     end = "\r\n" if "\r\n" in text else "\n"
     rows = csv.DictReader(io.StringIO(text, newline=""))
     out = io.StringIO(newline="")
@@ -132,7 +132,7 @@ def replaced_timeline(text: str, words: Replacements) -> str:
 
 
 def environment_of(records: Iterable[Record]) -> dict[str, list[Any]]:
-    """The environment of the workers of all records: the distinct values of each kind."""
+    """Return the environment of the workers of all records: the distinct values of each kind."""
     found: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT}
     for worker in (worker for one in records for worker in one["workers"]):
         for path, values in found.items():

@@ -30,7 +30,7 @@ def exit_code(found: ResultSet) -> int:
 
 
 def describe_set(found: ResultSet) -> Iterator[str]:
-    """Lines that describe a set: its origin, its cells, the audit's findings, what compares with it."""
+    """Yield lines that describe a set: its origin, its cells, the audit's findings, what compares with it."""
     for key, text in found.provenance.items():
         yield f"{key}: {text}"
     counts = found.cells["status"].value_counts()
@@ -43,7 +43,7 @@ def describe_set(found: ResultSet) -> Iterator[str]:
 
 
 def machines(cells: pd.DataFrame) -> str:
-    """A text on the workers' devices, and on the version of PyTorch."""
+    """Return a text on the workers' devices, and on the version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
     counts = sorted(map(int, cells["gpus"].unique()))
     noun = worker_noun(known["device_kind"])
@@ -55,7 +55,7 @@ def machines(cells: pd.DataFrame) -> str:
 
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
-    """Lines with the audit's tally, and with each rule that calls figures unusable or a warning."""
+    """Yield lines with the audit's tally, and with each rule that calls figures unusable or a warning."""
     tally = [format_tally(int((findings["severity"] == s).sum()), s) for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
     told = findings[findings["severity"] != "note"]
@@ -66,7 +66,7 @@ def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
 
 
 def kind_of_work(rows: pd.DataFrame) -> str:
-    """The settings that cells of another set must have to be compared with these."""
+    """Return the settings that cells of another set must have to be compared with these."""
     parts = [f"models {distinct_values(rows, 'model')}"]
     parts += [
         f"{words} {distinct_values(rows, column)}"

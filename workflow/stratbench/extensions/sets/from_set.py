@@ -134,7 +134,7 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
 
 
 def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
-    """The experiments in a set's unchecked config; empty if it has none."""
+    """Return the experiments in a set's unchecked config; empty if it has none."""
     try:
         experiments = config["studies"][study]["experiments"]
         return {name: dict(block) for name, block in experiments.items()}

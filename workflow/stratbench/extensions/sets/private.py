@@ -31,7 +31,7 @@ _LISTED = {"environment": environment.of_training, "slurm": environment.of_slurm
 
 
 def without_secrets(value: Any, is_record: bool = False) -> Any:
-    """The JSON of a record, a config or a plan without what looks like a secret.
+    """Return the JSON of a record, a config or a plan without what looks like a secret.
 
     In a record, only those of a worker's variables are kept that are on the lists. Elsewhere `slurm` or
     `environment` may be the name of an experiment.
@@ -104,7 +104,7 @@ class Replacements:
         return self._hosts[found[0].partition(".")[0].lower()]
 
     def message(self, text: str) -> str:
-        """A message with every name replaced; numbers with dots in it are addresses, not versions."""
+        """Return a message with every name replaced; numbers with dots in it are addresses, not versions."""
 
         def address(found: re.Match[str]) -> str:
             try:
@@ -116,7 +116,7 @@ class Replacements:
         return _ADDRESS.sub(address, self.text(text))
 
     def value(self, value: Any) -> Any:
-        """A JSON value with the names in its texts replaced; keys and plain words stay."""
+        """Return a JSON value with the names in its texts replaced; keys and plain words stay."""
         return _mapped(value, self._unless_a_word)
 
     def _unless_a_word(self, text: str) -> str:
@@ -124,7 +124,7 @@ class Replacements:
         return self._gpu(text) if _WORD.fullmatch(text) else self.text(text)
 
     def record(self, record: Record) -> Record:
-        """A record with every name replaced, except in the fields that identify the cell.
+        """Return a record with every name replaced, except in the fields that identify the cell.
 
         ValueError if a host has the name of a kind of device.
         """
@@ -173,7 +173,7 @@ def replacements_for(records: Iterable[Record], nodes_of_timelines: Iterable[str
 
 
 def expanded_nodes(listed: str) -> Iterator[str]:
-    """The hosts in a SLURM node list: `gpu[01-03,7],login` has five."""
+    """Yield the hosts in a SLURM node list: `gpu[01-03,7],login` has five."""
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
         if not (found := re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)):
             yield part

@@ -85,7 +85,7 @@ class ResultSet:
 
 
 def read_set(text: str, name: str | None = None, asked: Expected | None = None) -> ResultSet:
-    """The set that `text` names: `paper:v1`, the path of a bundle, or a folder `results/<study>`.
+    """Return the set that `text` names: `paper:v1`, the path of a bundle, or a folder `results/<study>`.
 
     `asked`: what the study's config states in addition to the cells, if it is at hand. SetError, one
     sentence, if `text` names none of these or it cannot be read.
@@ -120,7 +120,7 @@ def _read_folder(
     manifest: dict[str, Any] | None,
     asked: Expected | None,
 ) -> ResultSet:
-    """The set in a folder of results; in a bundle's folder every record must be valid."""
+    """Return the set in a folder of results; in a bundle's folder every record must be valid."""
 
     def told(error: Exception | str) -> SetError:
         # Paths in the folder that a bundle was extracted to are shown as paths in the bundle.
@@ -165,7 +165,7 @@ def _read_folder(
 
 
 def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[Cell]:
-    """The listed cells, and after them the cells that have a record but are not listed."""
+    """Return the listed cells, and after them the cells that have a record but are not listed."""
     listed = folder / "cells.json"
     has_list = listed.exists()
     cells = list(_listed_cells(listed, told)) if has_list else []
@@ -202,7 +202,7 @@ def _listed_cells(path: Path, told: Any) -> Iterator[Cell]:
 
 
 def _cell_of(coordinates: Any) -> Cell:
-    """A cell from untrusted coordinates; ValueError if they are not a cell's."""
+    """Return a cell from untrusted coordinates; ValueError if they are not a cell's."""
     if not isinstance(coordinates, dict) or coordinates.keys() != Cell.__dataclass_fields__.keys():
         raise ValueError("a cell has seven coordinates")
     cell = Cell(**coordinates)
@@ -218,7 +218,7 @@ def _cell_of(coordinates: Any) -> Cell:
 
 
 def _object_in(path: Path, told: Any) -> dict[str, Any] | None:
-    """The JSON object in a file; None if the file does not exist."""
+    """Return the JSON object in a file; None if the file does not exist."""
     if not path.exists():
         return None
     try:

@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A layer of these weights, which lie in a larger tensor."""
+    """Return a layer of these weights, which lie in a larger tensor."""
     made = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach(), weight.requires_grad)
     if bias is not None:

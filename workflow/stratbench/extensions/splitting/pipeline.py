@@ -336,7 +336,7 @@ class Pipeline(ModelSplit):
     # --- a step ------------------------------------------------------------------------------------
 
     def _schedule_for(self, samples: int) -> Any:
-        """The schedule for a batch of so many samples, with the stages that receive them."""
+        """Return the schedule for a batch of so many samples, with the stages that receive them."""
         if samples != self._batch:
             self._batch = samples
             self._schedule = self.make_schedule(samples)
@@ -368,7 +368,7 @@ class Pipeline(ModelSplit):
         return stage
 
     def _like(self, i: int, samples: int) -> Tensor:
-        """A tensor like what stage i gives for so many samples; for -1 like the input."""
+        """Return a tensor like what stage i gives for so many samples; for -1 like the input."""
         import torch
 
         from stratbench.workload.data.device_data import example_batch
@@ -475,7 +475,7 @@ class Pipeline(ModelSplit):
             yield self._scores
 
     def _scores(self, x: Tensor) -> Tensor:
-        """The scores of a batch on the last stage's worker; on others zeros. All workers call it."""
+        """Return the scores of a batch on the last stage's worker; on others zeros. All workers call it."""
         import torch
         import torch.distributed as dist
 

@@ -61,7 +61,7 @@ class ModelSplit(Counted):
         return []
 
     def divides(self, gpus: int) -> bool:
-        """Whether `gpus` workers hold parts of the states."""
+        """Return whether `gpus` workers hold parts of the states."""
         mesh = self.mesh(gpus)
         return mesh.tensor * mesh.stages > 1
 

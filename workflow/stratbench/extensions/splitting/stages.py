@@ -108,7 +108,7 @@ def balance(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
 def _split(
     cost: Callable[[int, int, int], float], n: int, stages: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The least cost that the dearest of `stages` can have, and where each stage ends then.
+    """Return the least cost that the dearest of `stages` can have, and where each stage ends then.
 
     `cost`: of a stage that has the units from `start` to before `end`, of `n`; infinite: it may not.
     """
@@ -152,7 +152,7 @@ class StageModule(nn.Module):
         self._model = (model,)
 
     def compute(self, x: Tensor) -> Tensor:
-        """Its pieces, one after the other, without mixed precision."""
+        """Return its pieces, one after the other, without mixed precision."""
         (model,) = self._model
         if x.dim() == 4:
             x = x.contiguous(memory_format=self._layout)

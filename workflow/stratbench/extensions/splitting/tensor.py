@@ -284,7 +284,7 @@ def repeated_parameters(
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
-    """Whether the workers of a group hold parts of it, and not each the whole."""
+    """Return whether the workers of a group hold parts of it, and not each the whole."""
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
 
 
@@ -330,7 +330,7 @@ def faults_of_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
 
 
 def matching(model: nn.Module, path: str) -> list[str]:
-    """The paths of a network's modules that a plan's path (`*`: any name) means."""
+    """Return the paths of a network's modules that a plan's path (`*`: any name) means."""
     return [name for name, _ in model.named_modules() if fnmatchcase(name, path)]
 
 

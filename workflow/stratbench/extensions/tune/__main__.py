@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def question_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The experiment, the number of workers and the network that `tune` is about.
+    """Return the experiment, the number of workers and the network that `tune` is about.
 
     Raises:
         ConfigError: The study has no such experiment, or the experiment no such network.

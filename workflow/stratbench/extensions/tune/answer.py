@@ -159,7 +159,7 @@ def effects_of(measured: Sequence[MeasuredCombination], baseline: str) -> list[E
 
 
 def _in_common(pairs: Sequence[np.ndarray]) -> np.ndarray:
-    """The geometric means of pairs [2, blocks], over the blocks that have all of them."""
+    """Return the geometric means of pairs [2, blocks], over the blocks that have all of them."""
     logs = np.log(np.stack(pairs))
     whole = np.isfinite(logs).all((0, 1))
     if not whole.any():  # pairs that came back to the comparison: the one in most blocks

@@ -108,7 +108,7 @@ def _row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
 
 
 def _others(sieved: Sequence[Sieved]) -> Iterator[str]:
-    """Sentences on the combinations that were dropped, by what became of them."""
+    """Yield sentences on the combinations that were dropped, by what became of them."""
     yield FIXED
     for fate in dict.fromkeys(s.fate for s in sieved if s.fate not in (MEASURED, OUT_OF_MEMORY)):
         own = [s for s in sieved if s.fate == fate]

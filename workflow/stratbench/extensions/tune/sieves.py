@@ -189,7 +189,7 @@ def beaten_of(
 
 
 def _without_kind(c: Combination) -> str:
-    """The options whose difference is of no kind that is known, as a text."""
+    """Return the options whose difference is of no kind that is known, as a text."""
     kinds = {f.name: f.metadata.get("kind") for f in fields(strategy_class(c.strategy).Options)}
     return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
 
@@ -221,7 +221,7 @@ def _stage_of(s: Subject, traits: Traits) -> int:
 
 
 def _share_of(checkpointing: bool | str) -> float:
-    """The share of forward that is computed again."""
+    """Return the share of forward that is computed again."""
     if isinstance(checkpointing, bool):
         return float(checkpointing)
     every = checkpointing.removeprefix("every-")
@@ -251,7 +251,7 @@ def study_of(
 
 
 def tuned_name(study: str) -> str:
-    """The name of the study that measures what the sieves of `study` leave."""
+    """Return the name of the study that measures what the sieves of `study` leave."""
     return f"{study}-tune"
 
 
@@ -288,7 +288,7 @@ def _planned(combination: Combination, planned: Planned, memory_margin: float) -
 
 
 def _costs_of(planned: Planned, usual_s: float) -> tuple[float, float]:
-    """GPU-seconds of a segment of a block, and of a whole training."""
+    """Return GPU-seconds of a segment of a block, and of a whole training."""
     gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.on_cuda else "cpu"
     step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
     steps = segment_steps(start_s, step_s, *STEP_NOISE[device])

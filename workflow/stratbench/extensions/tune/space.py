@@ -63,7 +63,7 @@ def _word(key: str, value: Any) -> str:
 def combinations_of(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> list[Combination]:
-    """All combinations for an experiment on `gpus` workers, strategy by strategy.
+    """Return all combinations for an experiment on `gpus` workers, strategy by strategy.
 
     Args:
         experiment: The values of an experiment of config.yaml.
@@ -80,7 +80,7 @@ def combinations_of(
 
 
 def strategies_of(gpus: int, tune: Mapping[str, Any]) -> list[str]:
-    """The strategies whose updates are DDP's on `gpus` workers, and that are installed here.
+    """Return the strategies whose updates are DDP's on `gpus` workers, and that are installed here.
 
     `include` names those alone that are looked at, `exclude` those that are not.
     """
@@ -115,7 +115,7 @@ def _options_of(name: str, gpus: int) -> Iterator[dict[str, Any]]:
 def _settings_of(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Settings that are not the experiment's own: parts of the batch, checkpointing, compile."""
+    """Yield settings that are not the experiment's own: parts of the batch, checkpointing, compile."""
     batch = experiment.get("per_worker_batch") or experiment["global_batch"] // gpus
     values: dict[str, tuple[Any, ...]] = dict(VALUES)
     values["gradient_accumulation_steps"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)

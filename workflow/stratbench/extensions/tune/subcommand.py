@@ -55,7 +55,7 @@ def run_tune(given: argparse.Namespace, others: list[str]) -> int:
 
 
 def tuned_file(study: str | None) -> Path:
-    """The config that the rule `tune` wrote for a study of config.yaml; None: the config's own."""
+    """Return the config that the rule `tune` wrote for a study of config.yaml; None: the config's own."""
     import yaml
 
     config = yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The block's command line."""
+    """Return the block's command line."""
     parser = launchers_parser(__doc__)
     parser.add_argument("--block", required=True, help="the block's plan, as JSON")
     parser.add_argument("--out", required=True, type=Path, help="folder of block.json and segments")
@@ -295,7 +295,7 @@ def limit(plan: BlockPlan, differences: Iterable[float]) -> float:
 
 
 def timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
-    """The record's `steps`: the time of each of the `timed` steps after `discarded` ones.
+    """Return the record's `steps`: the time of each of the `timed` steps after `discarded` ones.
 
     Of a collective, as its slowest worker saw them. With servers, a step is as many pushes as a global
     batch has, and ends when the slowest server has taken them: no worker's own step says how fast

@@ -35,7 +35,7 @@ SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 def segment_steps(
     start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
 ) -> int:
-    """The steps of a segment that tell most for their time, between MIN_STEPS and MAX_STEPS.
+    """Return the steps of a segment that tell most for their time, between MIN_STEPS and MAX_STEPS.
 
     Where a start costs much, a segment is long; where starts differ more than steps do, it is short:
     sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013.
@@ -50,7 +50,7 @@ def segment_steps(
 
 
 def discarded_steps(steps: int) -> int:
-    """The steps after the warm-up that a segment of `steps` timed ones leaves out."""
+    """Return the steps after the warm-up that a segment of `steps` timed ones leaves out."""
     return max(MIN_DISCARDED, math.ceil(SHARE_DISCARDED * steps))
 
 
@@ -72,7 +72,7 @@ def value_of_segments(logs: Sequence[float]) -> float:
 
 
 def segment_s(start_s: float, step_s: float, steps: int) -> float:
-    """Seconds of one segment: its start, and its steps with the discarded ones."""
+    """Return seconds of one segment: its start, and its steps with the discarded ones."""
     return start_s + (steps + discarded_steps(steps)) * step_s
 
 

@@ -60,7 +60,7 @@ class BlockPlan:
 
     @classmethod
     def from_round(cls, study: str, entry: Mapping[str, Any]) -> BlockPlan:
-        """The block of an entry of round.json."""
+        """Return the block of an entry of round.json."""
         settings = entry["settings"]
         return cls(
             study=study,
@@ -76,11 +76,11 @@ class BlockPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BlockPlan:
-        """The plan that `as_dict` gave."""
+        """Return the plan that `as_dict` gave."""
         return cls(**{**values, "order": tuple(values["order"])})
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON-able values."""
+        """Return the plan as JSON-able values."""
         return asdict(self) | {"order": list(self.order)}
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class BlockPlan:
         return Path(results) / self.study / "logs" / "blocks" / self.path
 
     def cell(self, strategy: str) -> Cell:
-        """The coordinates that the records of a strategy's segments carry: the repeat is the block."""
+        """Return the coordinates that the records of a strategy's segments carry: the repeat is the block."""
         return Cell(
             self.study, self.experiment, strategy, self.model, self.dataset, self.gpus, self.block
         )
@@ -112,13 +112,13 @@ def segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Setting
 
 
 def trained_with(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without what a block has of its own: length and seed."""
+    """Return settings without what a block has of its own: length and seed."""
     values = settings.as_dict() if isinstance(settings, Settings) else settings
     return {key: value for key, value in values.items() if key not in _LENGTH}
 
 
 def trained_digest(settings: Settings | Mapping[str, Any]) -> str:
-    """A short name of what `trained_with` says: equal ones have equal names."""
+    """Return a short name of what `trained_with` says: equal ones have equal names."""
     text = json.dumps(trained_with(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -136,7 +136,7 @@ class ComparisonKey:
 
     @classmethod
     def of(cls, cell: Mapping[str, Any] | Cell) -> ComparisonKey:
-        """The comparison of a cell, or of its coordinates."""
+        """Return the comparison of a cell, or of its coordinates."""
         values = vars(cell) if isinstance(cell, Cell) else cell
         return cls(values["experiment"], values["model"], values["gpus"])
 
@@ -168,7 +168,7 @@ class Segment:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Segment:
-        """The segment that `as_dict` gave."""
+        """Return the segment that `as_dict` gave."""
         return cls(**{"in_pass" if key == "pass" else key: v for key, v in values.items()})
 
 
@@ -191,19 +191,19 @@ class PairedBlock:
     gpu_names: tuple[str, ...] = ()
 
     def of(self, strategy: str) -> list[Segment]:
-        """A strategy's segments that count, in the order first, mirror, third."""
+        """Return a strategy's segments that count, in the order first, mirror, third."""
         counting = [s for s in self.segments if s.strategy == strategy and s.in_pass != BURN_IN]
         return sorted(counting, key=lambda s: PASSES.index(s.in_pass))
 
     def logs(self, strategy: str) -> list[float]:
-        """Logarithms of a strategy's step times, by segment; empty unless all of them ended well."""
+        """Return logarithms of a strategy's step times, by segment; empty unless all of them ended well."""
         segments = self.of(strategy)
         if len(segments) < 2 or any(s.status != "ok" for s in segments):
             return []
         return [math.log(s.mean_step_s) for s in segments]
 
     def value(self, strategy: str) -> float:
-        """The logarithm of a strategy's seconds per step; NaN where it did not end well."""
+        """Return the logarithm of a strategy's seconds per step; NaN where it did not end well."""
         logs = self.logs(strategy)
         return value_of_segments(logs) if logs else math.nan
 
@@ -214,12 +214,12 @@ class PairedBlock:
 
 
 def block_files(results: str | Path, study: str) -> list[Path]:
-    """The results of all of a study's complete blocks, in the order of their paths."""
+    """Return the results of all of a study's complete blocks, in the order of their paths."""
     return sorted((Path(results) / study / "blocks").glob(f"*/*/*gpu/block*/{BLOCK_FILE}"))
 
 
 def read_block(path: str | Path) -> PairedBlock:
-    """The result of a complete block. Raises BlockError where `path` holds none."""
+    """Return the result of a complete block. Raises BlockError where `path` holds none."""
     try:
         result = read_json(path)
     except (OSError, ValueError) as e:
@@ -284,7 +284,7 @@ _FIELDS: dict[str, Any] = {
 
 
 def with_seal(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of verdict.json with the digest of all else in it.
+    """Return the content of verdict.json with the digest of all else in it.
 
     It shows a slip of an editor or of a merge. It stops no forger: whoever can write the file can seal it.
     """
@@ -292,7 +292,7 @@ def with_seal(verdict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(verdict: Mapping[str, Any]) -> str:
-    """The SHA-256 of a verdict's content but for its digest, whatever the order of keys."""
+    """Return the SHA-256 of a verdict's content but for its digest, whatever the order of keys."""
     content = {key: value for key, value in verdict.items() if key != "digest"}
     # As it comes back from a file: tuples are lists there.
     text = json.dumps(content, sort_keys=True, allow_nan=False)

@@ -43,7 +43,7 @@ def full_run_against_steps(evidence: AuditData) -> Iterator[Case]:
 
 
 def steps_of(record: Record) -> int:
-    """The number of steps that a cell trained."""
+    """Return the number of steps that a cell trained."""
     given = record["settings"].get("steps")
     return given or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
 

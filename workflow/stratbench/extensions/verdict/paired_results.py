@@ -55,7 +55,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
 
 
 def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
-    """The results of a verdict for each strategy, model and number of workers in the comparison."""
+    """Return the results of a verdict for each strategy, model and number of workers in the comparison."""
     by_group = {}
     for comparison in verdict["comparisons"]:
         if comparison["unusable"]:
@@ -88,7 +88,7 @@ def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
 
 
 def traits_from(said: Mapping[str, Any]) -> Traits:
-    """The traits that a verdict states, without those that this version does not know."""
+    """Return the traits that a verdict states, without those that this version does not know."""
     known = {field.name for field in fields(Traits)}
     return Traits(**{name: value for name, value in said.items() if name in known})
 

@@ -16,7 +16,7 @@ from stratbench.analysis.report.shown import data_uri
 
 
 def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
-    """The section as values for the template."""
+    """Return the section as values for the template."""
     marks = marks_of(
         cells,
         {
@@ -47,7 +47,7 @@ def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str
 
 
 def comparison_line(comparison: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the table of claims, and its rivals."""
+    """Return a row of the table of claims, and its rivals."""
     matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
     spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]
     return {
@@ -70,7 +70,7 @@ def comparison_line(comparison: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nearest_interval(comparison: Mapping[str, Any]) -> str:
-    """The ratio and bound of the rival that may be the fastest, with its name."""
+    """Return the ratio and bound of the rival that may be the fastest, with its name."""
     known = [
         r
         for r in comparison["ratios"]
@@ -84,7 +84,7 @@ def nearest_interval(comparison: Mapping[str, Any]) -> str:
 
 
 def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
-    """A rival as a row: its state, when it changed and why."""
+    """Return a rival as a row: its state, when it changed and why."""
     return {
         "strategy": ratio["strategy"],
         "state": ratio["words"],
@@ -115,7 +115,7 @@ COMPONENTS = (
 
 
 def noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """The rows of the table of noise: standard deviations in percent."""
+    """Yield the rows of the table of noise: standard deviations in percent."""
     for key, name, meaning in COMPONENTS:
         value = noise[key]
         shown = "not known" if value is None else f"{100 * value:.2f}"
@@ -145,7 +145,7 @@ def interval_figures(
 
 
 def ratio_row(ratio: Mapping[str, Any]) -> FigureRow:
-    """The row of a strategy in a comparison."""
+    """Return the row of a strategy in a comparison."""
     leads = ratio["state"] == "leader"
     low = ratio["at_least"]
     point = Point(ratio["ratio"], low, ratio["ratio"] if low is not None else None, chosen=leads)

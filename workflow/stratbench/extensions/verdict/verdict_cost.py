@@ -42,7 +42,7 @@ class VerdictCost:
 
 
 def cost_of(comparison: list[Planned], slow: bool) -> VerdictCost:
-    """The cost of the cells of one experiment, model and number of workers, one repeat each.
+    """Return the cost of the cells of one experiment, model and number of workers, one repeat each.
 
     `slow`: at the upper end of the predicted times, else at the lower.
     """

@@ -92,13 +92,13 @@ class Round:
         return [cell for cell in cells if cell.path not in self._jobs.skipped]
 
     def files(self) -> list[str]:
-        """The files that the round makes: results of blocks, and records."""
+        """Return the files that the round makes: results of blocks, and records."""
         results = self._jobs.results
         made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
 
     def block_of(self, wildcards: Mapping[str, str]) -> BlockPlan:
-        """The block that a job's wildcards name; ConfigError if it is not in this round."""
+        """Return the block that a job's wildcards name; ConfigError if it is not in this round."""
         path = BLOCK_PATTERN.format(**wildcards)
         if path not in self.blocks:
             raise ConfigError(
@@ -107,7 +107,7 @@ class Round:
         return self.blocks[path]
 
     def settings_of(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """The settings of the block's strategies, by strategy."""
+        """Return the settings of the block's strategies, by strategy."""
         settings = {name: self._jobs.settings_of(plan.cell(name)) for name in plan.order}
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
@@ -116,7 +116,7 @@ class Round:
         return {name: trained_with(self._jobs.settings_of(plan.cell(name))) for name in plan.order}
 
     def limit_s(self, plan: BlockPlan) -> float | None:
-        """The limit of each segment of a block, in seconds; None for no limit."""
+        """Return the limit of each segment of a block, in seconds; None for no limit."""
         cell = plan.cell(plan.order[0])
         samples = self._study.dataset(plan.dataset).train_samples
         total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
@@ -124,19 +124,19 @@ class Round:
         return segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
     def _segment_steps(self, cell: Cell, steps: int | None) -> int:
-        """The steps of a cell's segment that times `steps` steps, including the discarded ones."""
+        """Return the steps of a cell's segment that times `steps` steps, including the discarded ones."""
         timed, settings = steps or MAX_STEPS, self._jobs.settings_of(cell)
         strategy = make_strategy(settings.strategy, settings.options)
         return sum(strategy.own_length(discarded_steps(timed), timed))
 
     def request_of(self, plan: BlockPlan) -> JobRequest:
-        """The request of a block to the scheduler: the most that one of its strategies needs."""
+        """Return the request of a block to the scheduler: the most that one of its strategies needs."""
         cells = [plan.cell(name) for name in plan.order]
         minutes = block_min(self.limit_s(plan), len(cells), self.config["cluster"])
         return largest_request(map(self._jobs.request_of, cells), minutes)
 
     def goes_on(self) -> bool:
-        """Whether another round follows this one, which has made all its files.
+        """Return whether another round follows this one, which has made all its files.
 
         Raises ConfigError if that would be the same round: something prevents this one from counting.
         """
@@ -151,7 +151,7 @@ class Round:
         return True
 
     def _ask(self) -> dict[str, Any]:
-        """The next round as of now. Raises ConfigError with the command's message."""
+        """Return the next round as of now. Raises ConfigError with the command's message."""
         command, text = [*self._command, "--config", "-"], json.dumps(self.config)
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if done.returncode != 0:

@@ -105,7 +105,7 @@ class SyncPolicy(Policy):
         return worker not in self._arrived
 
     def _summable_below(self) -> float:
-        """The worker number below which nobody is missing; infinite when the round is complete."""
+        """Return the worker number below which nobody is missing; infinite when the round is complete."""
         return min(self._live - self._arrived, default=math.inf)
 
     def _advance(self, borrowed: Tensor | None = None) -> bool:
@@ -216,7 +216,7 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _summable_below(self) -> float:
-        """All at once: who belongs to a step is known only when it is complete."""
+        """Return all at once: who belongs to a step is known only when it is complete."""
         enough = len(self._arrived) + self._arrived_and_left >= self._quorum
         return math.inf if enough or self._live <= self._arrived | self._late else -1
 

@@ -12,7 +12,7 @@ from stratbench.cell.options import Options, option
 
 
 def lr_scale_option(default: str) -> Any:
-    """The field of type Literal["full", "1/N"]: what a push multiplies the learning rate by."""
+    """Return the field of type Literal["full", "1/N"]: what a push multiplies the learning rate by."""
     return option(
         default,
         "learning rate of one push: 'full' (the study's own, so N workers move N times as far per "
@@ -49,7 +49,7 @@ class PolicyOptions(Options):
         return {"sgd": cls.refuses_sgd, "adamw": cls.refuses_adamw}[optimizer]
 
     def waits_for_slowest(self, workers: int) -> bool:
-        """Whether, in the long run, all go at the slowest worker's pace."""
+        """Return whether, in the long run, all go at the slowest worker's pace."""
         return True
 
     def updates_per_step(self, workers: int) -> float | None:

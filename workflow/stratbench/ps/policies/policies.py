@@ -33,7 +33,7 @@ POLICIES: dict[str, str] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy registered as `name`; ValueError when there is none."""
+    """Return the policy registered as `name`; ValueError when there is none."""
     if name not in POLICIES:
         raise ValueError(f"{name!r} is no parameter-server policy; known: {', '.join(POLICIES)}")
     module, _, attribute = POLICIES[name].partition(":")
@@ -46,7 +46,7 @@ def policies_that_take(optimizer: str) -> list[str]:
 
 
 def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:
-    """The options of policy `name` from plain values; defaults where a key is missing.
+    """Return the options of policy `name` from plain values; defaults where a key is missing.
 
     Raises ValueError, naming the policy, the key and what it takes, for an unknown policy or key or a
     value of the wrong type or range.
@@ -66,7 +66,7 @@ def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOp
 def make_policy(
     name: str, weights: Tensor, hyper: Hyper, options: Mapping[str, Any] | None = None
 ) -> Policy:
-    """A policy for one shard from a config's values.
+    """Return a policy for one shard from a config's values.
 
     `weights`: the shard's flat parameters, shape [n], updated in place. `options`: as in the
     config, defaults where a key is missing; `lr_scale` there decides `hyper.lr_scale`. Raises

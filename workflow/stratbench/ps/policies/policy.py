@@ -54,12 +54,12 @@ class Fields(dict[str, Any]):
 
 
 def fields_of(owner: object, leave_out: Collection[str] = ("hyper",)) -> Fields:
-    """A copy of an object's fields, by name, but for those to `leave_out`."""
+    """Return a copy of an object's fields, by name, but for those to `leave_out`."""
     return Fields({k: copied(v) for k, v in vars(owner).items() if k not in leave_out})
 
 
 def copied(value: Any) -> Any:
-    """A copy of what a policy keeps. TypeError for a kind that cannot be saved."""
+    """Return a copy of what a policy keeps. TypeError for a kind that cannot be saved."""
     import torch
 
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -114,7 +114,7 @@ class Momentum:
             self.value.zero_()
 
     def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> Tensor:
-        """Weights -= lr * direction, all shape [n]; returns the direction. Overwrites `grad`.
+        """Return weights -= lr * direction, all shape [n]; returns the direction. Overwrites `grad`.
 
         Bit-identical to torch.optim.SGD's step: the first gradient becomes the buffer, weight decay
         is taken of the weights as they are now, Nesterov looks ahead along the new buffer.
@@ -261,7 +261,7 @@ class Policy(ABC):
         """`worker`, which had left, is at work again; it reads at once."""
 
     def state(self) -> Fields:
-        """All that decides what it does next, copied, for `load`: every field but its settings.
+        """Return all that decides what it does next, copied, for `load`: every field but its settings.
 
         Tensors, numbers, texts, lists, sets and dicts of these, and optimizers are saved by themselves. What
         is only there to work in, name it in `scratch`.
@@ -276,7 +276,7 @@ class Policy(ABC):
         """No push will come any more: apply what is held."""
 
     def ready(self, worker: int) -> bool:
-        """Whether `worker`, which has pushed or skipped, may read and go on."""
+        """Return whether `worker`, which has pushed or skipped, may read and go on."""
         return True
 
     def view(self, worker: int, out: Tensor) -> int:

@@ -96,13 +96,13 @@ class Header:
         return mac.digest()
 
     def pack(self, frame: Frame) -> bytes:
-        """The header's bytes; advances the sequence number."""
+        """Return the header's bytes; advances the sequence number."""
         fields = _FIELDS.pack(MAGIC, PROTOCOL, *frame, self.seq)
         self.seq += 1
         return fields + self._tag(fields)
 
     def unpack(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
-        """The frame and whether it is a replay (its payload must then be thrown away).
+        """Return the frame and whether it is a replay (its payload must then be thrown away).
 
         Raises ProtocolError for anything this connection's peer cannot have sent now.
         """

@@ -130,7 +130,7 @@ class Gate:
                 oldest.close()
 
     def _forget(self, connection: Connection) -> bool:
-        """Whether it was still an unknown peer, and had not been dismissed."""
+        """Return whether it was still an unknown peer, and had not been dismissed."""
         with self._lock:
             known = connection in self._pending
             self._pending.pop(connection, None)

@@ -34,7 +34,7 @@ class JoinLater(JoinRefused):
 
 
 def new_secret() -> bytes:
-    """A fresh secret of 32 random bytes."""
+    """Return a fresh secret of 32 random bytes."""
     return os.urandom(32)
 
 
@@ -46,7 +46,7 @@ def write_secret(path: str | Path, secret: bytes) -> None:
 
 
 def load_secret(path: str | Path) -> bytes:
-    """The job's secret, from the file `path` that `write_secret` made.
+    """Return the job's secret, from the file `path` that `write_secret` made.
 
     Raises ValueError when others may read the file, or when it holds no secret or too short a one;
     OSError when the file cannot be read.
@@ -68,7 +68,7 @@ def _prove(secret: bytes, side: bytes, nonces: bytes, said: bytes) -> bytes:
 
 
 def session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Keys of the frames from worker to server and from server to worker, 32 bytes each."""
+    """Return keys of the frames from worker to server and from server to worker, 32 bytes each."""
     return (
         hmac.digest(secret, b"worker frames" + nonces, hashlib.sha256),
         hmac.digest(secret, b"server frames" + nonces, hashlib.sha256),

@@ -23,7 +23,7 @@ DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a floating dtype in the protocol; raises ValueError for one it does not know."""
+    """Return the name of a floating dtype in the protocol; raises ValueError for one it does not know."""
     for name, known in DTYPES.items():
         if known is dtype:
             return name

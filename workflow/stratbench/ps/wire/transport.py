@@ -107,7 +107,7 @@ class Connection:
                 raise Closed(f"could not send: {error.strerror or error}") from None
 
     def read_descriptor(self) -> int:
-        """The file descriptor beside the frame just received; the caller closes it."""
+        """Return the file descriptor beside the frame just received; the caller closes it."""
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -145,7 +145,7 @@ class Connection:
             raise Closed(f"could not send: {error.strerror or error}") from None
 
     def receive(self) -> Frame:
-        """The next frame's header; its payload, if any, must be read next.
+        """Return the next frame's header; its payload, if any, must be read next.
 
         Raises Closed at the stream's end, Silent past a deadline, ProtocolError for a bad frame.
         Replays are skipped and counted.
@@ -181,7 +181,7 @@ class Connection:
         self.waiting_since = None
 
     def read(self, n_bytes: int) -> bytes:
-        """A small payload of `n_bytes` (already checked against the limit) as bytes."""
+        """Return a small payload of `n_bytes` (already checked against the limit) as bytes."""
         data = bytearray(n_bytes)
         self.receive_into(memoryview(data))
         return bytes(data)
@@ -205,7 +205,7 @@ class Connection:
             raise Silent(f"its host has not answered for {self.vanished_s:g} s")
 
     def _unanswered(self) -> bool:
-        """Whether the peer's host has left what was sent unacknowledged for `vanished_s`.
+        """Return whether the peer's host has left what was sent unacknowledged for `vanished_s`.
 
         A host answers for a process that is busy or stopped, too, and while that reads nothing.
         """
@@ -234,7 +234,7 @@ def _tune(sock: socket.socket) -> None:
 
 
 def _boot_id() -> str:
-    """Names this host's running kernel; empty where the system has no such thing."""
+    """Return names this host's running kernel; empty where the system has no such thing."""
     return _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
 

@@ -191,7 +191,7 @@ class FSDP(Sharded):
             )
 
     def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, list[str]]]:
-        """The dtypes of each group's parameters, and of what is in none."""
+        """Yield the dtypes of each group's parameters, and of what is in none."""
         left = set(model.parameters())
         for label, modules in worker.wrap_groups:
             own = {p for m in modules for p in m.parameters()}
@@ -246,7 +246,7 @@ class FSDP(Sharded):
         return model
 
     def _gathered_again(self) -> set[int]:
-        """The `id` of each grouped parameter that is gathered for backward, too.
+        """Return the `id` of each grouped parameter that is gathered for backward, too.
 
         FSDP2 does it where backward comes to a group, and ahead of that for the group before. Which those
         are the trial has shown; of a network that had none nothing is frozen.

@@ -68,7 +68,7 @@ class Study:
         return sorted({e.values["dataset"] for e in self.experiments.values()})
 
     def base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
-        """The strategy behind a name in the study, and the options given (without the defaults)."""
+        """Return the strategy behind a name in the study, and the options given (without the defaults)."""
         if name in REGISTRY:
             return name, {}
         variant = dict(self._study["variants"][name])
@@ -76,16 +76,16 @@ class Study:
         return variant.pop("strategy"), variant
 
     def values_of(self, cell: Cell) -> Mapping[str, Any]:
-        """The values of a cell's experiment, with those that its variant has otherwise."""
+        """Return the values of a cell's experiment, with those that its variant has otherwise."""
         variant = self._study["variants"].get(cell.strategy, {})
         return {**self.experiments[cell.experiment].values, **variant.get("settings", {})}
 
     def strategy_kind(self, name: str) -> str:
-        """The kind of a strategy: `collective` or `server`."""
+        """Return the kind of a strategy: `collective` or `server`."""
         return strategy_class(self.base_strategy(name)[0]).kind
 
     def settings(self, cell: Cell) -> Settings:
-        """The resolved settings of a cell of this study."""
+        """Return the resolved settings of a cell of this study."""
         values = self.values_of(cell)
         base, given = self.base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
@@ -121,7 +121,7 @@ class Study:
         return None
 
     def own_model(self, name: str) -> dict[str, Any] | None:
-        """The spec of a model that is not built in: its call, its sharding and its code; else None."""
+        """Return the spec of a model that is not built in: its call, its sharding and its code; else None."""
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
     def _own_model_on(self, name: str, data: Dataset | None) -> dict[str, Any] | None:
@@ -130,7 +130,7 @@ class Study:
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:
-        """The spec of a task that is not built in: its call and its code; else None."""
+        """Return the spec of a task that is not built in: its call and its code; else None."""
         if name is None or name in tasks.TASKS:
             return None
         return self._with_fingerprint(f"task {name}", {"call": name})
@@ -152,7 +152,7 @@ class Study:
         return self._own_code[key]
 
     def own_code(self) -> dict[str, dict[str, Any]]:
-        """The specs of the study's models and tasks that are not built in, with their code, by name.
+        """Return the specs of the study's models and tasks that are not built in, with their code, by name.
 
         Given as `own_code` in a config, they save `Study` from reading the code again.
         """
@@ -180,7 +180,7 @@ class Study:
         return [f"{named}: {fault}" for named, fault in faults.items() if fault]
 
     def dataset(self, name: str) -> Dataset:
-        """The facts of a data set; few of a user's own data set until it is prepared."""
+        """Return the facts of a data set; few of a user's own data set until it is prepared."""
         return self._data.facts(name)
 
     def data_specs(self) -> dict[str, dict[str, Any]]:
@@ -193,7 +193,7 @@ class Study:
         return {name: identity for name, identity in specs.items() if identity}
 
     def own_data(self) -> list[str]:
-        """The names of the user's own data sets in the study."""
+        """Return the names of the user's own data sets in the study."""
         return [name for name, spec in self.data_specs().items() if is_own(spec)]
 
     def time_limit_s(self, cell: Cell) -> float | None:
@@ -244,7 +244,7 @@ def _given_to_extensions(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def cell_seed(study_seed: int, model: str, repeat: int) -> int:
-    """The seed of a cell: the same for every strategy and worker count of a model and repeat."""
+    """Return the seed of a cell: the same for every strategy and worker count of a model and repeat."""
     digest = hashlib.sha256(f"{study_seed}/{model}/{repeat}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -252,7 +252,7 @@ def cell_seed(study_seed: int, model: str, repeat: int) -> int:
 def load_config(
     raw: Mapping[str, Any], files: Iterable[str | Path] = ()
 ) -> tuple[dict[str, Any], Study]:
-    """The validated config and its chosen study. `raw`: the config as read from the YAML `files`.
+    """Return the validated config and its chosen study. `raw`: the config as read from the YAML `files`.
 
     Raises ConfigError with all mistakes that can be told at once.
     """

@@ -262,7 +262,7 @@ def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _given(block: Mapping[str, Any], *keys: str) -> str:
-    """The keys that have a value, with the value, as text."""
+    """Return the keys that have a value, with the value, as text."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
 

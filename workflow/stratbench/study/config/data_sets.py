@@ -38,16 +38,16 @@ class DataSets:
         return self._identities[name]
 
     def as_configured(self, name: str) -> Dataset:
-        """The facts that the config gives of a data set, without looking at what was prepared."""
+        """Return the facts that the config gives of a data set, without looking at what was prepared."""
         return describe(name, self._specs.get(name))
 
     def made(self, name: str) -> Dataset | None:
-        """The facts of a data set of ours by its identity alone; None for a user's own."""
+        """Return the facts of a data set of ours by its identity alone; None for a user's own."""
         identity = self.identity(name)
         return None if is_own(identity) else describe(name, identity)
 
     def facts(self, name: str) -> Dataset:
-        """The facts of a data set; of a user's own, as far as its present state was prepared."""
+        """Return the facts of a data set; of a user's own, as far as its present state was prepared."""
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own(spec):

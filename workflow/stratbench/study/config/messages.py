@@ -14,7 +14,7 @@ class ConfigError(ValueError):
 
 
 def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
-    """The message for a value that is not one of `allowed`."""
+    """Return the message for a value that is not one of `allowed`."""
     allowed = list(allowed)
     listed = f"Allowed: {', '.join(allowed) or 'none'}."
     return f"config: {where} = {repr_of(value)}: {what}.{did_you_mean(value, allowed)} {listed}"
@@ -31,7 +31,7 @@ def told_at_once(messages: Iterable[str]) -> str:
 
 
 def place_of(path: Iterable[str | int]) -> str:
-    """A path through the config as a person writes it: `studies.demo.experiments.digits.gpus[1]`."""
+    """Return a path through the config as a person writes it: `studies.demo.experiments.digits.gpus[1]`."""
     names = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
     return "".join(n if n.isprintable() else repr(n)[1:-1] for n in names).lstrip(".")
 
@@ -78,7 +78,7 @@ RENAMED = {
 
 
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
-    """The closest of `allowed`, as a question after a blank; empty if none is close.
+    """Return the closest of `allowed`, as a question after a blank; empty if none is close.
 
     A key that another trainer calls so, or that was called so, is closest; then the shortest one that begins
     with what was given.

@@ -61,7 +61,7 @@ def schema() -> dict[str, Any]:
 
 
 def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rule of the schema that `rule` refers to, or `rule` itself."""
+    """Return the rule of the schema that `rule` refers to, or `rule` itself."""
     return schema()["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
 
 
@@ -133,7 +133,7 @@ def _refuse(faults: Iterable[Any]) -> None:
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """The config, changed in place: missing keys get the schema's defaults."""
+    """Return the config, changed in place: missing keys get the schema's defaults."""
 
     def fill(block: dict[str, Any], properties: Mapping[str, Any]) -> None:
         for key, rule in properties.items():
@@ -187,7 +187,7 @@ _BOUNDS = {
 
 
 def _keys_of(fault: Any) -> list[str | None]:
-    """The unknown or missing keys of a fault; None in place of keys where a value is wrong."""
+    """Return the unknown or missing keys of a fault; None in place of keys where a value is wrong."""
     value, rule = fault.instance, fault.validator_value
     match fault.validator:
         case "additionalProperties":

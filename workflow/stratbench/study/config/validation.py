@@ -101,7 +101,7 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _folder(key: str, path: str) -> str:
-    """A folder as all rules write it: without `~`, `./`, `//` and a slash at its end.
+    """Return a folder as all rules write it: without `~`, `./`, `//` and a slash at its end.
 
     ConfigError for a path that Snakemake or a command line would read as something else.
     """

@@ -66,7 +66,7 @@ class FollowedJob:
 
 
 def first_output(job: Any) -> str:
-    """The first file that a job makes."""
+    """Return the first file that a job makes."""
     return str(next(iter(job.output), ""))
 
 

@@ -16,7 +16,7 @@ from stratbench.study.slurm.live_jobs import tell
 
 
 def submitted_request(resources: Any) -> JobRequest:
-    """The request of a Snakemake job to SLURM, including the profile's changes."""
+    """Return the request of a Snakemake job to SLURM, including the profile's changes."""
     gres = str(resources.get("gres") or "")
     types = list(nodes.gpu_types(gres))
     return JobRequest(

@@ -20,12 +20,12 @@ POLL_S = 15
 
 
 def comment_of(rule: str, wildcards: list[str]) -> str:
-    """The comment that Snakemake's SLURM plugin gives to the job of a rule with these wildcards."""
+    """Return the comment that Snakemake's SLURM plugin gives to the job of a rule with these wildcards."""
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
 
 def live_jobs(directory: Path) -> dict[str, str] | None:
-    """The user's queued and running SLURM jobs that were started from `directory`: comment by job id.
+    """Return the user's queued and running SLURM jobs that were started from `directory`: comment by job id.
 
     Empty on a machine without SLURM; None if SLURM does not answer.
     """

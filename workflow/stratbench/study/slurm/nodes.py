@@ -39,11 +39,11 @@ class Node:
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
     def gpus_of(self, gpu_type: str | None) -> int:
-        """The number of its GPUs of a type; None: of any."""
+        """Return the number of its GPUs of a type; None: of any."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
     def lacks(self, asked: JobRequest) -> list[str]:
-        """The resources of which the node has too little for the request: cpus, memory, gpus, time."""
+        """Return the resources of which the node has too little for the request: cpus, memory, gpus, time."""
         short = {
             "gpus": self.gpus_of(asked.gpu_type) < asked.gpus,
             "cpus": self.cpus < asked.cpus,
@@ -54,12 +54,12 @@ class Node:
 
 
 def cluster_nodes() -> list[Node]:
-    """The nodes of the cluster; empty without SLURM, or if it does not answer."""
+    """Return the nodes of the cluster; empty without SLURM, or if it does not answer."""
     return parse_sinfo(printed_by(["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]) or "")
 
 
 def parse_sinfo(text: str) -> list[Node]:
-    """The nodes in sinfo's output; none if a node's line cannot be parsed.
+    """Return the nodes in sinfo's output; none if a node's line cannot be parsed.
 
     A node that cannot be read may be the one that can hold a cell. Lines without figures (`n/a`) are
     left out.
@@ -88,12 +88,12 @@ def parse_sinfo(text: str) -> list[Node]:
 
 
 def count_gpus(gres: str) -> int:
-    """The number of GPUs in SLURM's generic resources: `gpu:4`, `gpu:a100:2(S:0-1),gpu:v100:2`."""
+    """Return the number of GPUs in SLURM's generic resources: `gpu:4`, `gpu:a100:2(S:0-1),gpu:v100:2`."""
     return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
 
 def gpu_types(gres: str) -> dict[str, int]:
-    """The number of GPUs of each type in the same: `{"a100": 2, "v100": 2}`."""
+    """Return the number of GPUs of each type in the same: `{"a100": 2, "v100": 2}`."""
     counts: Counter[str] = Counter()
     for name, n in re.findall(r"\bgpu:([^:,()]+):(\d+)", gres):
         counts[name] += int(n)
@@ -101,7 +101,7 @@ def gpu_types(gres: str) -> dict[str, int]:
 
 
 def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
-    """A sentence where a request on GPUs names no type, and the nodes have several; else None."""
+    """Return a sentence where a request on GPUs names no type, and the nodes have several; else None."""
     if all(r.gpu_type is not None or not r.gpus for r in requests):
         return None
     nodes_of: dict[str, set[str]] = defaultdict(set)
@@ -118,7 +118,7 @@ def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> s
 
 
 def _minutes(limit: str) -> int | None:
-    """A time limit as sinfo writes it, `2-00:00:00` or `30:00`, in minutes; None for no limit."""
+    """Return a time limit as sinfo writes it, `2-00:00:00` or `30:00`, in minutes; None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
         return None
@@ -152,7 +152,7 @@ def refusal(
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
-    """A sentence that says why no node can hold the cell; None if one can, or if no node is known.
+    """Return a sentence that says why no node can hold the cell; None if one can, or if no node is known.
 
     It says what the cell asks for, what the largest node has, and which key of config.yaml to change.
     `in_profile`: the request comes from the profile, not from the config.
@@ -188,7 +188,7 @@ def refusal(
 
 
 def describe_request(cell: Cell, asked: JobRequest) -> str:
-    """The request of a cell, in words."""
+    """Return the request of a cell, in words."""
     count = "a node" if asked.nodes == 1 else f"{asked.nodes} nodes, each"
     quantities = _quantities(asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min, asked)
     return f"{cell} asks for {count} with {quantities}"
@@ -234,7 +234,7 @@ def _remedies(
 
 
 def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
-    """Lines for the user: the first cell of each reason, and how many cells share it."""
+    """Return lines for the user: the first cell of each reason, and how many cells share it."""
     by_reason: dict[str, list[Cell]] = {}
     for cell, sentence in refusals.items():
         by_reason.setdefault(sentence.removeprefix(str(cell)), []).append(cell)

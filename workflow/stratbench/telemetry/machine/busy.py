@@ -58,7 +58,7 @@ def _family() -> set[int]:
 
 
 def _cpu_times() -> dict[int, float]:
-    """CPU seconds of every visible process by pid."""
+    """Return CPU seconds of every visible process by pid."""
     seconds = {}
     for process in psutil.process_iter():
         try:
@@ -70,7 +70,7 @@ def _cpu_times() -> dict[int, float]:
 
 
 def _busy_s() -> float:
-    """CPU seconds that all cores together have been busy since boot."""
+    """Return CPU seconds that all cores together have been busy since boot."""
     times = psutil.cpu_times()
     # Guests are counted in user and nice already; time stolen by a hypervisor is not ours.
     idle = ("idle", "iowait", "steal", "guest", "guest_nice")

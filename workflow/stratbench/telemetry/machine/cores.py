@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> set[int]:
-    """Numbers of the cores that this process may run on; all cores if the system does not say."""
+    """Return numbers of the cores that this process may run on; all cores if the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

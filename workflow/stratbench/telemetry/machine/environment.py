@@ -40,7 +40,7 @@ _LONG_MIX = re.compile(
 
 
 def of_training(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change how a worker trains: those of an allow-list without a secret."""
+    """Return the variables that change how a worker trains: those of an allow-list without a secret."""
     return _without_secrets(environment, _ENVIRONMENT)
 
 
@@ -50,7 +50,7 @@ def of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def names_secret(name: str) -> bool:
-    """Whether what has this name is a secret by its name."""
+    """Return whether what has this name is a secret by its name."""
     return _SECRET.search(name) is not None
 
 

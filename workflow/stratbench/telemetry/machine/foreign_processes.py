@@ -30,18 +30,18 @@ def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
 
 
 def gpu_at(nvml: Nvml, place: dict[str, Any]) -> Gpu | None:
-    """The GPU of such a place; None where NVML does not know it."""
+    """Return the GPU of such a place; None where NVML does not know it."""
     return nvml.gpu_named(str(place.get("uuid", place.get("index", ""))))
 
 
 def describe_gpu(place: dict[str, Any]) -> str:
-    """A place in words: `GPU 1 (GPU-d8c5e28f-…)`."""
+    """Return a place in words: `GPU 1 (GPU-d8c5e28f-…)`."""
     number, uuid = place.get("index", place.get("name")), place.get("uuid")
     return f"GPU {number}" + (f" ({uuid})" if uuid else "")
 
 
 def is_broker(pid: int) -> bool:
-    """Whether it is a server through which others compute."""
+    """Return whether it is a server through which others compute."""
     import psutil
 
     try:

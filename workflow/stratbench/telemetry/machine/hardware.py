@@ -101,7 +101,7 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
 
 
 def datasheet_of(device_name: str) -> Datasheet | None:
-    """The peaks of the GPU that torch or NVML calls `device_name`, None if it is not listed.
+    """Return the peaks of the GPU that torch or NVML calls `device_name`, None if it is not listed.
 
     PCIe boards are listed with their PCIe link; a bridge between two of them is faster.
     """
@@ -114,5 +114,5 @@ def datasheet_of(device_name: str) -> Datasheet | None:
 
 
 def all_datasheets() -> list[Datasheet]:
-    """Every GPU of the table, in its order."""
+    """Return every GPU of the table, in its order."""
     return [peak for _, peak in _TABLE]

@@ -15,7 +15,7 @@ from stratbench.telemetry.machine.cores import usable_cores
 
 
 def facts_of_node() -> dict[str, Any]:
-    """Name, CPU, cores, affinity and memory of this node as this process may use them."""
+    """Return name, CPU, cores, affinity and memory of this node as this process may use them."""
     cores = {
         "cores_logical": os.cpu_count(),
         "cores_physical": psutil.cpu_count(logical=False),

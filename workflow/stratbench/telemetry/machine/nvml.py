@@ -58,13 +58,13 @@ class Nvml:
             self.reason = f"{type(error).__name__}: {error}"
 
     def gpus(self) -> list[Gpu]:
-        """The GPUs of this node in NVML's (PCI) order, whatever CUDA_VISIBLE_DEVICES says."""
+        """Return the GPUs of this node in NVML's (PCI) order, whatever CUDA_VISIBLE_DEVICES says."""
         count = self.ask("nvmlDeviceGetCount") or 0
         handles = ((i, self.ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count))
         return [Gpu(self, index, handle) for index, handle in handles if handle is not None]
 
     def gpu_of(self, uuid: str | None) -> Gpu | None:
-        """The GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`); None if it is not found.
+        """Return the GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`); None if it is not found.
 
         CUDA tells an instance's UUID without its prefix: what is no GPU's is looked up as an instance's. A
         GPU that is divided into instances is not found: its power and energy are those of all of them.
@@ -97,7 +97,7 @@ class Nvml:
         return fitting[0] if len(fitting) == 1 else None
 
     def gpu_named(self, name: str) -> Gpu | None:
-        """The GPU or MIG instance that CUDA_VISIBLE_DEVICES names so, as `gpu_of` has it."""
+        """Return the GPU or MIG instance that CUDA_VISIBLE_DEVICES names so, as `gpu_of` has it."""
         return self.gpu_of(self.uuid_named(name))
 
     def driver(self) -> dict[str, str]:
@@ -109,7 +109,7 @@ class Nvml:
         )
 
     def topology(self) -> list[dict[str, Any]]:
-        """The PCI path of every pair of GPUs: `{"gpus": [0, 1], "path": "PIX"}`.
+        """Return the PCI path of every pair of GPUs: `{"gpus": [0, 1], "path": "PIX"}`.
 
         The paths are those of `nvidia-smi topo -m`; NVLink is in `Gpu.static()`.
         """
@@ -179,7 +179,7 @@ class Gpu:
         return _text(self._ask("nvmlDeviceGetUUID"))
 
     def instances(self) -> list[Gpu]:
-        """The MIG instances that the GPU is divided into."""
+        """Return the MIG instances that the GPU is divided into."""
         most = self._ask("nvmlDeviceGetMaxMigDeviceCount") or 0
         handles = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", i) for i in range(most))
         return [Gpu(self._nvml, None, handle) for handle in handles if handle is not None]
@@ -218,7 +218,7 @@ class Gpu:
         return None
 
     def computing(self) -> dict[int, int | None]:
-        """Bytes that each process with a compute context holds, by its number; without displays.
+        """Return bytes that each process with a compute context holds, by its number; without displays.
 
         A program that draws, too, as a desktop does, is none of them. None: the driver does not say.
         """

@@ -27,7 +27,7 @@ class Beside:
 
     @classmethod
     def takes(cls, job: Job) -> bool:
-        """Whether it happens in this cell."""
+        """Return whether it happens in this cell."""
         raise NotImplementedError
 
     def __init__(

@@ -52,7 +52,7 @@ def keep_pauses(
 
 
 def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
-    """The record's `pauses`: those of all nodes, by their begin."""
+    """Return the record's `pauses`: those of all nodes, by their begin."""
     entries = [
         {"node": int(node)}
         | pause
@@ -64,7 +64,7 @@ def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
 
 
 def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -> bool:
-    """Whether a worker was training as the pause began; times are those of the node's clock."""
+    """Return whether a worker was training as the pause began; times are those of the node's clock."""
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)
     return any(p.start_s < until_s and p.end_s > begin_s for p in trained)

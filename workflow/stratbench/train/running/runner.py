@@ -42,7 +42,7 @@ class Runner:
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
-        """Whether it runs cells with these settings."""
+        """Return whether it runs cells with these settings."""
         return True
 
     # ------------------------------------------------------------ while the cell runs

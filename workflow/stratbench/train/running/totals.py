@@ -34,7 +34,7 @@ def served_run(
     samples_per_step: int,
     per_epoch: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The same as the parameter servers saw it: from the first ticket to the last applied push.
+    """Return the same as the parameter servers saw it: from the first ticket to the last applied push.
 
     An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next
     epoch. The samples of a lost worker count if its pushes were taken. A late push may have been
@@ -59,7 +59,7 @@ def served_run(
 
 
 def mean_loss(told: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
-    """The mean training loss of an epoch, of what each worker told of it (`loop.Result.losses`).
+    """Return the mean training loss of an epoch, of what each worker told of it (`loop.Result.losses`).
 
     None where a loss was not finite, or those who took all steps were lost before they told.
     """

@@ -60,7 +60,7 @@ def describe(
     spec: Mapping[str, Any] | None = None,
     prepared: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """The facts of a built-in data set, or of one of the config's by its `spec`.
+    """Return the facts of a built-in data set, or of one of the config's by its `spec`.
 
     A spec is `{source: NAME}` with any of the keys that SPECS has for that source, or a user's own
     (`own_data`): what is known of that before it is read, or by the meta data of what was `prepared`.
@@ -112,7 +112,7 @@ def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset
 
 
 def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
-    """The source that a spec names, and its values with the defaults; DataError for a mistake."""
+    """Return the source that a spec names, and its values with the defaults; DataError for a mistake."""
     source = spec.get("source")
     if source not in SPECS:
         raise DataError(
@@ -172,7 +172,7 @@ def _made(
     classes: int,
     **more: Any,
 ) -> Dataset:
-    """A data set that `make` generates from the values of its spec."""
+    """Return a data set that `make` generates from the values of its spec."""
     return Dataset(
         shape=shape,
         classes=classes,

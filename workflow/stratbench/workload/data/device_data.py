@@ -41,7 +41,7 @@ class EpochTables(NamedTuple):
     augmentation: Augmentation | None
 
     def packed(self) -> EpochTables:
-        """The same tables in the smallest integer types, for keeping only (see `packed_bytes`)."""
+        """Return the same tables in the smallest integer types, for keeping only (see `packed_bytes`)."""
         import torch
 
         a = self.augmentation
@@ -49,20 +49,20 @@ class EpochTables(NamedTuple):
         return EpochTables(self.order.to(torch.int32), small)
 
     def on(self, device: torch.device) -> EpochTables:
-        """The same tables as int64 on `device`."""
+        """Return the same tables as int64 on `device`."""
         a = self.augmentation
         whole = None if a is None else Augmentation(*(t.to(device).long() for t in a))
         return EpochTables(self.order.to(device).long(), whole)
 
 
 def packed_bytes(data: Dataset, augment: bool) -> int:
-    """Bytes of an epoch's packed tables: 4 for a training sample, and 3 more if it is augmented."""
+    """Return bytes of an epoch's packed tables: 4 for a training sample, and 3 more if it is augmented."""
     augmented = augment and (data.crop_padding > 0 or data.flip)
     return data.train_samples * (4 + 3 * augmented)
 
 
 def generator_of(purpose: str, seed: int, epoch: int) -> torch.Generator:
-    """A CPU generator whose stream is the same on every worker and every kind of device."""
+    """Return a CPU generator whose stream is the same on every worker and every kind of device."""
     import torch
 
     digest = hashlib.sha256(f"{purpose}/{seed}/{epoch}".encode()).digest()
@@ -70,7 +70,7 @@ def generator_of(purpose: str, seed: int, epoch: int) -> torch.Generator:
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order in which an epoch visits the samples: a permutation, int64 [samples]."""
+    """Return the order in which an epoch visits the samples: a permutation, int64 [samples]."""
     import torch
 
     return torch.randperm(samples, generator=generator_of("order", seed, epoch))
@@ -199,7 +199,7 @@ class DeviceData(ABC):
         return len(self.test_targets)
 
     def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
-        """The epoch's order and, with `augment`, its crops and flips, in the host's memory.
+        """Return the epoch's order and, with `augment`, its crops and flips, in the host's memory.
 
         No augmentation where the data set has none. It is drawn for every sample by its number: a
         sample is augmented alike whichever worker, batch or strategy it falls to, so strategies
@@ -214,7 +214,7 @@ class DeviceData(ABC):
     def batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The training samples `indices` [b] as a model takes them, and their targets."""
+        """Return the training samples `indices` [b] as a model takes them, and their targets."""
         if self._rows is not None:
             return self._batch_of(*self._rows.take(indices, augmentation))
         drawn = augmentation and [table[indices] for table in augmentation]
@@ -255,7 +255,7 @@ class DeviceData(ABC):
         targets: torch.Tensor,
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch of samples as they are stored, on the device; `drawn`: how each is augmented."""
+        """Return a batch of samples as they are stored, on the device; `drawn`: how each is augmented."""
 
 
 class Texts(DeviceData):

@@ -118,11 +118,11 @@ class _Chain:
         self._up_to = self.odds.cumsum(axis=1)
 
     def entropy(self) -> float:
-        """The entropy of a token, in nats, where the one before is known (Shannon, 1948)."""
+        """Return the entropy of a token, in nats, where the one before is known (Shannon, 1948)."""
         return float(self.share @ _entropies(self.odds))
 
     def entropy_between(self) -> float:
-        """The entropy of a token, in nats, where its two neighbours are known.
+        """Return the entropy of a token, in nats, where its two neighbours are known.
 
         By the chain rule: that of two tokens after a known one, less that of the second of them alone.
         """
@@ -152,7 +152,7 @@ class _Chain:
 
 
 def _entropies(odds: np.ndarray) -> np.ndarray:
-    """The entropy of each row, in nats."""
+    """Return the entropy of each row, in nats."""
     import numpy as np
 
     return -np.where(odds > 0, odds * np.log(np.maximum(odds, 1e-300)), 0).sum(axis=1)
@@ -161,7 +161,7 @@ def _entropies(odds: np.ndarray) -> np.ndarray:
 def _generated(
     samples: tuple[int, int], chunks: Callable[[int, int], Iterator[Chunk]], least_loss: float
 ) -> Source:
-    """A training and a test split, each from a stream of random numbers of its own."""
+    """Return a training and a test split, each from a stream of random numbers of its own."""
     train, test = (Split(n, chunks(n, stream)) for n, stream in zip(samples, (1, 2), strict=True))
     return Source(train, test, [], generated=True, least_loss=least_loss)
 

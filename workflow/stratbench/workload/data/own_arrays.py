@@ -214,7 +214,7 @@ def _text(who: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> O
 
 
 def _over_parts(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
-    """The smallest or largest of tokens that may be mapped from a file: a part at a time."""
+    """Return the smallest or largest of tokens that may be mapped from a file: a part at a time."""
     name = of.__name__
     step = _CHUNK_BYTES // tokens.itemsize
     return of(getattr(tokens[i : i + step], name)() for i in range(0, len(tokens), step))

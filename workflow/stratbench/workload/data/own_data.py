@@ -65,7 +65,7 @@ class OwnData:
         return {"kind": self.kind} | self.values | fingerprint
 
     def open_samples(self) -> Opened:
-        """Its samples, and what is known of them."""
+        """Return its samples, and what is known of them."""
         if self.call:
             return own_arrays.open_arrays(
                 str(self), self._returned_arrays(), self.values["sequence"]
@@ -97,7 +97,7 @@ class OwnData:
 
 
 def is_own(spec: Mapping[str, Any] | None) -> bool:
-    """Whether a spec of the config names no source of ours."""
+    """Return whether a spec of the config names no source of ours."""
     return spec is not None and "source" not in spec
 
 
@@ -176,14 +176,14 @@ def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
-    """A user's data set in a job: its files are where the spec or the environment says."""
+    """Return a user's data set in a job: its files are where the spec or the environment says."""
     if spec.keys() & set(PLACES) or spec.get("call"):
         return own_data(name, spec)
     return own_data(name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {}))
 
 
 def prepared_facts(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The meta data of what was prepared in `folder` for `identity`; None where nothing was."""
+    """Return the meta data of what was prepared in `folder` for `identity`; None where nothing was."""
     try:
         return read_json(folder / prepared.meta_name(identity))
     except (OSError, ValueError):

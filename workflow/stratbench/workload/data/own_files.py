@@ -33,7 +33,7 @@ _READERS = 8
 
 
 def files_of(places: Sequence[Path]) -> list[tuple[str, Path]]:
-    """The files of each place, a file or an image folder: (name below the place, path), sorted.
+    """Return the files of each place, a file or an image folder: (name below the place, path), sorted.
 
     DataError for a place that is missing, or a folder without an image.
     """
@@ -60,7 +60,7 @@ def _images_below(folder: Path) -> Iterator[Path]:
 
 
 def content_sha256(places: Sequence[Path], known: Path | None = None) -> str:
-    """SHA-256 over the names and contents of the files of `places`, whatever folder they lie in.
+    """Return SHA-256 over the names and contents of the files of `places`, whatever folder they lie in.
 
     `known` is a small file that keeps it: while every file has the name, size and time of change that
     it had, nothing is read again. DataError where a file cannot be read.
@@ -107,7 +107,7 @@ def _file_sha256(path: Path) -> bytes:
 def image_folder(
     name: str, folder: Path, size: int, channels: int, test_share: float, seed: int
 ) -> tuple[Source, int]:
-    """The images of FOLDER/train/CLASS and FOLDER/test/CLASS (or val), and the number of classes.
+    """Return the images of FOLDER/train/CLASS and FOLDER/test/CLASS (or val), and the number of classes.
 
     Classes are numbered in the order of their names. Without a test folder, FOLDER/train (or FOLDER
     itself) is divided: of each class `test_share`, but one image at least, chosen by `seed`. An image
@@ -154,7 +154,7 @@ def image_folder(
 
 
 def _by_class(name: str, folder: Path) -> dict[str, list[Path]]:
-    """The images of each class folder, sorted both; DataError where one has none."""
+    """Return the images of each class folder, sorted both; DataError where one has none."""
     by_class = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
         by_class[place.name] = sorted(_images_below(place))
@@ -178,7 +178,7 @@ def _image_chunks(
 
 
 def _pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
-    """An image as uint8 [channels, size, size]."""
+    """Return an image as uint8 [channels, size, size]."""
     import numpy as np
     from PIL import Image
 
@@ -204,7 +204,7 @@ def _pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
 def text_files(
     name: str, files: Sequence[Path], tokenizer: Path | None, sequence: int, test_share: float
 ) -> tuple[Source, int]:
-    """The files one after the other as one text in pieces of `sequence`, and the number of tokens.
+    """Return the files one after the other as one text in pieces of `sequence`, and the number of tokens.
 
     The last `test_share` of the tokens is the test set. A character's token is its place among the
     different characters of the text, sorted; or a tokenizer gives the tokens.

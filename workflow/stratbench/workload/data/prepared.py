@@ -38,7 +38,7 @@ OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.sn
 
 
 def meta_name(spec: Mapping[str, Any] | None) -> str:
-    """The name of the meta data's file; `spec`: what decides the samples, None if the set's name does.
+    """Return the name of the meta data's file; `spec`: what decides the samples, None if the set's name does.
 
     Another spec has another name: for Snakemake a folder with other data lacks the file.
     """
@@ -155,7 +155,7 @@ class _Sums:
 
 
 def _size_and_time(folder: Path, array: str) -> list[int]:
-    """Bytes of an array's file, and when it was changed, in ns; DataError where it is no file."""
+    """Return bytes of an array's file, and when it was changed, in ns; DataError where it is no file."""
     path = folder / f"{array}.npy"
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -164,7 +164,7 @@ def _size_and_time(folder: Path, array: str) -> list[int]:
 
 
 def _sha256(folder: Path) -> str:
-    """SHA-256 over the four arrays' files, headers included, in the order of ARRAYS."""
+    """Return SHA-256 over the four arrays' files, headers included, in the order of ARRAYS."""
     digest = hashlib.sha256()
     for array in ARRAYS:
         _size_and_time(folder, array)  # a FIFO would be waited for
@@ -175,7 +175,7 @@ def _sha256(folder: Path) -> str:
 
 
 def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The meta data of a folder that was made for `request` and is undamaged; otherwise None."""
+    """Return the meta data of a folder that was made for `request` and is undamaged; otherwise None."""
     try:
         meta = _meta(folder)
         same = all(meta[key] == value for key, value in request.items())
@@ -227,7 +227,7 @@ def _meta(folder: Path) -> dict[str, Any]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The meta data of a prepared data set, its arrays not looked at; DataError if there are none."""
+    """Return the meta data of a prepared data set, its arrays not looked at; DataError if there are none."""
     try:
         return _meta(folder)
     except (OSError, ValueError) as error:
@@ -235,7 +235,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def verified_meta(folder: Path) -> dict[str, Any]:
-    """The meta data of a prepared data set, after a check that its arrays are unchanged.
+    """Return the meta data of a prepared data set, after a check that its arrays are unchanged.
 
     Reads the arrays only if a size or a time of change is not as stated (a copy, or a change).
     Raises DataError if something is missing, or the arrays have another SHA-256.
@@ -262,7 +262,7 @@ def _not_whole(folder: Path, reason: object) -> DataError:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The meta data, and the arrays by name, mapped copy-on-write. DataError if it is not whole."""
+    """Return the meta data, and the arrays by name, mapped copy-on-write. DataError if it is not whole."""
     import numpy as np
 
     try:

@@ -113,7 +113,7 @@ class Source(NamedTuple):
 
 
 def read_verified(path: Path, md5: str) -> bytes:
-    """The bytes of a file, read once. Raises DataError if their MD5 is not `md5`."""
+    """Return the bytes of a file, read once. Raises DataError if their MD5 is not `md5`."""
     try:
         content = read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -235,7 +235,7 @@ def mnist_from_folder(folder: Path) -> Source:
 
 
 def _parse_idx(content: bytes, name: str) -> np.ndarray:
-    """An IDX file of bytes: 0, 0, 8 (uint8), number of axes, their big-endian lengths, values."""
+    """Return an IDX file of bytes: 0, 0, 8 (uint8), number of axes, their big-endian lengths, values."""
     import numpy as np
 
     if content[:3] != b"\0\0\x08":
@@ -273,7 +273,7 @@ def cifar10(root: Path | None, scratch: Path | None) -> Source:
 
 
 def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
-    """The batches in the archive, in memory: no path of a member is ever written to."""
+    """Return the batches in the archive, in memory: no path of a member is ever written to."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         return {
             name: member.read()
@@ -320,7 +320,7 @@ def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndar
 
 
 def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> Source:
-    """The works of Shakespeare as characters, cut into pieces of `sequence`.
+    """Return the works of Shakespeare as characters, cut into pieces of `sequence`.
 
     Read from `root`/tinyshakespeare/input.txt, else downloaded to the folder `scratch`; None forbids
     that. The last tenth is the test set, as in nanoGPT. A character's token is its place in the
@@ -341,7 +341,7 @@ def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> S
 
 
 def pieces(tokens: np.ndarray, sequence: int) -> Split:
-    """A text cut into pieces of `sequence` tokens, each with the tokens that come next."""
+    """Return a text cut into pieces of `sequence` tokens, each with the tokens that come next."""
     samples = (len(tokens) - 1) // sequence
     inputs, targets = (tokens[i : i + samples * sequence].reshape(-1, sequence) for i in (0, 1))
     starts = range(0, samples, TEXT_CHUNK_SAMPLES)

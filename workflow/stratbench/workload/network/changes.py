@@ -47,7 +47,7 @@ class Attributes:
         return self._names is None or _path(prefix, key) in self._names
 
     def changed(self) -> list[str]:
-        """The paths of those that are no longer what they were, or have come or gone."""
+        """Return the paths of those that are no longer what they were, or have come or gone."""
         return [
             _path(prefix, key)
             for prefix, (module, own) in self._modules.items()
@@ -69,7 +69,7 @@ class Attributes:
 
 
 def _of_user(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are neither PyTorch's nor modules."""
+    """Return the attributes of a module that are neither PyTorch's nor modules."""
     return {k: v for k, v in vars(module).items() if k not in _OWN and not isinstance(v, nn.Module)}
 
 
@@ -219,7 +219,7 @@ class Changes(TorchDispatchMode):
 
 
 def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes to, by its schema."""
+    """Yield the tensors that an operator writes to, by its schema."""
     if not writes_arguments(func):
         return
     for i, argument in enumerate(get_arguments(func)):
@@ -229,7 +229,7 @@ def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Ten
 
 
 def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that may draw random numbers does: attention without dropout does not."""
+    """Return whether an operator that may draw random numbers does: attention without dropout does not."""
     for i, argument in enumerate(get_arguments(func)):
         if argument.name in ("dropout_p", "p"):
             p = args[i] if i < len(args) else kwargs.get(argument.name, 0)

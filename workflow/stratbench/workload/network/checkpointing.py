@@ -34,7 +34,7 @@ def is_recomputing() -> bool:
 
 
 def blocks_of(groups: Groups) -> list[nn.Module]:
-    """The modules of the model's sharding groups that hold others.
+    """Return the modules of the model's sharding groups that hold others.
 
     A single layer keeps nothing but its input, which checkpointing keeps, too.
     """
@@ -42,7 +42,7 @@ def blocks_of(groups: Groups) -> list[nn.Module]:
 
 
 def checkpointed(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
-    """Those of `blocks` that `activation_checkpointing: mode` checkpoints: all, or each N-th."""
+    """Return those of `blocks` that `activation_checkpointing: mode` checkpoints: all, or each N-th."""
     every = str(mode).partition("every-")[2]
     return blocks[int(every) - 1 :: int(every)] if every else blocks
 
@@ -94,7 +94,7 @@ def _forward(
 def _contexts(
     norms: list[BatchNorm], selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of a block's forward, and of the same when it is computed again."""
+    """Return the contexts of a block's forward, and of the same when it is computed again."""
     first, again = _selective_contexts() if selective else (nullcontext(), nullcontext())
     return first, _Recomputing(again, norms)
 
@@ -104,7 +104,7 @@ def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManage
 
 
 def _keep_by_count() -> Callable[..., CheckpointPolicy]:
-    """The policy of one call of a block: attention and every second product are kept."""
+    """Return the policy of one call of a block: attention and every second product are kept."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -132,7 +132,7 @@ def densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def vit(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """A vision transformer of four layers of width 64 on patches of 4x4 pixels."""
+    """Return a vision transformer of four layers of width 64 on patches of 4x4 pixels."""
     channels, size, _ = shape
     model = VisionTransformer(size, 4, 4, 4, hidden_dim=64, mlp_dim=256, num_classes=classes)
     stem = nn.Conv2d(channels, 64, 4, stride=4)

@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
 
 def embed(model: GPT, tokens: Tensor) -> Tensor:
-    """The stream [batch, time, width] before the first block."""
+    """Return the stream [batch, time, width] before the first block."""
     return model.embedding(tokens) + model.position.weight[: tokens.shape[1]]
 
 

@@ -53,7 +53,7 @@ def network(
     image_size: int | list[int] | None = None,
     length: int | None = None,
 ) -> Scores:
-    """The network of a class of transformers.
+    """Return the network of a class of transformers.
 
     Args:
         cls: The class, or one that chooses it by the config's `model_type` (AutoModelForCausalLM).
@@ -126,7 +126,7 @@ _INPUTS = {
 
 
 def _labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
-    """The classes of whole samples that the head scores; None where it scores tokens."""
+    """Return the classes of whole samples that the head scores; None where it scores tokens."""
     return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
 
 

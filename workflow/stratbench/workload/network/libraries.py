@@ -184,7 +184,7 @@ def _class_of(config: Mapping[str, Any]) -> str:
 
 
 def _weights_of(named: str, folder: Path, known: Path) -> dict[str, Any]:
-    """The folder of weights, and a hash of them: other weights are another cell.
+    """Return the folder of weights, and a hash of them: other weights are another cell.
 
     Every start of a run asks for it: files of the size and time of change that `known` states are not read.
     """
@@ -245,7 +245,7 @@ def _names_of_timm(folder: Path) -> frozenset[str]:
 
 
 def packages_beside(spec: Mapping[str, Any]) -> list[str]:
-    """The packages that a call of a library needs beside its own."""
+    """Return the packages that a call of a library needs beside its own."""
     is_adapted = spec["call"].startswith("transformers:") and "lora" in spec.get("kwargs", {})
     return ["peft"] if is_adapted else []
 
@@ -301,7 +301,7 @@ def _classes_with_heads(folder: Path) -> set[str]:
 
 @cache
 def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
-    """The keys that the config of a model's class takes; empty where its files do not show them."""
+    """Return the keys that the config of a model's class takes; empty where its files do not show them."""
     text = modeling.read_text(encoding="utf-8").partition(f"\nclass {name}(")[2]
     named = re.search(r"\bconfig: (\w+)", text.partition("\nclass ")[0])
     if named is None:

@@ -51,7 +51,7 @@ def model_of(s: Settings) -> str | Model:
 
 
 def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """The same for a name, with `spec` (the fields of OwnModel) where the model is a user's own."""
+    """Return the same for a name, with `spec` (the fields of OwnModel) where the model is a user's own."""
     if spec is None:
         return name
     keys = {f.name for f in fields(OwnModel)}
@@ -114,7 +114,7 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
-    """The network, untrained, for `classes` classes (or tokens) and an input of `shape`.
+    """Return the network, untrained, for `classes` classes (or tokens) and an input of `shape`.
 
     Weights come from the global generators: seed them before. `shape` is what `input_shape` gives.
     """
@@ -133,7 +133,7 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
 
 
 def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """The network of fake tensors, in the fake mode that is active: it takes neither memory nor time.
+    """Return the network of fake tensors, in the fake mode that is active: it takes neither memory nor time.
 
     Plain tensors that its code makes are fake, too. A user's network that cannot be built
     so, since it reads a tensor's values, is first built on the CPU.
@@ -182,7 +182,7 @@ def for_training(
     build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
     checkpointing: bool | str = False,
 ) -> nn.Module:
-    """The network as every strategy is given it, and the plan: on `device`, in training mode.
+    """Return the network as every strategy is given it, and the plan: on `device`, in training mode.
 
     The initial weights follow from `seed` alone: they are drawn on the CPU in float32. Parameters and
     buffers stay the objects that the network's code made. `build` makes the network. `checkpointing`: the
@@ -239,7 +239,7 @@ def trial_of(
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
-    """Steps of the network that `for_training` made, on two samples each; `groups`: its shard groups.
+    """Return steps of the network that `for_training` made, on two samples each; `groups`: its shard groups.
 
     `dtype`: of the samples, if they are images. `task` says what the outputs are. ModelError tells what
     does not fit. Nothing of the network is changed.
@@ -270,13 +270,13 @@ def trial_of(
 
 
 def has_name_alone(name: str | Model) -> bool:
-    """Whether a trainer of the user's builds the model, and nothing here can."""
+    """Return whether a trainer of the user's builds the model, and nothing here can."""
     stated = facts_of(name).own
     return stated is not None and stated.call == libraries.NAME_ALONE
 
 
 def in_words(name: str | Model) -> str:
-    """A model in a sentence about it."""
+    """Return a model in a sentence about it."""
     stated = facts_of(name).own
     return str(stated) if stated is not None else f"model {_name(name)!r}"
 
@@ -353,13 +353,13 @@ def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
 
 
 def _states(network: str | Model, key: str) -> bool:
-    """Whether it states anything; nothing is imported."""
+    """Return whether it states anything; nothing is imported."""
     model = facts_of(network)
     return getattr(model.own or FAMILIES[model.family], key) is not None
 
 
 def has_tensor_plan(network: str | Model) -> bool:
-    """Whether the network states how workers divide its layers."""
+    """Return whether the network states how workers divide its layers."""
     return _states(network, "tensor_plan")
 
 
@@ -372,7 +372,7 @@ def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
 
 
 def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
-    """The heads of its attention; 0, which any number divides, where it has none.
+    """Return the heads of its attention; 0, which any number divides, where it has none.
 
     A network that is `built` may say it where its user does not.
     """
@@ -382,12 +382,12 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
 
 
 def has_pieces(network: str | Model) -> bool:
-    """Whether the network states its forward as a chain that can be cut into stages."""
+    """Return whether the network states its forward as a chain that can be cut into stages."""
     return _states(network, "pipeline_modules")
 
 
 def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
-    """The network's forward as a chain of pieces. ValueError where one is not in it."""
+    """Return the network's forward as a chain of pieces. ValueError where one is not in it."""
     from stratbench.workload.network import pieces
 
     return pieces.pieces_of(model, _statement(network, "pipeline_modules", model))
@@ -431,14 +431,14 @@ def facts_of_own(
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether statistics over the (local) batch enter the training."""
+    """Return whether statistics over the (local) batch enter the training."""
     from stratbench.workload.torch_internals import BatchNorm
 
     return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether random numbers enter the forward pass: dropout or stochastic depth with p > 0."""
+    """Return whether random numbers enter the forward pass: dropout or stochastic depth with p > 0."""
     from torchvision.ops import StochasticDepth
 
     from stratbench.workload.torch_internals import Dropout

@@ -67,7 +67,7 @@ class OwnModel:
 
 @cache
 def torchvision_names() -> frozenset[str]:
-    """The names of torchvision's classification networks, read from its files without importing it."""
+    """Return the names of torchvision's classification networks, read from its files without importing it."""
     spec = util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return frozenset()
@@ -184,7 +184,7 @@ def _for_timm(name: str | None, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
-    """The network. ModelError where the call fails or returns no network."""
+    """Return the network. ModelError where the call fails or returns no network."""
     from torch import nn
 
     given: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def _in_one_memory(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _overlap(t: Tensor, u: Tensor) -> bool:
-    """Whether two tensors of one storage have a number in common."""
+    """Return whether two tensors of one storage have a number in common."""
     import torch
 
     from stratbench.workload.torch_internals import unset_fake_temporarily

@@ -30,19 +30,19 @@ class Piece:
     paths: tuple[str, ...]
 
     def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """Its parameters in `model`, each as often as it is read."""
+        """Yield its parameters in `model`, each as often as it is read."""
         for path in self.paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)
 
     def holds(self, model: nn.Module, module: nn.Module) -> bool:
-        """Whether `module` is one of those that it calls, or in one of them."""
+        """Return whether `module` is one of those that it calls, or in one of them."""
         each = (attrgetter(path)(model) for path in self.paths)
         return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
 
 
 def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
-    """The pieces of `model` by a plan, in the order in which forward computes them.
+    """Return the pieces of `model` by a plan, in the order in which forward computes them.
 
     ValueError where it has no module of a path.
     """
@@ -83,7 +83,7 @@ def _calling(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
 def units_of(
     model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
 ) -> list[list[Piece]]:
-    """The pieces between the places where the network may be cut: at its shard groups.
+    """Return the pieces between the places where the network may be cut: at its shard groups.
 
     A unit begins with a group's first module; so does what follows the last group, if it has parameters.
     """

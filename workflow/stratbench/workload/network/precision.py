@@ -14,19 +14,19 @@ PURE_BF16 = "bf16-true"
 
 
 def weights_dtype(precision: str) -> torch.dtype:
-    """The dtype of the weights, of the batches and of all that autocast does not convert."""
+    """Return the dtype of the weights, of the batches and of all that autocast does not convert."""
     import torch
 
     return {"fp64": torch.float64, PURE_BF16: torch.bfloat16}.get(precision, torch.float32)
 
 
 def scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
-    """The outputs as the loss is computed from them: in float32 where the weights are in bfloat16."""
+    """Return the outputs as the loss is computed from them: in float32 where the weights are in bfloat16."""
     return outputs.float() if precision == PURE_BF16 else outputs
 
 
 def batch_format(precision: str, device_type: str) -> torch.memory_format:
-    """The memory format of the batches; weights are contiguous for every strategy.
+    """Return the memory format of the batches; weights are contiguous for every strategy.
 
     Tensor cores want channels_last. A convolution computes in the format of its input, whatever the
     format of its weight, and every layer passes it on. FSDP2 takes contiguous weights only.
@@ -38,14 +38,14 @@ def batch_format(precision: str, device_type: str) -> torch.memory_format:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of mixed precision; None where there is none."""
+    """Return the dtype of mixed precision; None where there is none."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """A block in mixed precision, if `precision` asks for it."""
+    """Return a block in mixed precision, if `precision` asks for it."""
     import torch
 
     dtype = autocast_dtype(precision)
@@ -53,7 +53,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 
 
 def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
-    """The number formats that are really used, for the record."""
+    """Return the number formats that are really used, for the record."""
     weights = str(weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)

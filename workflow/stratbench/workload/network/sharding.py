@@ -32,7 +32,7 @@ Groups = list[tuple[str, list[nn.Module]]]
 
 
 def rule_of(wrap_classes: Sequence[str] | None) -> str:
-    """The rule in words, for the record."""
+    """Return the rule in words, for the record."""
     if wrap_classes:
         return f"instances of {', '.join(wrap_classes)}"
     return f"by size: groups of about 1/{GROUPS} of the parameters"
@@ -129,12 +129,12 @@ def _read_by(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _size(modules: list[nn.Module]) -> int:
-    """Parameters of modules, each once."""
+    """Return parameters of modules, each once."""
     return sum(p.numel() for p in {p for m in modules for p in m.parameters()})
 
 
 def _stands_alone(modules: list[nn.Module], model: nn.Module) -> bool:
-    """Whether it has parameters, and none of them belongs to a module outside, too."""
+    """Return whether it has parameters, and none of them belongs to a module outside, too."""
     inside = {m for module in modules for m in module.modules()}
     own = {p for module in modules for p in module.parameters()}
     return bool(own) and own.isdisjoint(_parameters_outside(inside, model))

@@ -12,19 +12,19 @@ from stratbench.workload.network.pieces import Plan
 
 
 def flatten(_model: nn.Module, x: Tensor) -> Tensor:
-    """All numbers of a sample in one row."""
+    """Return all numbers of a sample in one row."""
     return torch.flatten(x, 1)
 
 
 def patches(model: nn.Module, images: Tensor) -> Tensor:
-    """A vision transformer's input: a vector for each patch, the class token before them."""
+    """Return a vision transformer's input: a vector for each patch, the class token before them."""
     x = model._process_input(images)
     x = torch.cat([model.class_token.expand(len(x), -1, -1), x], dim=1)
     return model.encoder.dropout(x + model.encoder.pos_embedding)
 
 
 def class_scores(model: nn.Module, x: Tensor) -> Tensor:
-    """Its output: the scores of what has become of the class token."""
+    """Return its output: the scores of what has become of the class token."""
     return model.heads(model.encoder.ln(x)[:, 0])
 
 

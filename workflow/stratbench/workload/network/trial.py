@@ -116,7 +116,7 @@ class Trial:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
-        """The inverse of `dataclasses.asdict`, also after JSON."""
+        """Return the inverse of `dataclasses.asdict`, also after JSON."""
         each = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(**each | {"in_backward": {int(i): v for i, v in each["in_backward"].items()}})
 
@@ -228,7 +228,7 @@ class _Trying:
         return reached
 
     def evaluated(self) -> Tensor:
-        """The scores in evaluation."""
+        """Return the scores in evaluation."""
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
@@ -240,7 +240,7 @@ class _Trying:
                 module.training = training
 
     def seeded(self, watching: AbstractContextManager | None = None) -> Tensor:
-        """The scores in training, with the generators at a seed; what forward changes is put back."""
+        """Return the scores in training, with the generators at a seed; what forward changes is put back."""
         seed_generators(0)
         try:
             with torch.no_grad(), watching or nullcontext():
@@ -322,7 +322,7 @@ def _batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
 
 
 def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
-    """Names of modules that some of eight forward passes of `x` call, and some do not.
+    """Return names of modules that some of eight forward passes of `x` call, and some do not.
 
     A network that skips modules draws random numbers of torch, numpy or Python. Fake tensors have no values
     to choose by: one pass of them is enough that draws none of numpy and Python.
@@ -389,7 +389,7 @@ def _put_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -397,7 +397,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _are_scores(outputs: Sequence[int], y: Tensor) -> bool:
-    """Whether outputs of this shape are scores of the classes that `y` has."""
+    """Return whether outputs of this shape are scores of the classes that `y` has."""
     return not y.is_floating_point() and list(outputs[:-1]) == list(y.shape)
 
 
@@ -548,7 +548,7 @@ class _Gathering(TorchFunctionMode):
 
 
 def _reads_values(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a function gives values of tensors, or a shape that depends on them."""
+    """Return whether a function gives values of tensors, or a shape that depends on them."""
     if func is torch.where or func is Tensor.where:
         return len(args) == 1
     if func is Tensor.__getitem__:
@@ -559,7 +559,7 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 def _parameters_read(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
-    """The parameters that a function reads; one that gives no tensor asks for a shape or a dtype."""
+    """Yield the parameters that a function reads; one that gives no tensor asks for a shape or a dtype."""
     if isinstance(result, Tensor | tuple | list):
         yield from _parameters_in([*args, *(kwargs or {}).values()])
 

@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 @lru_cache(maxsize=1)
 def runs_of(evidence: AuditData) -> dict[Group, list[Run]]:
-    """The repeats that ended well, of groups with at least two of them."""
+    """Return the repeats that ended well, of groups with at least two of them."""
     by_group: defaultdict[Group, list[Run]] = defaultdict(list)
     for record in evidence.records:
         cell, time_s = record["cell"], value_at(record, "time.train_time_s")
@@ -57,13 +57,13 @@ def runs_of(evidence: AuditData) -> dict[Group, list[Run]]:
 
 
 def moment_of(record: Record, name: str) -> float | None:
-    """A moment of the record's provenance, in s since 1970."""
+    """Return a moment of the record's provenance, in s since 1970."""
     text = value_at(record, f"provenance.{name}")
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
 def hosts_of(record: Record) -> str:
-    """The hosts of a record's workers as one text; empty if they are not recorded."""
+    """Return the hosts of a record's workers as one text; empty if they are not recorded."""
     names = {value_at(worker["provenance"], "host.name") for worker in record["workers"]}
     return ", ".join(sorted(names - {None}))
 
@@ -71,7 +71,7 @@ def hosts_of(record: Record) -> str:
 def rivals_by_group(
     evidence: AuditData, on_equal_counts: bool
 ) -> Iterator[tuple[Group, list[Group]]]:
-    """Each group with those that it is compared with and that its time is near to: EXPLAINED."""
+    """Yield each group with those that it is compared with and that its time is near to: EXPLAINED."""
     runs = runs_of(evidence)
     means = {group: float(np.mean([run.log_s for run in own])) for group, own in runs.items()}
     compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)

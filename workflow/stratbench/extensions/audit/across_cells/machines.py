@@ -134,7 +134,7 @@ def memory_held_by_others(facts: Facts) -> Iterator[str]:
 
 
 def foreign_processes_in(facts: Facts) -> Iterator[str]:
-    """The foreign processes on the cell's own GPUs, at its start and while it ran; others' GPUs do not
+    """Yield the foreign processes on the cell's own GPUs, at its start and while it ran; others' GPUs do not
     count.
     """
     own = own_gpus(facts)
@@ -177,7 +177,7 @@ def memory_of_others(facts: Facts) -> Iterator[str]:
 
 
 def own_gpus(facts: Facts) -> set[tuple[int, int]]:
-    """The cell's GPUs, as the numbers of their node and NVML's number there."""
+    """Return the cell's GPUs, as the numbers of their node and NVML's number there."""
     gpus = {
         (place["node"], place["index"])
         for place in (facts("provenance.gpus") or {}).values()

@@ -107,7 +107,7 @@ TABLE = (
 
 
 def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every value in nested objects, with its path; a list is one value."""
+    """Yield every value in nested objects, with its path; a list is one value."""
     if not isinstance(value, dict):
         yield path, value
         return
@@ -116,7 +116,7 @@ def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def texts_by_path(record: Record) -> dict[str, set[str]]:
-    """The fields of a record that could make it incomparable: texts by path, over all its workers."""
+    """Return the fields of a record that could make it incomparable: texts by path, over all its workers."""
     texts: dict[str, set[str]] = defaultdict(set)
     parts = (
         "settings", "strategy", "model", "task", "data", "batch", "memory", "provenance", "score",
@@ -145,7 +145,7 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
 
 @lru_cache(maxsize=10_000)
 def row_comparing(path: str) -> int | None:
-    """The row of TABLE that compares a field; None if the field may differ."""
+    """Return the row of TABLE that compares a field; None if the field may differ."""
     name = path.removeprefix("worker.")
     if name != path and any(name == own or name.startswith(f"{own}.") for own in OWN):
         return None
@@ -174,7 +174,7 @@ def records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str, set
 
 
 def differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
-    """The fields of a row of TABLE in which compared cells differ."""
+    """Yield the fields of a row of TABLE in which compared cells differ."""
     names = ("experiment", "model", *TABLE[entry].within)
     groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
     for record, facts in records_by_row(evidence)[entry]:
@@ -192,7 +192,7 @@ def differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
 
 
 def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
-    """A field's values in words: the most frequent, then up to three others with their cells."""
+    """Return a field's values in words: the most frequent, then up to three others with their cells."""
     counts = Counter(value for _, values in said for value in values)
     usual, *others = (value for value, _ in counts.most_common())
     parts = [f"{path}: {shortened(usual)}"]
@@ -204,7 +204,7 @@ def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
 
 
 def rule_of_row(entry: int) -> Rule:
-    """The rule that compares the fields of a row of TABLE."""
+    """Return the rule that compares the fields of a row of TABLE."""
     compared = TABLE[entry]
 
     def check(evidence: AuditData) -> Iterator[Case]:

@@ -66,7 +66,7 @@ def run_of_members(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def entry_of(job: Job) -> dict[str, Any]:
-    """The record's `elastic`."""
+    """Return the record's `elastic`."""
     origin = job.origin_unix_s
     incarnations = _incarnations(job)
     dates = {n: of for incarnation in reversed(incarnations) for n, of in incarnation.dates.items()}
@@ -115,7 +115,7 @@ def totals_of(jobs: list[dict[str, Any]], inside_s: float) -> dict[str, Any]:
 
 
 def worker_jobs(job: Job) -> list[dict[str, Any]]:
-    """All worker jobs, by number, each as it was seen last."""
+    """Return all worker jobs, by number, each as it was seen last."""
     entries = read_json_lines(job.folder.worker_jobs)
     return sorted({e["number"]: e for e in entries}.values(), key=lambda e: e["number"])
 
@@ -139,7 +139,7 @@ def _generations(incarnations: Iterable[History]) -> list[Generation]:
 
 
 def _sum(parts: Iterable[EpochTotals | None]) -> EpochTotals:
-    """An epoch that was trained in several incarnations."""
+    """Return an epoch that was trained in several incarnations."""
     return EpochTotals(*map(sum, zip(*(astuple(part) for part in parts if part), strict=True)))
 
 
@@ -203,7 +203,7 @@ def _generation_entry(g: Generation, origin: float) -> dict[str, Any]:
 
 
 def _inside_s(generations: list[Generation]) -> float:
-    """Seconds in which workers took steps or evaluated, over all of them."""
+    """Return seconds in which workers took steps or evaluated, over all of them."""
     return sum(
         len(g.members) * (g.ended_unix_s - g.began_unix_s)
         for g in generations

@@ -74,7 +74,7 @@ class History:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> History:
-        """The history of which `asdict` made these values, also after JSON."""
+        """Return the history of which `asdict` made these values, also after JSON."""
         generations = [
             Generation(**g | {"train_s": {int(n): s for n, s in g["train_s"].items()}})
             for g in values["generations"]

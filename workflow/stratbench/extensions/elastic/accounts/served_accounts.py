@@ -19,7 +19,7 @@ from stratbench.train.job import Job
 
 
 def entry_of(job: Job) -> dict[str, Any]:
-    """The record's `elastic`."""
+    """Return the record's `elastic`."""
     journal, origin = read_journal(job.folder.servers), job.origin_unix_s
     jobs = [job_entry(e, dates_of(journal, e["number"]), origin) for e in worker_jobs(job)]
     inside_s = sum(end - begin for begin, end in presence(journal))
@@ -112,7 +112,7 @@ def most_at_a_time(journal: list[dict[str, Any]]) -> int:
 
 
 def until_the_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
-    """The servers' statistics of the training alone, of which so many epochs were evaluated.
+    """Return the servers' statistics of the training alone, of which so many epochs were evaluated.
 
     Server 0 knows when it ended. Tickets that were settled while the last epoch was evaluated are no part.
     """

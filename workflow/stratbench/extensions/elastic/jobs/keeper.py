@@ -87,7 +87,7 @@ class Backend(Protocol):
         """
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
-        """The jobs by id; one that is absent has ended. None: nobody answers now."""
+        """Return the jobs by id; one that is absent has ended. None: nobody answers now."""
 
     def cancel(self, ids: Iterable[str]) -> None:
         """End jobs, queued and running ones; returns once that is asked for."""
@@ -158,7 +158,7 @@ class WorkerJobSupervisor:
             raise GaveUp(self._gave_up)
 
     def jobs(self) -> list[WorkerJobEntry]:
-        """All jobs so far, by number."""
+        """Return all jobs so far, by number."""
         with self._lock:
             return sorted(self._entries.values(), key=lambda e: e.number)
 
@@ -180,7 +180,7 @@ class WorkerJobSupervisor:
                     self._soon, pause_s = False, LOOK_S
 
     def _until_next(self, pause_s: float) -> float:
-        """Seconds until the next look: sooner where a slot's job is due, or has just become so."""
+        """Return seconds until the next look: sooner where a slot's job is due, or has just become so."""
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
         due = [max(self._not_before[s], self._postponed.not_before) - now for s in empty]

@@ -82,7 +82,7 @@ class SlurmJobs(Backend):
         return f"worker {number} of {self._cell}"
 
     def _taken(self, number: int) -> str | None:
-        """The job of a worker whose sbatch did not answer, if SLURM has taken it."""
+        """Return the job of a worker whose sbatch did not answer, if SLURM has taken it."""
         shown = printed_by(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%k"])
         if shown is None:
             raise SubmissionRefused("squeue does not answer", "silence")
@@ -121,7 +121,7 @@ def _seen(state: str, reason: str, start: str, end: str) -> Seen:
 
 
 def _date(text: str) -> float | None:
-    """A date as squeue writes it, in this machine's time zone, as seconds since 1970."""
+    """Return a date as squeue writes it, in this machine's time zone, as seconds since 1970."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:  # N/A, Unknown

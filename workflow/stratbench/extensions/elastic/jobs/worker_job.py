@@ -37,7 +37,7 @@ class WorkerJob:
     def of(
         cls, asked: JobRequest, resources: Mapping[str, Any], partition: str | None
     ) -> WorkerJob:
-        """The request with what the cell's own job has of the profile: Snakemake's `resources`.
+        """Return the request with what the cell's own job has of the profile: Snakemake's `resources`.
 
         `partition`: in place of the profile's.
         """
@@ -61,11 +61,11 @@ class WorkerJob:
         return [*asked.options, *self.options]
 
     def as_json(self) -> str:
-        """A text for `from_json`."""
+        """Return a text for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> WorkerJob:
-        """The request that `as_json` wrote."""
+        """Return the request that `as_json` wrote."""
         fields = json.loads(text)
         return cls(**fields | {"options": tuple(fields["options"])})

@@ -15,7 +15,7 @@ _FIGURES = ("test_loss", "score", "score_error")
 
 
 def parse_score(said: Any) -> dict[str, float | None]:
-    """A SCORE's figures, None where one is not finite; ProtocolError if they are none."""
+    """Return a SCORE's figures, None where one is not finite; ProtocolError if they are none."""
     if not isinstance(said, dict) or set(said) != set(_FIGURES):
         raise ProtocolError(f"malformed SCORE: {said!r:.100}")
     for value in said.values():
@@ -78,7 +78,7 @@ class Evaluations:
         return not self._wanted or len(self.scores) == len(self._ends)
 
     def take(self, worker: int) -> int | None:
-        """The epoch that `worker` shall evaluate now; None: none waits."""
+        """Return the epoch that `worker` shall evaluate now; None: none waits."""
         if not self._waiting:
             return None
         epoch = self._held[worker] = self._waiting.pop(0)

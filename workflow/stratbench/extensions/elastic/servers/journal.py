@@ -49,7 +49,7 @@ class Journal:
 
 
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
-    """All events of all incarnations, in order; none where there is no journal."""
+    """Return all events of all incarnations, in order; none where there is no journal."""
     return NewEvents(folder).read()
 
 
@@ -75,7 +75,7 @@ class NewEvents:
         self._path, self._at = Path(folder, _JOURNAL), 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Those since the last time."""
+        """Return those since the last time."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -87,7 +87,7 @@ class NewEvents:
 
 
 def last_incarnation(folder: str | Path) -> int:
-    """The number of the last incarnation that has begun; 0 before the first."""
+    """Return the number of the last incarnation that has begun; 0 before the first."""
     return max((entry["incarnation"] for entry in read_journal(folder)), default=0)
 
 
@@ -104,7 +104,7 @@ class SettledTickets:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def numbers(self) -> set[int]:
-        """The tickets that were settled in some life."""
+        """Return the tickets that were settled in some life."""
         os.lseek(self._file, 0, os.SEEK_SET)
         with os.fdopen(os.dup(self._file), "rb") as file:
             return {number for number, incarnation in enumerate(file.read()) if incarnation}
@@ -134,7 +134,7 @@ def drop_state(folder: str | Path, server: int) -> None:
 
 
 def has_state(folder: str | Path, n_servers: int) -> bool:
-    """Whether all servers have saved a state."""
+    """Return whether all servers have saved a state."""
     return all(state_manifest(folder, server).exists() for server in range(n_servers))
 
 

@@ -331,7 +331,7 @@ class ElasticRun(ServerRun):
 
 
 def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
-    """The run that a server's config describes; it is saved when SIGTERM asks it to stop."""
+    """Return the run that a server's config describes; it is saved when SIGTERM asks it to stop."""
     run = ElasticRun(config, secret, make)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: run.suspend())

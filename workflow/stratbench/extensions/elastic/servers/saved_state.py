@@ -48,7 +48,7 @@ def pack(value: Any, file: BinaryIO) -> Any:
 
 
 def unpack(value: Any, file: BinaryIO) -> Any:
-    """The value that `pack` made JSON of. StateError for a tensor that is not what was written."""
+    """Return the value that `pack` made JSON of. StateError for a tensor that is not what was written."""
     if isinstance(value, list):
         return [unpack(v, file) for v in value]
     if not isinstance(value, dict):
@@ -112,7 +112,7 @@ class Saved(NamedTuple):
 
 
 def load_state(folder: Path, server: int) -> Saved:
-    """A server's last saved state."""
+    """Return a server's last saved state."""
     manifest = _read_manifest(folder, server)
     with (folder / manifest["file"]).open("rb") as file:
         shards = {k: unpack(packed, file) for k, packed in manifest["shards"]}
@@ -121,7 +121,7 @@ def load_state(folder: Path, server: int) -> Saved:
 
 
 def settled_tickets(folder: Path, n_servers: int) -> Once:
-    """The tickets that all shards of all servers have taken, as they were saved.
+    """Return the tickets that all shards of all servers have taken, as they were saved.
 
     Servers save at moments of their own. Any other ticket is handed out again; a shard that has had it
     already takes it for a skipped step, so that none is applied twice.

@@ -69,7 +69,7 @@ def results_of(
     folder: Path,
     imported: Sequence[str] = (),
 ) -> dict[Key, Kept]:
-    """The result of each job: read from `folder`, or made by `work` in a process, and written there.
+    """Return the result of each job: read from `folder`, or made by `work` in a process, and written there.
 
     `imported`: modules that the processes share, if these are the first.
 
@@ -115,7 +115,7 @@ def key_parts(asked: Any) -> dict[str, Any]:
 
 
 def key_of(asked: Any) -> str:
-    """The name of the file that holds a result: a hash of `key_parts`."""
+    """Return the name of the file that holds a result: a hash of `key_parts`."""
     text = json.dumps(key_parts(asked), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

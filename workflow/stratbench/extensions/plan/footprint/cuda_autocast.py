@@ -69,7 +69,7 @@ def _op(name: str) -> Any:
 
 
 def _outside(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, within which nothing is cast."""
+    """Return the kernel, within which nothing is cast."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with no_autocast():

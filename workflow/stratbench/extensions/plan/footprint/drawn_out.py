@@ -119,7 +119,7 @@ def _segments_of_step(followed: Followed, first: int, stop: int) -> list[EventSe
 
 
 def _sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
-    """The sums of a step in their order, with the events before each."""
+    """Return the sums of a step in their order, with the events before each."""
     by_sums = sums_of(followed.steps, followed.edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
@@ -130,7 +130,7 @@ def _draw_moments(
     candidates: Sequence[tuple[int, int, Sums | None]],
     further: int,
 ) -> list[Moment]:
-    """The moments that are a step's peak for some batch, by lines through those of both networks."""
+    """Return the moments that are a step's peak for some batch, by lines through those of both networks."""
     parts = both[0].request.parts
 
     def line_of(i: int, j: int) -> Affine:
@@ -161,7 +161,7 @@ def _draw_moments(
 
 
 def _draw_evaluation(both: tuple[Followed, Followed], first: int, further: int) -> MemoryPeak:
-    """The peak of the evaluation, which has one batch."""
+    """Return the peak of the evaluation, which has one batch."""
     a, b = (_segments_of_step(f, first, first + 1) for f in both)
     start = [f.edges[2] for f in both]
     lives = [f.trace.live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)]

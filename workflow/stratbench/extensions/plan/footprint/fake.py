@@ -120,7 +120,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
 def built(
     request: Request, on_fakes: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
-    """The network, the strategy and its worker, before `setup`; all within `surroundings`."""
+    """Return the network, the strategy and its worker, before `setup`; all within `surroundings`."""
     model = models.for_training(
         request.network,
         request.classes,
@@ -237,7 +237,7 @@ def blank(
 
 
 def strategy_on_fakes(request: Request) -> base.Strategy:
-    """The request's strategy, but for what no other process is there for.
+    """Return the request's strategy, but for what no other process is there for.
 
     A fake overrides what reaches out of the process and nothing else: whatever else a strategy does, the
     plan does.

@@ -44,7 +44,7 @@ class Affine:
 
     @classmethod
     def through(cls, values: tuple[float, float], parts: int = 1) -> Affine:
-        """The line through the two values measured at `parts` times BATCHES."""
+        """Return the line through the two values measured at `parts` times BATCHES."""
         slope = (values[1] - values[0]) / (parts * (BATCHES[1] - BATCHES[0]))
         return cls(values[0] - slope * parts * BATCHES[0], slope)
 
@@ -81,7 +81,7 @@ class Moment:
     sums: Sums | None = None
 
     def buffer_bytes(self, batch: int, resident_threads: int) -> int:
-        """Bytes of the buffer on a GPU that holds so many threads at once; 0 where it is not known."""
+        """Return bytes of the buffer on a GPU that holds so many threads at once; 0 where it is not known."""
         if self.sums is None or not resident_threads:
             return 0
         return self.sums.buffer_bytes(batch, resident_threads)
@@ -156,7 +156,7 @@ class Footprint:
         return max(self.each, key=lambda f: f.computed_flops_per_sample)
 
     def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
-        """The peak of a training step with `batch` samples on this rank.
+        """Return the peak of a training step with `batch` samples on this rank.
 
         `resident_threads`: that the GPU holds at once, on which the buffers of sums depend; 0: there
         are none.
@@ -168,7 +168,7 @@ class Footprint:
         return MemoryPeak(round(highest.bytes_at(batch, resident_threads)), highest.phase, parts)
 
     def reserved_bytes(self, batch: int, resident_threads: int = 0) -> int:
-        """The bytes that PyTorch's allocator reserves on a GPU for that step, in expandable segments.
+        """Return the bytes that PyTorch's allocator reserves on a GPU for that step, in expandable segments.
 
         FSDP gathers and scatters in streams of their own, whose memory no other stream is given: what is
         gathered, what is scattered, and gradients, which are what comes of it.
@@ -182,7 +182,7 @@ class Footprint:
         return peak.n_bytes + sum(max(0, n - held.get(part, 0)) for part, n in pools.items())
 
     def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
-        """The most bytes that a cell needs, without the data set.
+        """Return the most bytes that a cell needs, without the data set.
 
         On a CPU the warm-up trains and evaluates while its copy is kept in the same memory.
         """
@@ -207,7 +207,7 @@ class Footprint:
         resident_threads: int = 0,
         data_bytes: Callable[[int], int] = lambda _: 0,
     ) -> int:
-        """The most samples that fit into `available_bytes` on every rank; 0 if not even one does.
+        """Return the most samples that fit into `available_bytes` on every rank; 0 if not even one does.
 
         `data_bytes`: what the data take there beside so many samples.
         """
@@ -220,7 +220,7 @@ class Footprint:
         )
 
     def payload_bytes(self) -> dict[str, int]:
-        """Bytes that the collectives of a step work on, by kind of collective."""
+        """Return bytes that the collectives of a step work on, by kind of collective."""
         payload: dict[str, int] = {}
         for kind, n_bytes, *_ in self.collectives:
             payload[kind] = payload.get(kind, 0) + n_bytes
@@ -228,7 +228,7 @@ class Footprint:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Footprint:
-        """The inverse of `asdict`, also after JSON."""
+        """Return the inverse of `asdict`, also after JSON."""
         moments = [
             Moment(
                 m["phase"],
@@ -251,7 +251,7 @@ class Footprint:
 
 
 def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
-    """The footprint of a request: runs it on fake tensors, which takes seconds for each stage.
+    """Return the footprint of a request: runs it on fake tensors, which takes seconds for each stage.
 
     `trial`: of its network. With it, Refused is raised where the strategy refuses the network.
     """
@@ -308,7 +308,7 @@ class Followed:
         return _counted_flops(self.request, forward_flops, self.blocks)
 
     def training_flops(self, counted: dict[str, float], flops: int) -> float:
-        """Operations of a sample's forward and backward on a rank.
+        """Return operations of a sample's forward and backward on a rank.
 
         Of divided layers, and of some of them, a rank computes a part of forward, and the same of all.
 
@@ -323,7 +323,7 @@ class Followed:
         return training_flops * (forward_flops / counted["forward_flops_per_sample"])
 
     def footprint(self) -> Footprint:
-        """The footprint of what was followed."""
+        """Return the footprint of what was followed."""
         request, trace, strategy, edges = self.request, self.trace, self.strategy, self.edges
         parts, (flops, attention_flops) = request.parts, self.forward_flops
         touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.steps]
@@ -386,7 +386,7 @@ def follow(
 def _two_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
-    """The phases of the two steps, and the events at which these and the evaluation begin."""
+    """Return the phases of the two steps, and the events at which these and the evaluation begin."""
     # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
     n = len(trace.phases) // 2 - 1
     steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
@@ -408,7 +408,7 @@ def _frozen_bytes(strategy: Strategy) -> int:
 def _counted_flops(
     request: Request, forward_flops: float, blocks: Blocks | None
 ) -> dict[str, float]:
-    """Operations of a sample on the whole network, as the job counts them.
+    """Return operations of a sample on the whole network, as the job counts them.
 
     `forward_flops`: of the forward that was followed, for a user's network that cannot be counted by itself.
     """
@@ -429,7 +429,7 @@ def _counted_flops(
 def _flops_of(
     model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
 ) -> dict[str, int]:
-    """The same; they are those of the network alone, which is built and counted once a process."""
+    """Return the same; they are those of the network alone, which is built and counted once a process."""
     from stratbench.extensions.plan.footprint.fake import blank
 
     network = models.named_model(model, json.loads(own))
@@ -443,7 +443,7 @@ def _moments(
     edges: list[int],
     parts: int,
 ) -> list[Moment]:
-    """The moments of a step that are its peak for some batch of at least one sample, on some GPU."""
+    """Return the moments of a step that are its peak for some batch of at least one sample, on some GPU."""
     lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
     chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines)]
     for sums, at in sums_of(steps, edges, parts).items():
@@ -489,7 +489,7 @@ def _highest(moments: list[Moment]) -> list[Moment]:
 
 
 def upper_envelope(lines: list[Affine]) -> list[int]:
-    """The lines that are highest for some batch >= 1, by ascending slope."""
+    """Return the lines that are highest for some batch >= 1, by ascending slope."""
     batch, found = 1.0, []
     current = max(range(len(lines)), key=lambda i: (lines[i].at(1), lines[i].per_sample))
     while True:

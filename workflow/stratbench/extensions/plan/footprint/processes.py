@@ -13,7 +13,7 @@ IMPORTED = ["stratbench.workload.with_torch", "stratbench.extensions.plan.footpr
 
 
 def pool_of(n_processes: int, imported: Sequence[str] = ()) -> ProcessPoolExecutor:
-    """A pool of processes. All pools of this process share one import of PyTorch.
+    """Return a pool of processes. All pools of this process share one import of PyTorch.
 
     `imported`: modules that are imported once, too, if this is the first pool.
 

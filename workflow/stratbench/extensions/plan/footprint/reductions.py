@@ -39,7 +39,7 @@ class Reduction:
         offset: int,
         item_bytes: int,
     ) -> Reduction | None:
-        """The sum of a tensor over `dims` (from 0); None where neighbours in memory are added up.
+        """Return the sum of a tensor over `dims` (from 0); None where neighbours in memory are added up.
 
         `strides` and the `offset` in its storage are in numbers. 16-bit numbers are added up in 32 bits.
         """
@@ -58,7 +58,7 @@ class Reduction:
         return cls(_numbers(kept), _numbers(added), together, max(4, item_bytes))
 
     def buffer_bytes(self, resident_threads: int) -> int:
-        """Bytes of the buffer and its counters on a GPU that holds so many threads at once.
+        """Return bytes of the buffer and its counters on a GPU that holds so many threads at once.
 
         As PyTorch 2.11 reckons (setReduceConfig and global_memory_size, ATen/native/cuda/Reduce.cuh).
         """
@@ -100,7 +100,7 @@ def _numbers(dims: list[tuple[int, int]]) -> int:
 
 
 def _power_of_two(n: int, most: int) -> int:
-    """The largest that is not above `n`; `most` where `n` reaches it."""
+    """Return the largest that is not above `n`; `most` where `n` reaches it."""
     return most if n >= most else 1 << (max(n, 1).bit_length() - 1)
 
 

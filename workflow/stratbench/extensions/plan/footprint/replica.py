@@ -144,7 +144,7 @@ def _reduced_by_hook(
     *args: Any,
     **kwargs: Any,
 ) -> _Reduced:
-    """An all-reduce that is done at once, or goes to those under way."""
+    """Return an all-reduce that is done at once, or goes to those under way."""
     all_reduce(tensor, group=kwargs.get("group"), async_op=True)
     future = torch.futures.Future()
     if under_way is None:

@@ -27,7 +27,7 @@ RESHARDING = "reshard_after_forward"
 
 @cache
 def served_stand_in() -> str:
-    """The name of the strategy that is planned in place of every parameter-server strategy."""
+    """Return the name of the strategy that is planned in place of every parameter-server strategy."""
     return next(name for name in REGISTRY if strategy_class(name).kind == "server")
 
 
@@ -108,7 +108,7 @@ class Request:
         return asdict(self)
 
     def with_options(self, **changes: Any) -> Request:
-        """The same with other options of its strategy."""
+        """Return the same with other options of its strategy."""
         options = self.settings.options | changes
         return replace(self, settings=replace(self.settings, options=options))
 
@@ -179,7 +179,7 @@ class Request:
 
 
 def planned_settings(s: Settings) -> dict[str, Any]:
-    """The settings that a footprint depends on, as far as it does: each declares how."""
+    """Return the settings that a footprint depends on, as far as it does: each declares how."""
     found = {}
     for field in fields(Settings):
         value, planned = getattr(s, field.name), field.metadata["planned"]
@@ -203,13 +203,13 @@ def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> in
 
 
 def target_bytes(data: Dataset) -> int:
-    """Bytes of a sample's target as it is stored."""
+    """Return bytes of a sample's target as it is stored."""
     kind, shape = data.target
     return {"uint8": 1, "int32": 4, "float32": 4, "int64": 8}[kind] * math.prod(shape)
 
 
 def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
-    """Bytes of the batches of `samples` that wait on the device, if the data lie in host memory.
+    """Return bytes of the batches of `samples` that wait on the device, if the data lie in host memory.
 
     As they are stored, with their targets, and three int64 numbers a sample where it is augmented.
     """

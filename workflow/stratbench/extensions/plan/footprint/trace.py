@@ -170,7 +170,7 @@ class OperatorTrace(TorchDispatchMode):
         return out
 
     def _collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-        """The collective that `op` is, with its memory logged; None for any other operation."""
+        """Return the collective that `op` is, with its memory logged; None for any other operation."""
         collective = collective_of(op, args, kwargs)
         if collective is None:
             return None
@@ -203,7 +203,7 @@ class OperatorTrace(TorchDispatchMode):
         self.events += [(number, -n_bytes) for number, n_bytes in reversed(made)]
 
     def _note(self, tensor: torch.Tensor) -> int:
-        """The number of the tensor's storage, whose size is logged if it has changed."""
+        """Return the number of the tensor's storage, whose size is logged if it has changed."""
         storage = tensor.untyped_storage()
         key = get_storage_key(storage)
         entry = self._known.get(key)
@@ -230,23 +230,23 @@ class OperatorTrace(TorchDispatchMode):
     # --- what came of it ---------------------------------------------------------------------------
 
     def live_bytes(self, first: int, stop: int) -> list[int]:
-        """Bytes that existed after `first`, first + 1, ... and `stop` events."""
+        """Return bytes that existed after `first`, first + 1, ... and `stop` events."""
         away = {number for number, part in self.tags.items() if part in self._on_host}
         changes = (0 if number in away else n for number, n in self.events[:stop])
         return list(accumulate(changes, initial=0))[first:]
 
     def streamed_bytes(self, first: int, stop: int) -> int:
-        """The most bytes of `streamed` storages that exist between two events."""
+        """Return the most bytes of `streamed` storages that exist between two events."""
         changes = (n if number in self.streamed else 0 for number, n in self.events[:stop])
         return max(list(accumulate(changes, initial=0))[first:])
 
     def parts_bytes(self, at: int) -> dict[str, int]:
-        """Bytes that existed after `at` events, by what they were for."""
+        """Return bytes that existed after `at` events, by what they were for."""
         parts = self._all_parts_bytes(at)
         return parts | dict.fromkeys(self._on_host, 0)
 
     def host_bytes(self, at: int) -> dict[str, int]:
-        """The same of what is on the host."""
+        """Return the same of what is on the host."""
         parts = self._all_parts_bytes(at)
         return {part: parts[part] for part in self._on_host}
 
@@ -262,7 +262,7 @@ class OperatorTrace(TorchDispatchMode):
         return parts
 
     def phase_at(self, event: int) -> str:
-        """Name of the phase that an event belongs to."""
+        """Return name of the phase that an event belongs to."""
         return [p.name for p in self.phases if p.first <= event][-1]
 
     def _part(self, number: int, event: int) -> str:
@@ -282,7 +282,7 @@ def _forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
 
 
 def _backward_copies(args: Any, out: Any) -> list[list[int]]:
-    """The same for the gradient of the input and then for that of the weight."""
+    """Return the same for the gradient of the input and then for that of the weight."""
     grad, x, weight = (_n_bytes(t) for t in args[:3])
     return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
 

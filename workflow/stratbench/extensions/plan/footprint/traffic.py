@@ -43,7 +43,7 @@ def wire_bytes(
     samples: int = 0,
     within: int | None = None,
 ) -> float:
-    """Bytes that a rank sends for a step's collectives, given as `CollectiveCall.listed`.
+    """Return bytes that a rank sends for a step's collectives, given as `CollectiveCall.listed`.
 
     `samples`: those that a worker computes on in the step; `within`: count only groups that lie within a
     node of so many ranks. Gloo scatters by all-reducing the whole input.

@@ -23,7 +23,7 @@ def make_prediction_sections(given: ReportInput) -> Iterator[Section]:
 
 
 def prediction_lines(path: Path) -> list[dict[str, Any]]:
-    """A row for each experiment and strategy with the errors of the plan, from prediction.csv."""
+    """Return a row for each experiment and strategy with the errors of the plan, from prediction.csv."""
     rows = pd.read_csv(path)
     lines = []
     for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):

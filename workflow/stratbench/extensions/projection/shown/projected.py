@@ -40,7 +40,7 @@ TEXTS = ("experiment", "model", "strategy", "base", "scaling", "device", "kind",
 
 
 def read_rows(path: Path) -> pd.DataFrame:
-    """The table, whose empty texts are "". Raises ValueError for a file that is no such table."""
+    """Return the table, whose empty texts are "". Raises ValueError for a file that is no such table."""
     try:
         rows = pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str))
         rows[list(TEXTS)] = rows[list(TEXTS)].fillna("")
@@ -52,7 +52,7 @@ def read_rows(path: Path) -> pd.DataFrame:
 
 
 def lines_of(rows: pd.DataFrame) -> Lines:
-    """The counts of each strategy that are measured or projected, of rows of one model."""
+    """Return the counts of each strategy that are measured or projected, of rows of one model."""
     return {
         str(strategy): [
             Count(int(r.workers), r.step_low_s, r.step_s, r.step_high_s, r.kind == "measured")

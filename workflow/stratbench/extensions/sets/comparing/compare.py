@@ -87,7 +87,7 @@ def take_folder(folder: Path, named: Mapping[str, str]) -> None:
 
 
 def folder_name(names: Iterable[str]) -> str:
-    """The name of a comparison's folder, unique to these sets."""
+    """Return the name of a comparison's folder, unique to these sets."""
     name = "+".join(names)  # no name has a plus in it
     if len(name) <= _MAXIMUM:
         return name

@@ -278,13 +278,13 @@ def against_each_other(found: list[Difference]) -> str:
 
 
 def named(path: str) -> str:
-    """A path of a record for a text: without the part that all paths of its kind share."""
+    """Return a path of a record for a text: without the part that all paths of its kind share."""
     parts = path.split(".")
     return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
 
 
 def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """The mean of each strategy over all worker counts and, if there are several, at each of them."""
+    """Yield the mean of each strategy over all worker counts and, if there are several, at each of them."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         by_strategy[cell.group.strategy].append(cell)
@@ -308,7 +308,7 @@ def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
 
 
 def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
-    """Pairs of strategies in which the faster one is not the same in both sets."""
+    """Yield pairs of strategies in which the faster one is not the same in both sets."""
     comparisons: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         g = cell.group

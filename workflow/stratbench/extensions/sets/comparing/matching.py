@@ -91,7 +91,7 @@ class Difference:
 
 
 def matches(first: ResultSet, other: ResultSet) -> list[Match]:
-    """Cells of equal strategy, model, data set and worker count, in the order of the first set.
+    """Return cells of equal strategy, model, data set and worker count, in the order of the first set.
 
     Those with the same experiment are matched first; then others, if each set has only one such group left.
     """
@@ -109,7 +109,7 @@ def matches(first: ResultSet, other: ResultSet) -> list[Match]:
 
 
 def groups_with_data(found: ResultSet) -> dict[Group, str]:
-    """The groups of repeats in a set that have a record, with the data set of each."""
+    """Return the groups of repeats in a set that have a record, with the data set of each."""
     cells = found.cells[~found.cells["status"].isin(UNMEASURED)].drop_duplicates(GROUP)
     listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
     return {Group(*key): str(dataset) for *key, dataset in listed}
@@ -117,7 +117,7 @@ def groups_with_data(found: ResultSet) -> dict[Group, str]:
 
 @lru_cache(maxsize=32)
 def facts_by_group(found: ResultSet) -> dict[Group, Facts]:
-    """The facts that the cells of each group state, by path, over all repeats and workers."""
+    """Return the facts that the cells of each group state, by path, over all repeats and workers."""
     said: dict[Group, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for record in found.records:
         group = Group(*(record["cell"][name] for name in Group._fields))
@@ -134,13 +134,13 @@ def facts_by_group(found: ResultSet) -> dict[Group, Facts]:
 
 
 def _text(value: Any) -> str:
-    """A value of a table in the form of a record: 10, not 10.0."""
+    """Return a value of a table in the form of a record: 10, not 10.0."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @lru_cache(maxsize=10_000)
 def kind_of(path: str) -> str | None:
-    """The kind of a difference, a value of WORK or PLACE; None if cells may differ in it."""
+    """Return the kind of a difference, a value of WORK or PLACE; None if cells may differ in it."""
     if THREADS.fullmatch(path):
         return PLACE["mixed-cores"]
     if path in OF_PLACE:
@@ -159,7 +159,7 @@ def kind_of(path: str) -> str | None:
 
 
 def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
-    """Every field that differs between two matched cells; a value that is missing is `not stated`."""
+    """Yield every field that differs between two matched cells; a value that is missing is `not stated`."""
     mine = facts_by_group(first).get(match.first, {})
     theirs = facts_by_group(other).get(match.other, {})
     replaced = first.hosts_replaced or other.hosts_replaced
@@ -176,7 +176,7 @@ def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Di
 
 
 def why_not_comparable(found: list[Difference], published: bool) -> list[Difference]:
-    """Those differences of two cells that make a ratio meaningless.
+    """Return those differences of two cells that make a ratio meaningless.
 
     A field that one of them does not state is no reason by itself, except for the amount of work in
     published tables.

@@ -37,7 +37,7 @@ MAX_RANK_CHANGES = 12
 
 
 def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
-    """A line for each set."""
+    """Yield a line for each set."""
     for one in sets:
         ok = int((one.cells["status"] == "ok").sum())
         yield {
@@ -51,7 +51,7 @@ def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
 
 
 def pair_section(found: Comparison, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The section of the page on one set against the first."""
+    """Return the section of the page on one set against the first."""
     ranks = sorted(
         found.rank_changes, key=lambda r: (not r.is_clear, r.after.value / r.before.value)
     )
@@ -78,7 +78,7 @@ def pair_section(found: Comparison, figures: Sequence[dict[str, Any]]) -> dict[s
 
 
 def difference_lines(found: Comparison) -> Iterator[dict[str, Any]]:
-    """The differences by kind, the most serious first."""
+    """Yield the differences by kind, the most serious first."""
     for effect, listed in found.by_effect.items():
         for kind in dict.fromkeys(d.kind for d in listed):
             rows = [d for d in listed if d.kind == kind]
@@ -91,13 +91,13 @@ def difference_lines(found: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def unit_of(cells: Sequence[ComparedCell]) -> str:
-    """The unit of a change of score, if all cells have the same one; else empty."""
+    """Return the unit of a change of score, if all cells have the same one; else empty."""
     units = {c.score.difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 
 
 def change_sentences(found: Comparison) -> Iterator[str]:
-    """Sentences on unusual changes of memory and score, one each."""
+    """Yield sentences on unusual changes of memory and score, one each."""
     for cell in found.with_ratio:
         if cell.memory is not None and abs(cell.memory - 1) > MEMORY_CHANGE:
             before, after = map(bytes_text, (cell.first.memory, cell.other.memory))
@@ -119,7 +119,7 @@ def page_values(
     given: Constraints,
     by_cost: bool = False,
 ) -> dict[str, Any]:
-    """All values that the template prints."""
+    """Return all values that the template prints."""
     decided = answers_as_json(decisions, [], given) | {
         "constraints": list(constraints),
         "by_cost": by_cost,
@@ -136,14 +136,14 @@ def page_values(
 
 
 def bases_of(sets: Sequence[ResultSet], decisions: Sequence[Decision]) -> dict[str, str | None]:
-    """The base strategies of those that decisions over sets name, such as `ddp (a100)`."""
+    """Return the base strategies of those that decisions over sets name, such as `ddp (a100)`."""
     known = bases_by_strategy(pd.concat([one.cells for one in sets]))
     listed = {row["strategy"] for decision in decisions for row in decision.matrix}
     return {name: known.get(name.partition(" (")[0]) for name in sorted(listed)}
 
 
 def render(values: dict[str, Any]) -> str:
-    """The page as HTML; all values in it are escaped."""
+    """Return the page as HTML; all values in it are escaped."""
     texts = (against_each_other, change_text, ratio_text, shortened, times_text)
     filters = {text.__name__: text for text in texts}
     page = pages.render(

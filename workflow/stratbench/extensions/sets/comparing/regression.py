@@ -113,7 +113,7 @@ def not_judged(found: Comparison) -> Iterator[Watched]:
 
 
 def is_lost(cell: ComparedCell) -> bool:
-    """Whether a cell of equal work finished in the first set, but no repeat that ran in the other did.
+    """Return whether a cell of equal work finished in the first set, but no repeat that ran in the other did.
 
     A repeat without a record has not ended: it does not count either way.
     """
@@ -130,13 +130,13 @@ def is_less_often(cell: ComparedCell) -> bool:
 
 
 def unfinished(found: Comparison, cell: ComparedCell, outcome: str) -> Watched:
-    """The outcome on a cell of which not all repeats finish that did."""
+    """Return the outcome on a cell of which not all repeats finish that did."""
     what = f"{cell.in_words}, {cell.other.outcome}"
     return Watched(found.other.name, what, False, 1, None, outcome)
 
 
 def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
-    """The cells of each strategy; only those with two repeats in both sets, if there are any."""
+    """Yield the cells of each strategy; only those with two repeats in both sets, if there are any."""
     groups: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         groups[cell.group.strategy].append(cell)
@@ -148,7 +148,7 @@ def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[Compa
 def watched_one(
     set_name: str, what: str, cells: list[ComparedCell], whole: bool, alpha: float, allowed: float
 ) -> Watched:
-    """The outcome on some cells together."""
+    """Return the outcome on some cells together."""
     slowdown = slowdown_over_cells([(c.other.times, c.first.times) for c in cells], alpha)
     outcome = UNKNOWN
     if slowdown.low is not None and slowdown.low > allowed:
@@ -160,12 +160,12 @@ def watched_one(
 
 
 def is_slower(watched: Sequence[Watched]) -> bool:
-    """Whether anything is slower, no longer finishes or is no longer judged: the comparison fails."""
+    """Return whether anything is slower, no longer finishes or is no longer judged: the comparison fails."""
     return any(w.fails for w in watched)
 
 
 def describe_watch(watched: Sequence[Watched], allowed: float) -> Iterator[str]:
-    """The outcomes for a terminal: what is slower, and every strategy."""
+    """Yield the outcomes for a terminal: what is slower, and every strategy."""
     if not watched:
         yield "Regression watch: no cell has a ratio, so that nothing can be told."
         return

@@ -27,31 +27,31 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def ratio_text(found: IntervalEstimate) -> str:
-    """A ratio as tables print it, with its interval if there is one."""
+    """Return a ratio as tables print it, with its interval if there is one."""
     return found.text("{:.3f}".format)
 
 
 def change_text(cell: ComparedCell) -> str:
-    """A change of a score as tables print it; empty if it is not known."""
+    """Return a change of a score as tables print it; empty if it is not known."""
     change = cell.score_change
     return "" if change is None else change.text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
 def times_text(times: tuple[float, ...]) -> str:
-    """The geometric mean of times, with their number."""
+    """Return the geometric mean of times, with their number."""
     if not times:
         return NO_CELL
     return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
 
 
 def columns_of(name: str, found: IntervalEstimate | None) -> dict[str, float | None]:
-    """The columns of a value and of the ends of its interval."""
+    """Return the columns of a value and of the ends of its interval."""
     ends = (name, f"{name}_low", f"{name}_high")
     return dict(zip(ends, found or (None, None, None), strict=True))
 
 
 def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
-    """A row for every shared kind of cell, with all its numbers."""
+    """Yield a row for every shared kind of cell, with all its numbers."""
     for cell in found.cells:
         yield {
             "experiment": cell.match.first.experiment,
@@ -77,7 +77,7 @@ def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def wide_table(found: Comparison, experiment: str) -> pd.DataFrame:
-    """The ratios of one experiment: models and strategies by worker count."""
+    """Return the ratios of one experiment: models and strategies by worker count."""
     cells = [c for c in found.cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
     texts = ((c.group, ratio_text(c.time) if c.time else f"n/a ({c.why_not})") for c in cells)
@@ -85,7 +85,7 @@ def wide_table(found: Comparison, experiment: str) -> pd.DataFrame:
 
 
 def strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
-    """The mean ratio of each strategy."""
+    """Return the mean ratio of each strategy."""
     return pd.DataFrame(
         [[m.strategy, m.workers, ratio_text(m.time), m.models, m.cells] for m in means],
         columns=["strategy", "workers", "time ratio", "models", "cells"],
@@ -93,7 +93,7 @@ def strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
 
 
 def difference_table(found: Comparison) -> pd.DataFrame:
-    """The differences: first those that prevent a ratio, then those that may explain ratios."""
+    """Return the differences: first those that prevent a ratio, then those that may explain ratios."""
     return pd.DataFrame(
         [
             [d.kind, d.path, shortened(d.first), shortened(d.other), d.cells, effect]

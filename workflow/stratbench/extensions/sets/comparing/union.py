@@ -34,7 +34,7 @@ class Part(NamedTuple):
 def decisions_over(
     sets: Sequence[ResultSet], prices: Mapping[str, float], given: Constraints
 ) -> list[Decision]:
-    """A decision for each job; its candidates are strategies on worker counts in sets.
+    """Return a decision for each job; its candidates are strategies on worker counts in sets.
 
     JOB defines a job. `prices`, by the name of a set, replace the constraints' price. Repeats of two
     sets are paired by their numbers, which is arbitrary and makes the intervals no narrower. Experiments
@@ -63,7 +63,7 @@ def decisions_over(
 
 
 def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
-    """The values that the rows of one experiment and model have in common; None if they differ."""
+    """Return the values that the rows of one experiment and model have in common; None if they differ."""
     usable = rows[rows["status"].isin(STATUSES)]
     columns = [name for name in JOB if not (is_weak and name == "global_batch")]
     values = [tuple(usable[name].astype(str).unique()) for name in columns]
@@ -73,7 +73,7 @@ def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
 def candidates_in(
     parts: Sequence[Part], prices: Mapping[str, float], given: Constraints
 ) -> Iterator[Candidate]:
-    """All candidates of a job: those of each set at its price, called `ddp (a100)`, judged together.
+    """Yield all candidates of a job: those of each set at its price, called `ddp (a100)`, judged together.
 
     If several experiments of a set are one job, the experiment is named, too: `ddp (a100, first)`.
     """
@@ -93,11 +93,11 @@ def candidates_in(
 
 
 def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a job, all under the experiment of the first row."""
+    """Return the rows of a job, all under the experiment of the first row."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
 
 def sentences_on(given: Constraints, prices: Mapping[str, float]) -> Iterator[str]:
-    """The constraints in words, with the prices of all sets."""
+    """Yield the constraints in words, with the prices of all sets."""
     listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
     yield from given.sentences(f"ranked by cost at {listed}" if prices else "")

@@ -63,7 +63,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
 
 
 def _module_of(name: str) -> Any:
-    """The module that writes a format."""
+    """Return the module that writes a format."""
     try:
         return importlib.import_module(f"stratbench.extensions.sets.export.to_{name}")
     except ModuleNotFoundError as e:

@@ -26,7 +26,7 @@ MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
 def metrics_of(run: ExportedRun) -> list[Metric]:
-    """The metrics of epochs by number, at the times when they ended; then those of the whole cell."""
+    """Return the metrics of epochs by number, at the times when they ended; then those of the whole cell."""
     found = [
         Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
         for epoch in run.epochs

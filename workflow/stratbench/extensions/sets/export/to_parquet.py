@@ -19,7 +19,7 @@ OF_RECORDS = False
 
 
 def type_of(column: Column) -> pa.DataType:
-    """The Arrow type of a column; a column of JSON holds it as text."""
+    """Return the Arrow type of a column; a column of JSON holds it as text."""
     if column.kind == "number":
         return pa.int64() if column.is_whole else pa.float64()
     return pa.bool_() if column.kind == "flag" else pa.string()

@@ -17,7 +17,7 @@ OF_RECORDS = True
 
 
 def settings_for(folder: Path) -> wandb.Settings:
-    """Settings for offline runs without host, user, program, packages, git or console."""
+    """Return settings for offline runs without host, user, program, packages, git or console."""
     return wandb.Settings(
         mode="offline",
         root_dir=str(folder),

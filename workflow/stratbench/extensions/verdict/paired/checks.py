@@ -92,7 +92,7 @@ def beyond_chance(off: float) -> float:
 
 
 def check_scatter(runs: int, blocks: int, level: tuple[float, int]) -> float:
-    """The standard deviation of what the mean of full runs is off their steps, if both agree."""
+    """Return the standard deviation of what the mean of full runs is off their steps, if both agree."""
     return level[0] * math.sqrt(1 / runs + 1 / blocks)
 
 
@@ -117,7 +117,7 @@ def level_scatter(evidence: PairedEvidence) -> tuple[float, int]:
 def far_from_full_run(
     evidence: PairedEvidence, comparison: PairedComparison, block: PairedBlock
 ) -> Iterator[tuple[str, float]]:
-    """The strategies whose step in a block is not that of their own full run by MAX_APART, with the
+    """Yield the strategies whose step in a block is not that of their own full run by MAX_APART, with the
     factor.
     """
     for strategy in comparison.strategies:
@@ -155,7 +155,7 @@ def why_unusable(blocks: Sequence[PairedBlock]) -> Iterator[str]:
 
 
 def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
-    """Whether two blocks have the same ratios, of all segments or of at least three strategies."""
+    """Return whether two blocks have the same ratios, of all segments or of at least three strategies."""
     segments = [
         {(s.strategy, s.in_pass): math.log(s.mean_step_s) for s in block.segments if s.mean_step_s}
         for block in (one, other)

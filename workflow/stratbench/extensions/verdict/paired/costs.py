@@ -31,11 +31,11 @@ class Costs:
         return sum(self.blocks_s(s) + self.runs_s(s) for s in self._course.states)
 
     def blocks_s(self, state: State) -> float:
-        """GPU-seconds of a comparison's blocks."""
+        """Return GPU-seconds of a comparison's blocks."""
         return sum(block.gpu_seconds for block in self._evidence.blocks_of(state.comparison.place))
 
     def runs_s(self, state: State) -> float:
-        """GPU-seconds of the full runs that the verdict asked for in a comparison."""
+        """Return GPU-seconds of the full runs that the verdict asked for in a comparison."""
         return self._runs_s.get(state.comparison.place, 0.0)
 
     @property
@@ -58,13 +58,13 @@ class Costs:
         return expected
 
     def step_s(self, state: State, strategy: str) -> float | None:
-        """Seconds per step of a strategy over its blocks (geometric mean)."""
+        """Return seconds per step of a strategy over its blocks (geometric mean)."""
         logs = [block.value(strategy) for block in self._evidence.blocks_of(state.comparison.place)]
         known = [log for log in logs if math.isfinite(log)]
         return math.exp(statistics.fmean(known)) if known else None
 
     def full_s(self, state: State, strategy: str) -> float | None:
-        """GPU-seconds of a full cell: from its runs, else from its start and its steps in the blocks.
+        """Return GPU-seconds of a full cell: from its runs, else from its start and its steps in the blocks.
 
         The estimate leaves out evaluations. None if the step time or the number of steps is not known.
         """

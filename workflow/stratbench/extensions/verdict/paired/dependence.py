@@ -64,7 +64,7 @@ def widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 
 @cache
 def _autoregressive(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The expected ratio of `n` blocks, and the factor, for each of CORRELATIONS."""
+    """Return the expected ratio of `n` blocks, and the factor, for each of CORRELATIONS."""
     lags = np.arange(1, n)
     powers = CORRELATIONS[:, None] ** lags
     inflated = 1 + 2 * ((1 - lags / n) * powers).sum(-1)  # n times the variance of the mean

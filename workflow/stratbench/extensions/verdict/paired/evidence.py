@@ -99,15 +99,15 @@ class PairedEvidence:
         return found
 
     def blocks_of(self, place: ComparisonKey) -> list[PairedBlock]:
-        """The blocks of a comparison, in order."""
+        """Return the blocks of a comparison, in order."""
         return self._blocks_by_place.get(place, [])
 
     def cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
-        """The cell of a strategy's full training."""
+        """Return the cell of a strategy's full training."""
         return cell_of(self.study, comparison, strategy, repeat)
 
     def runs_of(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
-        """The full runs of a strategy, by repeat."""
+        """Return the full runs of a strategy, by repeat."""
         cells = (self.cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
@@ -120,7 +120,7 @@ class PairedEvidence:
         )
 
     def block_seed(self, comparison: PairedComparison, block: int) -> int:
-        """The seed that all segments of a block share."""
+        """Return the seed that all segments of a block share."""
         return int(_hash(self.seed, comparison.place, block)[:8], 16) >> 1
 
 
@@ -129,7 +129,7 @@ def _hash(*parts: object) -> str:
 
 
 def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
-    """The cell of a strategy and repeat in a comparison."""
+    """Return the cell of a strategy and repeat in a comparison."""
     place = comparison.place
     return Cell(
         study, place.experiment, strategy, place.model, comparison.dataset, place.gpus, repeat
@@ -145,14 +145,14 @@ COMMAND = "a command of yours cannot be stopped and begun in segments"
 
 
 def not_compared(study: Study) -> dict[str, str]:
-    """Paths of the cells that blocks cannot time, with the reason."""
+    """Return paths of the cells that blocks cannot time, with the reason."""
     elastic = {cell.path: ELASTIC for cell in study.cells if "elastic" in study.settings(cell).more}
     own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
     return elastic | dict.fromkeys(own, COMMAND)
 
 
 def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]:
-    """The evidence of a config's study, and notes on what was not used. `config`: validated."""
+    """Return the evidence of a config's study, and notes on what was not used. `config`: validated."""
     study = Study(config, config["study"])
     given = config.get("verdict") or {}
     root = Path(config["results"])
@@ -184,7 +184,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
 
 
 def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
-    """The comparisons of a study, in the order of the config, without the cells whose path is in
+    """Yield the comparisons of a study, in the order of the config, without the cells whose path is in
     `skipped`.
     """
     found: dict[ComparisonKey, list[Cell]] = {}
@@ -216,7 +216,7 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
 def with_full_steps(
     study: Study, comparison: PairedComparison, train_samples: int | None
 ) -> PairedComparison:
-    """The comparison with the number of steps of its full cells, if it is known."""
+    """Return the comparison with the number of steps of its full cells, if it is known."""
     known = train_samples or study.dataset(comparison.dataset).train_samples
     settings = study.settings(cell_of(study.name, comparison, comparison.strategies[0]))
     if settings.steps is None and known is None:
@@ -227,7 +227,7 @@ def with_full_steps(
 def _usable_blocks(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[PairedBlock]:
-    """Those blocks of the comparisons whose strategies were all trained with the config's settings."""
+    """Yield those blocks of the comparisons whose strategies were all trained with the config's settings."""
     wanted = {b.place: dict(zip(b.strategies, b.trained, strict=True)) for b in comparisons}
     for path in block_files(results, study.name):
         try:
@@ -252,7 +252,7 @@ def _usable_blocks(
 def _full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
-    """The full runs that have the config's settings, each with the number of its training samples."""
+    """Yield the full runs that have the config's settings, each with the number of its training samples."""
     for comparison in comparisons:
         for strategy in comparison.strategies:
             for repeat in range(MATRIX_REPEATS):
@@ -275,7 +275,7 @@ def _full_runs(
 
 
 def full_run_from(found: record.Record, steps: int) -> FullRun:
-    """The full run that a record describes."""
+    """Return the full run that a record describes."""
     task, score = found["task"], found["score"]["final"]
     factor = 100 if task["unit"] == "share" else 1
     return FullRun(

@@ -63,12 +63,12 @@ def index_of_fastest(means: np.ndarray, among: np.ndarray) -> np.ndarray:
 
 
 def at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The value of one strategy in each comparison, shape [..., comparisons]."""
+    """Return the value of one strategy in each comparison, shape [..., comparisons]."""
     return np.take_along_axis(values, index[..., None], -1)[..., 0]
 
 
 def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """The logs of the blocks that contain all active strategies; NaN elsewhere.
+    """Return the logs of the blocks that contain all active strategies; NaN elsewhere.
 
     Allocation effects cancel in such blocks. Only a strategy that has come back to the comparison lacks
     blocks that others have.
@@ -87,7 +87,7 @@ def mean_logs(logs: np.ndarray) -> np.ndarray:
 
 
 def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The values that repeat, how many node sets there are, and whether few of them came again.
+    """Return the values that repeat, how many node sets there are, and whether few of them came again.
 
     Strategies differ by several percent between nodes, so blocks on the same nodes are no two repeats of a
     claim about others. From MIN_SETS node sets on the values are the means of each; else the blocks, and the
@@ -185,7 +185,7 @@ def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndar
 
 
 def reported_tail(started: np.ndarray) -> np.ndarray:
-    """The probability that the reported intervals of a comparison leave out on each side.
+    """Return the probability that the reported intervals of a comparison leave out on each side.
 
     All intervals of a comparison that began with `started` strategies hold together with 95 %, at all looks,
     including those of dropped strategies. The same blocks chose the leader, so every pair of strategies
@@ -195,7 +195,7 @@ def reported_tail(started: np.ndarray) -> np.ndarray:
 
 
 def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
-    """The strategies that leave the comparison after a look: those shown to be slower.
+    """Return the strategies that leave the comparison after a look: those shown to be slower.
 
     A decided comparison keeps them, for their intervals. Below MIN_BLOCKS the nearest rival stays, so
     that the next blocks still have something to compare.
@@ -208,7 +208,7 @@ def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
 
 
 def next_look(blocks: int) -> int | None:
-    """The number of blocks at the look after the one at `blocks`; None after the last."""
+    """Return the number of blocks at the look after the one at `blocks`; None after the last."""
     return next((n for n in LOOKS if n > blocks), None)
 
 

@@ -9,7 +9,7 @@ from stratbench.cell.text.words import counted
 
 
 def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """The lines for a terminal, from the content of verdict.json."""
+    """Yield the lines for a terminal, from the content of verdict.json."""
     titles: dict[str, list[dict[str, Any]]] = {"Decided": [], "Ended undecided": [], "Open": []}
     for comparison in verdict["comparisons"]:
         titles[title_of(comparison)].append(comparison)
@@ -25,7 +25,7 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
 
 
 def title_of(comparison: dict[str, Any]) -> str:
-    """The title of a comparison: open, decided, or ended without the claim that was asked for."""
+    """Return the title of a comparison: open, decided, or ended without the claim that was asked for."""
     if comparison["open"]:
         return "Open"
     return "Decided" if comparison["claim"] in ("fastest", "within", "only") else "Ended undecided"
@@ -45,7 +45,7 @@ def comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
 
 
 def rival_words(ratio: dict[str, Any]) -> str:
-    """A few words on a strategy against the leader; empty if nothing is known."""
+    """Return a few words on a strategy against the leader; empty if nothing is known."""
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
     if ratio["reason"]:
         return "; ".join(filter(None, (f"{ratio['words']}: {ratio['reason']}", figures)))
@@ -53,7 +53,7 @@ def rival_words(ratio: dict[str, Any]) -> str:
 
 
 def cost_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """The lines on the cost so far, against the full matrix."""
+    """Yield the lines on the cost so far, against the full matrix."""
     spent, matrix = verdict["spent_gpu_hours"], verdict["matrix_gpu_hours"]
     text = f"Cost so far: {spent:.3g} {verdict['hours']}"
     if matrix:
@@ -67,7 +67,7 @@ def cost_lines(verdict: dict[str, Any]) -> Iterator[str]:
 
 
 def next_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """The lines on the next round."""
+    """Yield the lines on the next round."""
     if verdict["done"]:
         yield f"Done: {verdict['reason']}."
         return

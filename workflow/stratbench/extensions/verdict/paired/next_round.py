@@ -46,7 +46,7 @@ class NextRound:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of round.json."""
+        """Return the content of round.json."""
         return {
             "schema_version": SCHEMA_VERSION,
             "round": self.number,
@@ -61,12 +61,12 @@ class NextRound:
 
 
 def next_round(evidence: PairedEvidence) -> NextRound:
-    """The next round to run, from the evidence alone."""
+    """Return the next round to run, from the evidence alone."""
     return round_of(Course(evidence))
 
 
 def round_of(course: Course) -> NextRound:
-    """The next round of a replayed course."""
+    """Return the next round of a replayed course."""
     evidence = course.evidence
     costs = Costs(course)
     spent_s = costs.spent_s
@@ -102,7 +102,7 @@ def round_of(course: Course) -> NextRound:
 
 
 def decided(course: Course, state: State) -> bool:
-    """Whether a comparison has ended with the claim that it was asked for."""
+    """Return whether a comparison has ended with the claim that it was asked for."""
     last = course.claimed(state)
     return last is not None and not state.open and last.at_most <= most_allowed(course.evidence)
 
@@ -112,7 +112,7 @@ def most_allowed(evidence: PairedEvidence) -> float:
 
 
 def entry(course: Course, state: State, number: int) -> dict[str, Any]:
-    """A block of round.json."""
+    """Return a block of round.json."""
     evidence, place = course.evidence, state.comparison.place
     first = evidence.blocks.get((place, 1))
     steps = first.steps if first else None

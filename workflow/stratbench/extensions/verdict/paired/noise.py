@@ -53,7 +53,7 @@ class Noise:
 
 
 def noise_of(blocks: Iterable[PairedBlock]) -> Noise:
-    """The components of noise, pooled over the comparisons of `blocks`."""
+    """Return the components of noise, pooled over the comparisons of `blocks`."""
     by_place: dict[object, list[PairedBlock]] = {}
     for block in blocks:
         by_place.setdefault(block.place, []).append(block)

@@ -50,7 +50,7 @@ class Course:
             pass
 
     def disagreement(self, blocks: int) -> float | None:
-        """The difference from which two segments of one strategy disagree.
+        """Return the difference from which two segments of one strategy disagree.
 
         Estimated from the first `blocks` blocks of each comparison; None if no strategy ended two segments in
         them.
@@ -67,7 +67,7 @@ class Course:
         return self._limits[blocks]
 
     def _array(self, name: str) -> np.ndarray:
-        """A property of the strategies, False for strategies that a comparison does not have; shape
+        """Return a property of the strategies, False for strategies that a comparison does not have; shape
         [comparisons, strategies].
         """
         found = np.zeros((len(self.states), self._strategies), dtype=bool)
@@ -103,7 +103,7 @@ class Course:
         return True
 
     def _blocks_to_come(self) -> list[tuple[State, int]]:
-        """The blocks that are missing up to each comparison's next look.
+        """Return the blocks that are missing up to each comparison's next look.
 
         A block without a strategy that is in the comparison is missing, too: the strategy may be new in the
         study.
@@ -147,7 +147,7 @@ class Course:
         return values
 
     def _nodes(self, blocks: np.ndarray, targets: list[int], most: int) -> np.ndarray:
-        """A number for the node set of each new block; shape [comparisons, most]."""
+        """Return a number for the node set of each new block; shape [comparisons, most]."""
         nodes = np.zeros((len(self.states), most), dtype=int)
         for i, state in enumerate(self.states):
             seen: dict[tuple[str, ...], int] = {}
@@ -245,7 +245,7 @@ class Course:
                 self.asked.setdefault(self.evidence.cell(state.comparison, strategy))
 
     def _references(self, look: judging.Look) -> Iterator[tuple[State, str]]:
-        """The fastest strategy in the smallest comparison of each equal arithmetic."""
+        """Yield the fastest strategy in the smallest comparison of each equal arithmetic."""
         seen = set()
         for i, state in sorted(enumerate(self.states), key=lambda s: s[1].comparison.place.gpus):
             comparison = state.comparison
@@ -322,7 +322,7 @@ class Course:
         return checks.off_from_steps(self.evidence, state.comparison, blocks)
 
     def checked(self, state: State) -> bool:
-        """Whether full runs of the leader could be compared with its steps, to about MAX_OFF."""
+        """Return whether full runs of the leader could be compared with its steps, to about MAX_OFF."""
         runs = len(self.off_from_steps(state).get(state.last.leader, ())) if state.last else 0
         return runs > 0 and checks.check_scatter(runs, state.last.blocks, self._level) <= MAX_OFF
 
@@ -340,7 +340,7 @@ class Course:
         return checks.moved_by(off, last.leader, bounds, last.blocks, self._level)
 
     def claimed(self, state: State) -> Judged | None:
-        """The latest look with what full runs leave of it: what a claim rests on."""
+        """Return the latest look with what full runs leave of it: what a claim rests on."""
         last, moved = state.last, self.moved(state)
         if last is None or moved is None:
             return last

@@ -50,7 +50,7 @@ class FullRunScores:
                 self._of_model.setdefault(_model(comparison), []).append((comparison, strategy))
 
     def runs_of(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
-        """The full runs of a strategy, by seed."""
+        """Return the full runs of a strategy, by seed."""
         cells = (
             self._evidence.cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS)
         )
@@ -75,7 +75,7 @@ class FullRunScores:
         )
 
     def loss_of(self, comparison: PairedComparison, strategy: str) -> Loss | None:
-        """The loss of a strategy; None if its score or the reference's is not known."""
+        """Return the loss of a strategy; None if its score or the reference's is not known."""
         own = [run for run in self.runs_of(comparison, strategy) if run.score is not None]
         reference = [run for run in self.reference(comparison) if run.score is not None]
         if not own or not reference:
@@ -93,7 +93,7 @@ class FullRunScores:
         return Loss(lost, lost + width, tolerance, first.score_name, len(own))
 
     def _seed_scatter(self, comparison: PairedComparison) -> tuple[float, int]:
-        """Standard deviation of the score between seeds, over all strategies of the model, and its
+        """Return standard deviation of the score between seeds, over all strategies of the model, and its
         degrees.
         """
         squares, dof = 0.0, 0
@@ -104,7 +104,7 @@ class FullRunScores:
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def why_failed(self, comparison: PairedComparison, strategy: str) -> str | None:
-        """The reason why a strategy is out by its score, or by how a full run ended; None if there is
+        """Return the reason why a strategy is out by its score, or by how a full run ended; None if there is
         none.
         """
         for run in self.runs_of(comparison, strategy):

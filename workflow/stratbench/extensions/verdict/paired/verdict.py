@@ -25,7 +25,7 @@ CLAIMS = ("fastest", "within", "at most")
 
 
 def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, Any]:
-    """The content of verdict.json."""
+    """Return the content of verdict.json."""
     costs = Costs(course)
     # In one order, so that sums have the same last digit whatever the order of files.
     blocks = [course.evidence.blocks[key] for key in sorted(course.evidence.blocks)]
@@ -64,7 +64,7 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
 
 
 def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
-    """The entry of a comparison."""
+    """Return the entry of a comparison."""
     last, comparison = course.claimed(state), state.comparison
     # A block that no look has judged yet supports no claim.
     blocks = course.evidence.blocks_of(comparison.place)[: last.blocks if last else None]
@@ -122,7 +122,7 @@ def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, A
 
 
 def doubts_on(course: Course, state: State, blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Sentences on what speaks against a comparison's blocks."""
+    """Yield sentences on what speaks against a comparison's blocks."""
     for strategy, logs in course.off_from_steps(state).items():
         found = sorted(log for log in logs if abs(log) > MAX_OFF)
         if found:
@@ -149,7 +149,7 @@ def doubts_on(course: Course, state: State, blocks: Sequence[PairedBlock]) -> It
 
 
 def noise_text(noise: Noise, margin: float, rivals: int) -> str:
-    """A sentence on the noise of the blocks, and on what it asks of the next study."""
+    """Return a sentence on the noise of the blocks, and on what it asks of the next study."""
     if noise.ratio is None:
         return "two blocks of a model and worker count are the fewest that tell of noise"
     needed = noise.blocks_for(margin, rivals)
@@ -163,7 +163,7 @@ def noise_text(noise: Noise, margin: float, rivals: int) -> str:
 
 
 def is_open(state: State) -> bool:
-    """Whether a comparison with rivals has not ended."""
+    """Return whether a comparison with rivals has not ended."""
     return state.open and len(state.comparison.strategies) > 1
 
 
@@ -171,7 +171,7 @@ def is_open(state: State) -> bool:
 
 
 def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[str, str]:
-    """The kind of the claim (one of CLAIMS, `only` or `none`), and its sentence."""
+    """Return the kind of the claim (one of CLAIMS, `only` or `none`), and its sentence."""
     last, margin = course.claimed(state), course.evidence.margin
     if len(state.comparison.strategies) == 1:
         return (
@@ -216,7 +216,7 @@ def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[s
 
 
 def on_node(blocks: list[PairedBlock]) -> str:
-    """The words `` on node X`` where blocks ran on few sets of nodes: others may order strategies
+    """Return the words `` on node X`` where blocks ran on few sets of nodes: others may order strategies
     differently.
     """
     sets = sorted({block.hosts for block in blocks})
@@ -229,7 +229,7 @@ def on_node(blocks: list[PairedBlock]) -> str:
 
 
 def of_how_many(blocks: Sequence[PairedBlock]) -> str:
-    """The words ``, on 4 nodes`` of a claim that is about more than its own nodes."""
+    """Return the words ``, on 4 nodes`` of a claim that is about more than its own nodes."""
     sets = {block.hosts for block in blocks}
     return f", on {node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
 
@@ -244,7 +244,7 @@ def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
 
 
 def ratio_values(state: State, strategy: str) -> dict[str, Any]:
-    """Values of a strategy against the leader; of a dropped strategy, from when it was dropped."""
+    """Return values of a strategy against the leader; of a dropped strategy, from when it was dropped."""
     last = state.last
     drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == strategy), None)
     values: dict[str, Any] = {
@@ -280,7 +280,7 @@ def standing_words(ratio: dict[str, Any]) -> str:
 
 
 def ratio_text(ratio: dict[str, Any]) -> str:
-    """A ratio with the bound that it is judged by: `1.105 (at least 1.072)`."""
+    """Return a ratio with the bound that it is judged by: `1.105 (at least 1.072)`."""
     if ratio["ratio"] is None:
         return ""
     if ratio["at_least"] is None:
@@ -290,12 +290,12 @@ def ratio_text(ratio: dict[str, Any]) -> str:
 
 
 def ratio_from(log: float) -> float | None:
-    """A ratio from its logarithm; None if it is not known, or too large or small to print."""
+    """Return a ratio from its logarithm; None if it is not known, or too large or small to print."""
     return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
 
 
 def look_values(look: Judged) -> dict[str, Any]:
-    """A look as JSON keeps it; `intervals`: ratio, low, high and the lower bound."""
+    """Return a look as JSON keeps it; `intervals`: ratio, low, high and the lower bound."""
     intervals = {
         strategy: [ratio_from(v) for v in values] for strategy, values in look.ratios.items()
     }
@@ -309,13 +309,13 @@ def look_values(look: Judged) -> dict[str, Any]:
 
 
 def ratio_minus_one(log: float) -> float | None:
-    """The share by which a ratio exceeds 1, from its logarithm; None if it is not known."""
+    """Return the share by which a ratio exceeds 1, from its logarithm; None if it is not known."""
     found = ratio_from(log)
     return None if found is None else found - 1
 
 
 def share_of(log: float) -> float:
-    """The share by which a ratio exceeds 1, from its logarithm; infinite if it is not known."""
+    """Return the share by which a ratio exceeds 1, from its logarithm; infinite if it is not known."""
     found = ratio_minus_one(log)
     return math.inf if found is None else found
 
@@ -324,7 +324,7 @@ def share_of(log: float) -> float:
 
 
 def score_state(course: Course, state: State, strategy: str) -> str:
-    """The state of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
+    """Return the state of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
     if not state.comparison.scored:
         return "no score"
     if state.comparison.equal[state.comparison.strategies.index(strategy)]:
@@ -337,7 +337,7 @@ def score_state(course: Course, state: State, strategy: str) -> str:
 def confidence_in(
     course: Course, state: State, blocks: list[PairedBlock], claim: str, doubts: list[str]
 ) -> tuple[str, str]:
-    """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules."""
+    """Return the confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules."""
     last = course.claimed(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
@@ -376,7 +376,7 @@ def confidence_in(
 
 
 def unsettled_score(course: Course, state: State) -> str | None:
-    """The reason why the leader's score may not be good enough; None if there is none."""
+    """Return the reason why the leader's score may not be good enough; None if there is none."""
     leader = state.last.leader
     if not state.comparison.scored:
         return "No score was measured (steps): equal scores are assumed."
