@@ -33,10 +33,12 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a path to write to, with the suffix of `path`; at the end that file takes the place of `path`.
+    """Yield a path to write to, with the suffix of `path`.
 
-    If something is raised, the file that was there stays as it was. An OSError names `path`: that of a
-    full disk names nothing.
+    At the end that file takes the place of `path`.
+
+    If something is raised, the file that was there stays as it was. An OSError names `path`: that of a full
+    disk names nothing.
     """
     path = Path(path)
     temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
@@ -59,7 +61,10 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a CSV file of these columns, complete or not at all; what a row lacks stays empty."""
+    """Write a CSV file of these columns, complete or not at all.
+
+    What a row lacks stays empty.
+    """
     with (
         replacing(path) as unfinished,
         open(unfinished, "x", newline="", encoding="utf-8") as file,
@@ -70,7 +75,9 @@ def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[
 
 
 def claim_folder(folder: Path, about: str = "") -> str:
-    """Make `folder` for files of ours, or take one made so; returns what was then said `about` it.
+    """Make `folder` for files of ours, or take one made so.
+
+    Return what was then said `about` it.
 
     FileExistsError if it holds anything and no mark of ours: files of others are never overwritten.
     """
@@ -133,7 +140,10 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the values in a file of ours that grows by one a line; none where there is no file."""
+    """Return the values in a file of ours that grows by one a line.
+
+    None where there is no file.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -142,7 +152,11 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text; ValueError for what `read_json` refuses."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: For what `read_json` refuses.
+    """
     try:
         value = json.loads(
             text,

@@ -56,7 +56,9 @@ def lock(descriptor: int, how: int, path: Path) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the file `path` locked until it is closed; None where another process does.
+    """A descriptor that holds the file `path` locked until it is closed.
+
+    None where another process does.
 
     The file is made if there is none. Never follows a link and never changes content. Raises OSError, which
     is NoLocks on a file system without locks.

@@ -30,7 +30,9 @@ def end_with(ancestor: int) -> None:
 
 
 def line_to(ancestor: int) -> list[int | None]:
-    """Return the processes from the parent of this one up to `ancestor`; none where that has ended.
+    """Return the processes from the parent of this one up to `ancestor`.
+
+    None where that has ended.
 
     A process whose parent has ended has another one at once.
     """
@@ -43,7 +45,7 @@ def line_to(ancestor: int) -> list[int | None]:
 
 
 def parent_of(pid: int) -> int | None:
-    """Return the parent of a process; None where there is no such process."""
+    """Return the parent of a process, or None where there is no such process."""
     import psutil  # takes as long as all of Python's start, and few need it
 
     try:

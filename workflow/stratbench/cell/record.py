@@ -102,7 +102,10 @@ def read_measured(path: str | Path) -> Record:
 
 
 def failure_reason(log_dir: Path) -> str | None:
-    """Why a cell without a record failed, from its log folder; None if there is no evidence."""
+    """Why a cell without a record failed, from its log folder.
+
+    None if there is no evidence.
+    """
     path = log_dir / FAILURE_FILE
     try:
         reason = read_json(path)["reason"]
@@ -125,7 +128,10 @@ def is_of(path: str | Path, cell: str, settings: str) -> bool:
 
 
 def describe_other_settings(record: Record, settings: Settings) -> str | None:
-    """A sentence on how a record's settings differ from the config's for its cell; None if they do not."""
+    """A sentence on how a record's settings differ from the config's for its cell.
+
+    None if they do not.
+    """
     wanted = json.loads(settings.as_json())
     stated = record["settings"]
     keys = dict.fromkeys([*wanted, "more"])

@@ -28,7 +28,10 @@ def server_name(server: int) -> str:
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank of the worker with this name; None if it is not a worker's name."""
+    """Return the rank of the worker with this name.
+
+    Return None if it is not a worker's name.
+    """
     match = re.fullmatch(r"rank(\d+)", name)
     return int(match[1]) if match else None
 
@@ -193,7 +196,11 @@ class RunFolder:
         return endpoint and (endpoint["host"], endpoint["port"])
 
     def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
-        """Return the same, once node 0 has told it; TimeoutError where that takes longer than `limit_s`."""
+        """Return the same, once node 0 has told it.
+
+        Raises:
+            TimeoutError: Where that takes longer than `limit_s`.
+        """
         deadline_s = time.monotonic() + limit_s
         while (endpoint := self.read_endpoint()) is None:
             if time.monotonic() > deadline_s:
@@ -216,7 +223,7 @@ class RunFolder:
         write_atomic(self._worker(rank), json.dumps(result))
 
     def read_worker(self, rank: int) -> dict[str, Any] | None:
-        """What a worker wrote at its end; None if it wrote nothing."""
+        """What a worker wrote at its end, or None if it wrote nothing."""
         return _read(self._worker(rank))
 
     def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
@@ -232,7 +239,10 @@ class RunFolder:
         return self.path / f"{server_name(server)}.json"
 
     def read_server(self, server: int) -> dict[str, Any] | None:
-        """Return the statistics of a parameter server; None if it has not reached its end."""
+        """Return the statistics of a parameter server.
+
+        Return None if it has not reached its end.
+        """
         return _read(self.server_statistics(server))
 
     def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
@@ -307,7 +317,10 @@ def _read_all(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    """Return the value in a JSON file of ours; None where there is no file."""
+    """Return the value in a JSON file of ours.
+
+    Return None where there is no file.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -21,11 +21,13 @@ EACH = "each value"
 
 
 def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
-    """A field of `Settings`, or of an extension's keys, that config.yaml gives; MISSING as default: it must.
+    """A field of `Settings`, or of an extension's keys, that config.yaml gives.
 
-    `limits`: keywords of JSON Schema beside the type. `planned`: what the plan of memory and traffic
-    depends on: EACH value; or, as the value that stands for all others, whether it is set at all (not
-    null, 0 or false); None: neither.
+    MISSING as default: it must.
+
+    `limits`: keywords of JSON Schema beside the type. `planned`: what the plan of memory and traffic depends
+    on: EACH value; or, as the value that stands for all others, whether it is set at all (not null, 0 or
+    false); None: neither.
     """
     metadata = {"given": True, "rule": limits | {"description": help}, "planned": planned}
     if isinstance(default, dict | list):  # a dataclass takes no mutable default
@@ -36,7 +38,10 @@ def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
 def derived(
     help: str, default: Any = MISSING, planned: Any = None, default_factory: Any = MISSING
 ) -> Any:
-    """Return a field of `Settings` that follows from the cell and the study; `planned` as of a `setting`."""
+    """Return a field of `Settings` that follows from the cell and the study.
+
+    `planned` as of a `setting`.
+    """
     rule = {"description": help}
     metadata = {"given": False, "rule": rule, "planned": planned}
     return field(default=default, default_factory=default_factory, metadata=metadata)

@@ -251,7 +251,10 @@ class Channel:
             self._staging.arm()
 
     def weigh(self, weight: torch.Tensor) -> None:
-        """Say what the next push weighs where a step's pushes are averaged, a scalar; before `arm`."""
+        """Say what the next push weighs where a step's pushes are averaged, a scalar.
+
+        Before `arm`.
+        """
         if self._staging is not None:
             self._staging.weight = weight
         else:
@@ -261,17 +264,22 @@ class Channel:
         self._weight = float(weight)
 
     def push_pull(self) -> Ticket | Evaluation | None:
-        """Push `flat.grads` and the buffers for the ticket at hand; wait for weights and a ticket.
+        """Push `flat.grads` and the buffers for the ticket at hand.
 
-        The gradients' contents are undefined afterwards. Returns None when no tickets are left; the
-        model is then in no state in particular (the servers' is in their snapshots).
-        Raises RunEnded with the server's reason, or ServerLost.
+        Wait for weights and a ticket.
+
+        The gradients' contents are undefined afterwards. Returns None when no tickets are left; the model is
+        then in no state in particular (the servers' is in their snapshots). Raises RunEnded with the server's
+        reason, or ServerLost.
         """
         self._push()
         return self._await_reply(time.perf_counter())
 
     def score(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
-        """Say what the evaluation that was asked for gave; wait for weights and a ticket, as `push_pull`."""
+        """Say what the evaluation that was asked for gave.
+
+        Wait for weights and a ticket, as `push_pull`.
+        """
         self._told.clear()
         self._next = None
         if self._staging is not None:

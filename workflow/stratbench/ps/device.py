@@ -186,7 +186,10 @@ class Staging:
             self._error = error  # raised by finish_push
 
     def finish_push(self) -> None:
-        """Copy what has not been copied yet (all of it, unless armed); wait until all has left."""
+        """Copy what has not been copied yet (all of it, unless armed).
+
+        Wait until all has left.
+        """
         self.accept_weights()  # the backward is over
         if not self.armed:
             self._begin()
@@ -243,7 +246,9 @@ class Staging:
             )
 
     def deliver_weights(self) -> None:
-        """Let the current stream wait for the weights that have come; the host does not wait.
+        """Let the current stream wait for the weights that have come.
+
+        The host does not wait.
 
         The mirror is not written again before the next push, whose gradients depend on these copies.
         """

@@ -18,7 +18,10 @@ ALIGN_BYTES = 64
 
 
 def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
-    """(start, stop) of each shard of a flat tensor; all of `shard_numel` elements but the last."""
+    """(start, stop) of each shard of a flat tensor.
+
+    All of `shard_numel` elements but the last.
+    """
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 
 

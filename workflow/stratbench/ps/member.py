@@ -86,7 +86,10 @@ class StreamLane:
         self._connection.receive_into(as_bytes(self._place(shard)))
 
     def received(self, shard: int) -> Tensor:
-        """What has been received of the shard, or of the BUFFERS; overwritten by what comes next."""
+        """What has been received of the shard, or of the BUFFERS.
+
+        Overwritten by what comes next.
+        """
         place = self._place(shard)
         if place.dtype is self._grad.dtype or shard == BUFFERS:
             return place
@@ -146,7 +149,10 @@ class SharedLane:
         out.copy_(self._memory.weights[start:stop])
 
     def blank(self, shard: int) -> memoryview | bytes:
-        """Return nothing travels; but what is touched for the first time here is not in training."""
+        """Return nothing travels.
+
+        But what is touched for the first time here is not in training.
+        """
         start, stop = self._bounds[shard]
         scratch = self._memory.grads[start:stop].clone()
         weights = self._memory.weights[start:stop]

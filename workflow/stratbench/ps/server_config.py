@@ -59,7 +59,9 @@ class ServerConfig:
 
     @property
     def lr_share(self) -> Callable[[int], float] | None:
-        """What the learning rate is multiplied by when so many pushes have been taken; None: by 1.
+        """What the learning rate is multiplied by when so many pushes have been taken.
+
+        None: by 1.
 
         A step is over with the last of the `slices` pushes of its global batch.
         """

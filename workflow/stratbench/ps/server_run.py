@@ -84,7 +84,10 @@ class ServerRun:
     # --- joining ---------------------------------------------------------------------------------
 
     def enter(self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str):
-        """Take in a peer that knows the secret; returns what its thread shall do from then on."""
+        """Take in a peer that knows the secret.
+
+        Return what its thread shall do from then on.
+        """
         member = self._admit(connection, hello, transport)
         try:
             self._welcome(member, nonces)
@@ -229,7 +232,10 @@ class ServerRun:
     # --- starting --------------------------------------------------------------------------------
 
     def _on_pull(self, member: Member, frame: Frame) -> None:
-        """A worker is ready to start; or, on servers other than 0, has been called back to work."""
+        """A worker is ready to start.
+
+        Or, on servers other than 0, has been called back to work.
+        """
         with self._lock:
             if not member.alive:  # given up meanwhile: its place may be another's
                 return
@@ -554,7 +560,10 @@ class ServerRun:
                 member.tell(Frame(Kind.HEARTBEAT))
 
     def close(self) -> None:
-        """Send what is queued for the workers, as far as they take it; finish the snapshots."""
+        """Send what is queued for the workers, as far as they take it.
+
+        Finish the snapshots.
+        """
         members = list(self._members.values())
         give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:

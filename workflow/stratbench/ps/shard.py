@@ -121,10 +121,12 @@ class Shard:
     def lend(
         self, worker: int, spare: Tensor, alive: Callable[[], bool] = _always
     ) -> Iterator[tuple[Tensor, int]]:
-        """What `worker` shall compute on, shape [n], and its version; both are constant in the block.
+        """What `worker` shall compute on, shape [n], and its version.
 
-        These are the weights themselves if the policy shows them as they are: a send can take long
-        and needs no copy, and a change meanwhile is made to a copy. Otherwise it is `spare`, written.
+        Both are constant in the block.
+
+        These are the weights themselves if the policy shows them as they are: a send can take long and needs
+        no copy, and a change meanwhile is made to a copy. Otherwise it is `spare`, written.
         """
         with self._lock:
             if self._shows_weights:
@@ -166,7 +168,10 @@ class Shard:
             return Once(self._taken.floor, self._taken.above)
 
     def state(self) -> dict[str, Any]:
-        """Return all that it knows, copied, for `load`; who waits or reads now is none of it."""
+        """Return all that it knows, copied, for `load`.
+
+        Who waits or reads now is none of it.
+        """
         with self._lock:
             return {
                 "policy": self.policy.state(),

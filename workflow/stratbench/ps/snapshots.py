@@ -168,6 +168,9 @@ def drop_later(folder: str | Path, server: int, epochs: int) -> None:
 
 
 def drop_snapshot(folder: str | Path, epoch: int) -> None:
-    """Delete the files of a snapshot that has been loaded; its folder stays, for those to come."""
+    """Delete the files of a snapshot that has been loaded.
+
+    Its folder stays, for those to come.
+    """
     for path in Path(folder).glob(f"epoch{epoch}.*"):
         path.unlink(missing_ok=True)

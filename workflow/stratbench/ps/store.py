@@ -231,7 +231,9 @@ class EpochLog:
     def resume(
         self, settled: Collection[int], ends: list[dict[str, float]], seconds: float, store: Store
     ) -> None:
-        """Go on as if these tickets have been here; `ends`: the epochs' that were noted by then.
+        """Go on as if these tickets have been here.
+
+        `ends`: the epochs' that were noted by then.
 
         An epoch that is over and was not noted ends now, `seconds` after the first ticket.
         """

@@ -175,7 +175,9 @@ class Tickets:
         return number
 
     def settle(self, worker: int, number: int, server: int = 0) -> None:
-        """`server` has all of ticket `number` from `worker`; raises KeyError if `worker` does not hold it.
+        """`server` has all of ticket `number` from `worker`.
+
+        Raises KeyError if `worker` does not hold it.
 
         The ticket is settled when that is true of every server.
         """

@@ -26,7 +26,10 @@ class Report:
     """A report, begun: the clock of training runs from here on. Times are seconds of `time.monotonic`."""
 
     def __init__(self, **facts: str | float) -> None:
-        """`facts`: `parameters` of the network, by which equal work is known; any others as you like."""
+        """`facts`: `parameters` of the network, by which equal work is known.
+
+        Any others as you like.
+        """
         first = os.environ.get("RANK", "0") == "0"
         path = os.environ.get(VARIABLE) if first else None
         self._file = open(path, "a", encoding="utf-8", buffering=1) if path else None  # noqa: SIM115

@@ -70,11 +70,13 @@ def variance_prior(
     fewest: int = MIN_VARIANCES,
     few_dof: float = FEW_DOF,
 ) -> Prior:
-    """Return the prior of `variances` with `dof` degrees of freedom, both shape [..., G]; shape [...].
+    """Return the prior of `variances` with `dof` degrees of freedom, both shape [..., G].
 
-    Only variances in the mask `known` count. The prior's `dof` is infinite where they scatter no more
-    than estimates of one common variance do, at most `few_dof` below ENOUGH_VARIANCES of them, and 0
-    below `fewest`.
+    Shape [...].
+
+    Only variances in the mask `known` count. The prior's `dof` is infinite where they scatter no more than
+    estimates of one common variance do, at most `few_dof` below ENOUGH_VARIANCES of them, and 0 below
+    `fewest`.
     """
     count = known.sum(-1)
     if np.all(count < fewest):
@@ -121,11 +123,13 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 
 
 def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variances drawn towards those of their kind, and their degrees of freedom; both shape [..., G].
+    """Variances drawn towards those of their kind, and their degrees of freedom.
 
-    `kinds`, shape [G] or [..., G]: whether a parameter server takes part, since servers scatter
-    differently. A kind with too few variances borrows from all kinds. Variances of 0 are not used for
-    the prior. Where there is no variance the result is NaN, with 0 degrees.
+    Both shape [..., G].
+
+    `kinds`, shape [G] or [..., G]: whether a parameter server takes part, since servers scatter differently.
+    A kind with too few variances borrows from all kinds. Variances of 0 are not used for the prior. Where
+    there is no variance the result is NaN, with 0 degrees.
     """
     own_dof = np.maximum(found.dof, 0)
     known = (own_dof > 0) & (np.nan_to_num(found.variance) > 0)
@@ -136,7 +140,9 @@ def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarr
 def prior_of_kind(
     variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
 ) -> Prior:
-    """Return the prior of each variance, from those of its kind, else of all kinds; all shape [..., G].
+    """Return the prior of each variance, from those of its kind, else of all kinds.
+
+    All shape [..., G].
 
     `few`: as `variance_prior` takes them.
     """
@@ -168,7 +174,7 @@ class Scatter(NamedTuple):
 
     @property
     def pooled(self) -> np.ndarray:
-        """The mean variance by degrees of freedom, shape [...]; NaN without any."""
+        """The mean variance by degrees of freedom, shape [...], or NaN without any."""
         with np.errstate(invalid="ignore", divide="ignore"):
             squares = np.where(self.dof > 0, self.variance * self.dof, 0.0).sum(-1)
             return squares / self.dof.sum(-1)
@@ -198,7 +204,10 @@ def scatter_of_groups(logs: np.ndarray) -> Scatter:
 
 
 def _median_of_known(values: np.ndarray) -> np.ndarray:
-    """Return the median over the last axis but one, without NaN; 0 where all are."""
+    """Return the median over the last axis but one, without NaN.
+
+    Return 0 where all are.
+    """
     known = np.isfinite(values)
     return np.nanmedian(np.where(known | known.any(-2, keepdims=True), values, 0.0), -2)
 
@@ -226,7 +235,10 @@ def moderated_by_groups(
 def half_widths(
     variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
 ) -> np.ndarray:
-    """Half the width of t intervals that leave out `tail` on each side; infinite without degrees."""
+    """Half the width of t intervals that leave out `tail` on each side.
+
+    Infinite without degrees.
+    """
     known = dof > 0
     if not known.any():
         return np.full(np.broadcast(variance, dof, repeats, tail).shape, np.inf)

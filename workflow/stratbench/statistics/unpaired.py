@@ -20,7 +20,9 @@ def geometric_mean(times: Sequence[float]) -> float:
 
 
 def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
-    """Return the ratio of geometric means with its 95 % interval (Welch, 1947); values above 0.
+    """Return the ratio of geometric means with its 95 % interval (Welch, 1947).
+
+    Values above 0.
 
     There is no interval if either side has fewer than two repeats, or if neither scatters.
     """

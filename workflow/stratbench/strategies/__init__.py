@@ -31,7 +31,11 @@ REGISTRY: dict[str, str] = {
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """Return the class registered as `name`; KeyError when there is none."""
+    """Return the class registered as `name`.
+
+    Raises:
+        KeyError: When there is none.
+    """
     registered = resolve(REGISTRY[name])
     return registered if isinstance(registered, type) else registered(name)
 

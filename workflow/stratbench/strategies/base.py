@@ -294,7 +294,11 @@ class Strategy:
         return Traits()
 
     def mesh(self, gpus: int) -> Mesh:
-        """How `gpus` workers divide the work; ValueError where they cannot, as its options stand."""
+        """How `gpus` workers divide the work.
+
+        Raises:
+            ValueError: Where they cannot, as its options stand.
+        """
         return Mesh(gpus)
 
     @property
@@ -411,7 +415,9 @@ class Strategy:
         raise NotImplementedError
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Return the gradients of a step, as far as this worker holds them; nothing is updated.
+        """Return the gradients of a step, as far as this worker holds them.
+
+        Nothing is updated.
 
         Parameters without a gradient have zeros. The list is empty if the strategy does not know its
         gradients; compiled code is then not checked.
@@ -445,12 +451,11 @@ class Strategy:
         raise NotImplementedError
 
     def communication(self) -> dict[str, Any] | None:
-        """What this rank communicates in a training step; None where the strategy cannot say.
+        """What this rank communicates in a training step, or None where the strategy cannot say.
 
-        `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`,
-        and mean times a step where they are known: `total_ms` of communication, of which
-        `overlapped_ms` beside computation and `exposed_ms`, or `server_wait_ms`. Called once, after
-        the timed training.
+        `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`, and mean
+        times a step where they are known: `total_ms` of communication, of which `overlapped_ms` beside
+        computation and `exposed_ms`, or `server_wait_ms`. Called once, after the timed training.
         """
         return None
 
@@ -627,7 +632,10 @@ class Collective(Strategy):
         )
 
     def full_weight(self, y: Tensor) -> float:
-        """Return the weight of a worker's batch if each target weighs 1; `y`: targets of some samples."""
+        """Return the weight of a worker's batch if each target weighs 1.
+
+        `y`: targets of some samples.
+        """
         return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
 
     def divide_by_weight(self, loss: Tensor, full: float) -> Tensor:
@@ -717,7 +725,10 @@ class Collective(Strategy):
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Forward and backward of one of `parts` of a batch; returns its share of the mean loss."""
+        """Forward and backward of one of `parts` of a batch.
+
+        Return its share of the mean loss.
+        """
         mark = self.worker.mark
         loss = self.forward(x, y)
         if parts > 1:
@@ -756,7 +767,10 @@ class Collective(Strategy):
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
     def counts(self) -> dict[str, Any]:
-        """What it has counted since `reset`, and is part of no tensor; JSON can hold it."""
+        """What it has counted since `reset`, and is part of no tensor.
+
+        JSON can hold it.
+        """
         scale = None if self.scaler is None else self.scaler.counts()
         return {"steps": self.steps, "scale": scale}
 
@@ -767,7 +781,10 @@ class Collective(Strategy):
             self.scaler.go_on(counts["scale"])
 
     def optimizer_dtype(self) -> str | None:
-        """The number formats of what the optimizer keeps for each weight; None where it keeps nothing."""
+        """The number formats of what the optimizer keeps for each weight.
+
+        None where it keeps nothing.
+        """
         from stratbench.telemetry.memory import optimizer_state
 
         kept = optimizer_state(self.optimizer).items()
@@ -785,7 +802,10 @@ class Collective(Strategy):
 
 
 def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
-    """The norm of what `workers` hold in parts, of which `norm` is this one's; a collective of `group`."""
+    """The norm of what `workers` hold in parts, of which `norm` is this one's.
+
+    A collective of `group`.
+    """
     if workers == 1:
         return norm
     import torch.distributed as dist

@@ -27,7 +27,9 @@ MAX_MEMORY = 0.5
 
 
 def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
-    """Raise Refused if the compiled gradients of a batch are not the eager ones; all workers call it.
+    """Raise Refused if the compiled gradients of a batch are not the eager ones.
+
+    All workers call it.
 
     `Strategy.restore` undoes its changes, but for the generators of random numbers.
     """
@@ -59,7 +61,10 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
 
 
 def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the norm of the difference, relative to the expected norm; 0 where there is no such norm."""
+    """Return the norm of the difference, relative to the expected norm.
+
+    Return 0 where there is no such norm.
+    """
     size = _norm(expected)
     if not size.isfinite() or size == 0:
         return torch.zeros_like(size)
@@ -96,7 +101,10 @@ def _fits_eager(worker: Worker) -> bool:
 
 
 def _largest(value: Tensor, worker: Worker) -> float:
-    """Return the largest of the workers' values, where they form a group; NaN is larger than any."""
+    """Return the largest of the workers' values, where they form a group.
+
+    Return NaN is larger than any.
+    """
     value = value.nan_to_num(nan=torch.inf)
     if worker.world_size > 1 and dist.is_initialized():
         dist.all_reduce(value, op=dist.ReduceOp.MAX)

@@ -316,10 +316,12 @@ class ParameterServer(base.Strategy):
         self._exchange = None
 
     def likely_ticket(self, train_samples: int) -> tuple[int, slice] | None:
-        """Return the batch that this worker is probably handed next, as `tickets` gives it; None at the end.
+        """Return the batch that this worker is probably handed next, as `tickets` gives it.
 
-        Its slice of the next step, which the server keeps for it while it keeps pace. Which one it
-        really is, is known after the push only.
+        Return None at the end.
+
+        Its slice of the next step, which the server keeps for it while it keeps pace. Which one it really is,
+        is known after the push only.
         """
         s, t = self.worker.settings, self.ticket
         assert isinstance(t, Ticket)  # it trains, and evaluates nothing
@@ -352,7 +354,9 @@ class ParameterServer(base.Strategy):
         return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One training step, as in other strategies; of a task that weighs it returns sum and weight [2].
+        """One training step, as in other strategies.
+
+        Of a task that weighs it returns sum and weight [2].
 
         The weight of the global batch no worker knows.
         """
@@ -404,7 +408,9 @@ class ParameterServer(base.Strategy):
 
     @contextmanager
     def holding_epoch(self, epoch: int) -> Iterator[float]:
-        """A block in which the model has the servers' state after `epoch`; yields as `load_epoch` returns.
+        """A block in which the model has the servers' state after `epoch`.
+
+        Yields as `load_epoch` returns.
 
         Its own running statistics come back with the block's end, its weights with the next ticket.
         """

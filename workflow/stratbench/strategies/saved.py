@@ -107,7 +107,10 @@ def _keep(value: Any) -> Any:
 
 
 def _return(then: Any, now: Any) -> Any:
-    """Return the value that was kept; a tensor in the memory where it is now, if it still is."""
+    """Return the value that was kept.
+
+    A tensor in the memory where it is now, if it still is.
+    """
     if not isinstance(then, _Kept):
         return deepcopy(then)
     if torch.is_tensor(now) and (now.shape, now.dtype, now.device) == (

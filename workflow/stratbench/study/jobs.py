@@ -112,9 +112,12 @@ class Jobs:
         return arguments
 
     def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
-        """Return the cell that a training job's wildcards name; ConfigError if the study has no such cell.
+        """Return the cell that a training job's wildcards name.
 
         A verdict may ask for more repeats of a cell than the config does.
+
+        Raises:
+            ConfigError: If the study has no such cell.
         """
         path = CELL_PATTERN.format(**wildcards)
         first = self._cells.get(CELL_PATTERN.format(**{**wildcards, "repeat": 0}))
@@ -144,5 +147,8 @@ class Jobs:
         return self._requests[cell]
 
     def longest_s(self, cell: Cell) -> float | None:
-        """Return the plan's upper estimate of a cell's time, in seconds; None where there is none."""
+        """Return the plan's upper estimate of a cell's time, in seconds.
+
+        Return None where there is none.
+        """
         return self._plan.longest_s(cell, self.settings_of(cell), self._cluster)

@@ -28,15 +28,23 @@ class PlanFile:
             self.gpu, self.cells = None, {}
 
     def host_mem_mib(self, cell: Cell) -> int:
-        """Host memory that the cell needs on a node, in MiB; 0 if it is not known."""
+        """Host memory that the cell needs on a node, in MiB.
+
+        0 if it is not known.
+        """
         return self._needs(cell).get("host_mem_mib") or 0
 
     def servers_mem_mib(self, cell: Cell) -> int:
-        """Host memory of all of the cell's servers together, in MiB; 0 if it is not known."""
+        """Host memory of all of the cell's servers together, in MiB.
+
+        0 if it is not known.
+        """
         return self._needs(cell).get("servers_mem_mib") or 0
 
     def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
-        """Return the upper estimate of the cell's time, in seconds; None if it is not known.
+        """Return the upper estimate of the cell's time, in seconds.
+
+        Return None if it is not known.
 
         None also if the plan is for other settings or another GPU, on which a cell may take longer.
         """
@@ -46,7 +54,7 @@ class PlanFile:
     def why_infeasible(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
-        """Return the reason why the cell cannot run; None if there is none.
+        """Return the reason why the cell cannot run, or None if there is none.
 
         None also if the plan is for other settings or another GPU.
         """
@@ -74,7 +82,11 @@ _PLANNED = {
 
 
 def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a cell in plan.json; TypeError if one is of another type, or negative."""
+    """Return the fields of a cell in plan.json.
+
+    Raises:
+        TypeError: If one is of another type, or negative.
+    """
     for key, kind in _PLANNED.items():
         value = planned.get(key)
         if (

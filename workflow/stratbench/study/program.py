@@ -81,7 +81,9 @@ def stop(pid: int, signum: int, frame: object) -> None:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the folder locked in the block; ends this process with a sentence where another one has it.
+    """Hold the folder locked in the block.
+
+    Ends this process with a sentence where another one has it.
 
     A file system without locks locks nothing.
     """

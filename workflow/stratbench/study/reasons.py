@@ -17,7 +17,9 @@ MAX_LINES = 12
 
 
 def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: float) -> Iterator[str]:
-    """Yield the lines that say what failed in a run of Snakemake; none if nothing did.
+    """Yield the lines that say what failed in a run of Snakemake.
+
+    None if nothing did.
 
     Args:
         failed: What each failed job trained, a cell or a block of a verdict, and the job's log.

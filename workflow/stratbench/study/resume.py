@@ -17,12 +17,14 @@ _told: set[str] = set()
 
 
 def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
-    """Makes Snakemake note the finished training `jobs`; starts it anew if it would train one again.
+    """Makes Snakemake note the finished training `jobs`.
 
-    If Snakemake was killed while a cell trained, it takes the cell's record for incomplete and would
-    delete it; but a record is always written as a whole. A cell that finished on SLURM meanwhile counts
-    as finished with unknown settings: Snakemake would keep it when the settings change. Does nothing,
-    and returns, if all is noted. `workflow` and the jobs are Snakemake's.
+    Starts it anew if it would train one again.
+
+    If Snakemake was killed while a cell trained, it takes the cell's record for incomplete and would delete
+    it; but a record is always written as a whole. A cell that finished on SLURM meanwhile counts as finished
+    with unknown settings: Snakemake would keep it when the settings change. Does nothing, and returns, if all
+    is noted. `workflow` and the jobs are Snakemake's.
     """
     again = False
     for job in jobs:

@@ -65,7 +65,10 @@ def give_config(workflow: Any, path: Path) -> None:
 
 
 def get_job_settings(workflow: Any) -> Any | None:
-    """Return the settings of jobs elsewhere, with the `precommand` of the profile; None if there are none."""
+    """Return the settings of jobs elsewhere, with the `precommand` of the profile.
+
+    Return None if there are none.
+    """
     return workflow.remote_execution_settings
 
 
@@ -136,7 +139,10 @@ def note_finished(workflow: Any, job: Any) -> None:
 
 
 def run_with(handler: logging.Handler) -> None:
-    """Run Snakemake on this process's arguments, with a handler of its log; end with its exit code."""
+    """Run Snakemake on this process's arguments, with a handler of its log.
+
+    End with its exit code.
+    """
     import snakemake.cli
 
     # Snakemake clears the handlers of its own logger, `snakemake.logging`.
@@ -170,7 +176,10 @@ def start_sorted(workflow: Any, key: Callable[[Any], Any]) -> None:
 
 
 def extend_executor(workflow: Any, methods: type) -> Any:
-    """Put the methods of a class in front of those of Snakemake's executor; returns the executor."""
+    """Put the methods of a class in front of those of Snakemake's executor.
+
+    Return the executor.
+    """
     executor = workflow.scheduler._executor
     executor.__class__ = type("ExtendedExecutor", (methods, type(executor)), {})
     return executor

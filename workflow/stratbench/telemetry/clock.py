@@ -179,7 +179,10 @@ class StepClock:
         return self._issue_ms
 
     def history(self) -> dict[str, Any]:
-        """Return a copy of all that it has measured until its `end`, for `load_history`; JSON can hold it."""
+        """Return a copy of all that it has measured until its `end`, for `load_history`.
+
+        JSON can hold it.
+        """
         return {
             "epoch_starts_s": self.epoch_starts_s,
             "epoch_times_s": self.epoch_times_s,

@@ -37,7 +37,7 @@ _FUNCTIONAL = "_c10d_functional"
 
 
 def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-    """The collective that the operator starts; None for any other. NotImplementedError: it is unknown."""
+    """The collective that the operator starts, or None for any other. NotImplementedError: it is unknown."""
     if op.namespace not in ("c10d", _FUNCTIONAL):
         return None
     name = op.__name__.partition(".")[0].strip("_")
@@ -71,7 +71,7 @@ def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "no
 
 
 def group_of(arguments: Any) -> torch.distributed.ProcessGroup | None:
-    """Return a collective operator's group; None where it names none."""
+    """Return a collective operator's group, or None where it names none."""
     groups = map(resolve_group, tree_leaves(arguments))
     return next((group for group in groups if group is not None), None)
 
@@ -100,7 +100,10 @@ class CollectiveCount(TorchDispatchMode):
         self._is_whole = True
 
     def wire_bytes(self, world_size: int) -> float:
-        """Return bytes that a rank sent by the ring algorithms; NaN where a collective was not known."""
+        """Return bytes that a rank sent by the ring algorithms.
+
+        Return NaN where a collective was not known.
+        """
         return sum(c.wire_bytes(world_size) for c in self.calls) if self._is_whole else math.nan
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -56,7 +56,9 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
 def _of_convolutions_backward(
     grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_named: Any
 ) -> int:
-    """Return operations of a convolution's backward by the shapes; torch takes a grouped one for a full one.
+    """Return operations of a convolution's backward by the shapes.
+
+    Torch takes a grouped one for a full one.
 
     The gradient of the input and that of the weight take as much as the forward each.
     """

@@ -106,7 +106,9 @@ class HeartbeatReading(NamedTuple):
 
 
 def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> HeartbeatReading | None:
-    """What a worker of this node wrote, at `now_s` by `time.monotonic`; None before it has begun.
+    """What a worker of this node wrote, at `now_s` by `time.monotonic`.
+
+    None before it has begun.
 
     `awake_since_s`: the end of the last pause of all (`telemetry.pauses`), before which nobody was quiet.
     """

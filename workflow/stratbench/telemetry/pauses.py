@@ -118,12 +118,18 @@ def _now(counts: Any) -> _Moment:
 
 
 def _waited_s(counts: Any) -> float:
-    """How long this thread has waited for a core so far, in seconds; 0 where the kernel does not count it."""
+    """How long this thread has waited for a core so far, in seconds.
+
+    0 where the kernel does not count it.
+    """
     return 0.0 if counts is None else int(os.pread(counts.fileno(), 128, 0).split()[1]) / 1e9
 
 
 def _pause_between(before: _Moment, now: _Moment, shortest_s: float) -> Pause | None:
-    """The pause between two looks; None where the period and the waits for a core explain their distance."""
+    """The pause between two looks.
+
+    None where the period and the waits for a core explain their distance.
+    """
     passed_s = now.with_sleep_s - before.with_sleep_s
     length_s = passed_s - PERIOD_S - (now.waited_s - before.waited_s)
     if length_s < shortest_s:

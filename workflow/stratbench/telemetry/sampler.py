@@ -196,7 +196,10 @@ class CellProcesses:
 
 
 def _figures_of(process: psutil.Process) -> tuple[float, int]:
-    """Return CPU time in seconds and resident bytes of a process; psutil.Error if it has ended."""
+    """Return CPU time in seconds and resident bytes of a process.
+
+    Psutil.Error if it has ended.
+    """
     with process.oneshot():
         if process.status() == psutil.STATUS_ZOMBIE:  # its memory would read as 0
             raise psutil.ZombieProcess(process.pid)
@@ -331,7 +334,10 @@ def sample_until(
 
 
 def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
-    """The GPUs with these names in CUDA_VISIBLE_DEVICES; of one that NVML cannot sample it is said why."""
+    """The GPUs with these names in CUDA_VISIBLE_DEVICES.
+
+    Of one that NVML cannot sample it is said why.
+    """
     gpus = []
     for name in names:
         if (gpu := nvml.gpu_named(name)) is not None:
@@ -364,7 +370,10 @@ def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list
 
 
 def _wait(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
-    """Wait until `due_s`, or less where `wake` is set or the parent dies; whether `wake` was not set."""
+    """Wait until `due_s`, or less where `wake` is set or the parent dies.
+
+    Whether `wake` was not set.
+    """
     while True:
         left_s = due_s - time.monotonic()
         if wake.wait(min(max(0.0, left_s), _MAX_WAIT_S)):
@@ -388,7 +397,10 @@ def _lowest_priority() -> None:
 
 
 def _move_to(cores: set[int]) -> None:
-    """Run on `cores` from now on; stay where none is given, or the system knows no such thing."""
+    """Run on `cores` from now on.
+
+    Stay where none is given, or the system knows no such thing.
+    """
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`, without padding, in the same memory; all of a plain tensor."""
+    """What this rank holds of `tensor`, without padding, in the same memory.
+
+    All of a plain tensor.
+    """
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -96,7 +96,9 @@ def processes_of(job: Job, node: int) -> Iterator[Processes]:
 
 
 def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> Exits:
-    """Start this node's processes and wait for their end or the deadline; returns how they exited.
+    """Start this node's processes and wait for their end or the deadline.
+
+    Return how they exited.
 
     Args:
         job: The cell's.
@@ -147,7 +149,10 @@ def server_processes(
 
 
 def set_environment(job: Job, on_one_host: bool) -> None:
-    """Set what all processes of a cell inherit; `on_one_host`: all of them run on this one."""
+    """Set what all processes of a cell inherit.
+
+    `on_one_host`: all of them run on this one.
+    """
     os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for what they load after PyTorch
     if on_one_host and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
@@ -237,7 +242,10 @@ def supervise(
 
 
 def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
-    """When the time limit is reached, by this node's monotonic clock, pauses left out; None without one."""
+    """When the time limit is reached, by this node's monotonic clock, pauses left out.
+
+    None without one.
+    """
     if job.deadline_s is None:
         return None
     if time.monotonic() >= job.deadline_s + watch.stopped_s:
@@ -272,7 +280,10 @@ def has_joined(job: Job, rank: int) -> bool:
 
 
 def workers_given_up(job: Job) -> set[str]:
-    """Return names of the workers that the servers gave up; empty before server 0 has ended."""
+    """Return names of the workers that the servers gave up.
+
+    Empty before server 0 has ended.
+    """
     server = job.folder.read_server(0) if job.has_servers else None
     return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
@@ -292,7 +303,10 @@ def end_all(processes: Sequence[Process]) -> None:
 
 
 def on_signals(action: Callable[[int], None]) -> None:
-    """Call `action` when the process is asked to stop; what `nohup` has it ignore stays ignored."""
+    """Call `action` when the process is asked to stop.
+
+    What `nohup` has it ignore stays ignored.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, lambda number, frame: action(number))

@@ -115,7 +115,10 @@ def time_figures(
     run: dict[str, Any],
     is_gang: bool,
 ) -> dict[str, Any]:
-    """The record's `time`, but for the breakdown of a step and the whole; `first`: whose set-up counts."""
+    """The record's `time`, but for the breakdown of a step and the whole.
+
+    `first`: whose set-up counts.
+    """
     s = job.settings
     train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
     return {
@@ -194,7 +197,10 @@ def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
-    """Return mean, deviation and percentiles of the step times of all workers, in ms; None without steps."""
+    """Return mean, deviation and percentiles of the step times of all workers, in ms.
+
+    Return None without steps.
+    """
     if not step_ms:
         return None
     x = sorted(step_ms)
@@ -221,14 +227,20 @@ def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | No
 
 
 def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest of the workers' compile times and of their counts; nothing where none compiled."""
+    """Return the largest of the workers' compile times and of their counts.
+
+    Nothing where none compiled.
+    """
     figures = [w["compile"] for w in workers if w.get("compile")]
     keys = ("compile_s", "compilations", "recompilations")
     return {key: max(f[key] for f in figures) for key in keys} if figures else {}
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """Return the longest time that a worker spent in a phase, in seconds; None where nobody says so."""
+    """Return the longest time that a worker spent in a phase, in seconds.
+
+    Return None where nobody says so.
+    """
     return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
 
 
@@ -248,7 +260,10 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Return the peaks of the rank that used most of each stage's; nothing where the network is not cut."""
+    """Return the peaks of the rank that used most of each stage's.
+
+    Nothing where the network is not cut.
+    """
     each = [[w for w in workers if mesh.place(w["rank"]).stage == i] for i in range(mesh.stages)]
     if mesh.stages == 1 or not all(each):
         return {}

@@ -47,7 +47,10 @@ def compute_figures(
 
 
 def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
-    """Datasheet peak of all workers' GPUs in the cell's precision; None if any is unknown."""
+    """Datasheet peak of all workers' GPUs in the cell's precision.
+
+    None if any is unknown.
+    """
     if job.settings.precision == "fp64" or len(workers) < job.world_size:
         return None
     peaks = [datasheet_of(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
@@ -120,7 +123,9 @@ def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
 def mean_phases_ms(
     workers: list[dict[str, Any]], communication: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Return mean time of each phase in a step over all workers, in ms; `communication`: the cell's.
+    """Return mean time of each phase in a step over all workers, in ms.
+
+    `communication`: the cell's.
 
     Exposed communication is taken out of backward, and the wait out of the exchange with the server.
     """
@@ -146,7 +151,10 @@ def mean_phases_ms(
 
 
 def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """The share of a mean step in which workers waited for other stages; nothing where there are none."""
+    """The share of a mean step in which workers waited for other stages.
+
+    Nothing where there are none.
+    """
     waits = [w["breakdown_ms"].get("bubble") for w in workers]
     if not waits or None in waits:
         return {}
@@ -154,7 +162,10 @@ def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
-    """Read when each GPU's worker trained; None where a worker was lost, or its GPU has no number."""
+    """Read when each GPU's worker trained.
+
+    None where a worker was lost, or its GPU has no number.
+    """
     if len(workers) < job.world_size:
         return None
     intervals: Intervals = {}
@@ -191,7 +202,10 @@ def energy_figures(
 
 
 def profile_entry(job: Job) -> dict[str, Any] | None:
-    """Where the profiler's trace is, relative to the cell's log folder; None without a trace."""
+    """Where the profiler's trace is, relative to the cell's log folder.
+
+    None without a trace.
+    """
     trace = job.folder.profile_trace
     if not trace.exists():
         return None

@@ -60,7 +60,9 @@ _LOST_PEER = re.compile(
 
 
 def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
-    """Return the first worker's error that is not the loss of another worker; else the first error.
+    """Return the first worker's error that is not the loss of another worker.
+
+    Else the first error.
 
     Args:
         workers: The workers' results by rank.
@@ -157,7 +159,9 @@ _WATCHDOG_SAYS = (
 
 
 def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Why NCCL's watchdog ended the first of the processes that it did end; None if it ended none.
+    """Why NCCL's watchdog ended the first of the processes that it did end.
+
+    None if it ended none.
 
     An error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
     """
@@ -200,12 +204,17 @@ def _in_gib(held_bytes: int | None) -> str:
 
 
 def has_killed(kills_before: int | None) -> bool:
-    """Whether the control group counts more kills for memory than before; not where that is unknown."""
+    """Whether the control group counts more kills for memory than before.
+
+    Not where that is unknown.
+    """
     return kills_before is not None and oom_kills() > kills_before
 
 
 def oom_kills(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the out-of-memory kills in this process's control group; 0 where that cannot be read.
+    """Return the out-of-memory kills in this process's control group.
+
+    Return 0 where that cannot be read.
 
     Args:
         proc: The kernel's list of this process's groups, of both versions.

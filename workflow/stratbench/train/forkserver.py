@@ -199,7 +199,7 @@ def _shared() -> Path | None:
 
 
 def _receive(connection: socket.socket) -> int | None:
-    """Return the next answer; None where the other side has ended."""
+    """Return the next answer, or None where the other side has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
     except ConnectionError:

@@ -54,7 +54,10 @@ def visible_gpus() -> list[str]:
 
 
 def unknown_gpu() -> str | None:
-    """What ends CUDA_VISIBLE_DEVICES for CUDA, in words; None where it names GPUs of this machine alone."""
+    """What ends CUDA_VISIBLE_DEVICES for CUDA, in words.
+
+    None where it names GPUs of this machine alone.
+    """
     library, given = nvml.Nvml(), os.environ.get(VARIABLE, "")
     for name in _names(given):
         if _identity(name, library) is None:
@@ -70,7 +73,9 @@ def _names(given: str) -> list[str]:
 
 
 def _identity(name: str, library: nvml.Nvml) -> str | None:
-    """What tells a GPU from all others, whatever it is called; None for what is no GPU.
+    """What tells a GPU from all others, whatever it is called.
+
+    None for what is no GPU.
 
     Its UUID; where NVML does not answer, or does not know the name, as much as can be told from it.
     """
@@ -108,7 +113,10 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
 
 
 def unseen_gpu() -> str | None:
-    """Why a GPU that is named or seems to be here cannot be used; None if none is, or it is hidden."""
+    """Why a GPU that is named or seems to be here cannot be used.
+
+    None if none is, or it is hidden.
+    """
     if VARIABLE in os.environ:
         named = _names(os.environ[VARIABLE])[:1]
         return unknown_gpu() if named and _NAME.fullmatch(named[0]) else None
@@ -174,7 +182,10 @@ def show_only(gpus: list[str]) -> None:
 
 @contextmanager
 def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
-    """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it uses any."""
+    """Hold this node's GPUs for a cell in the block, where it trains on them.
+
+    Yields whether it uses any.
+    """
     gpus = [] if settings.device == "cpu" else visible_gpus()
     cuda = wants_cuda(settings.device, gpus)
     if settings.device != "cpu" and (unknown := unknown_gpu()):

@@ -61,7 +61,10 @@ class Job:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the time limit is reached, by this node's monotonic clock; None without a limit."""
+        """When the time limit is reached, by this node's monotonic clock.
+
+        None without a limit.
+        """
         return None if self.time_limit_s is None else self.origin_s + self.time_limit_s
 
     @property
@@ -92,7 +95,7 @@ class Job:
 
     @property
     def n_servers(self) -> int:
-        """How many parameter servers the cell has; 0 for a collective strategy."""
+        """How many parameter servers the cell has, or 0 for a collective strategy."""
         return self.settings.options["servers"] if self.has_servers else 0
 
     @property

@@ -255,7 +255,10 @@ def fail(
     processes: list[str],
     trace: Sequence[str] = (),
 ) -> int:
-    """Keep and print the evidence of a failure, as far as the disk allows; returns the exit code."""
+    """Keep and print the evidence of a failure, as far as the disk allows.
+
+    Return the exit code.
+    """
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
     logs = {p.name: last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
     stacks = {p.name: calls_in(p)[:EVIDENCE_LINES] for p in folder.stacks()}

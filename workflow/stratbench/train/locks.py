@@ -105,7 +105,10 @@ def _own_name() -> str:
 
 
 def _wait_for(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
-    """A descriptor that holds `path` locked, and whether it had to be waited for; Held without `wait`."""
+    """A descriptor that holds `path` locked, and whether it had to be waited for.
+
+    Held without `wait`.
+    """
     waited = False
     while (descriptor := try_lock(path)) is None:
         if not waited:

@@ -130,20 +130,29 @@ def train(
 
 
 def next_stop(besides: Sequence[Beside]) -> int | None:
-    """After how many steps of the training the clock stands next for any of them; None: for none."""
+    """After how many steps of the training the clock stands next for any of them.
+
+    None: for none.
+    """
     stops = [beside.next_stop() for beside in besides]
     return min((stop for stop in stops if stop is not None), default=None)
 
 
 def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
-    """Let those act that have the clock stand after `step`; `losses`: of the epoch in progress."""
+    """Let those act that have the clock stand after `step`.
+
+    `losses`: of the epoch in progress.
+    """
     for beside in besides:
         if beside.next_stop() == step:
             beside.between(step, losses)
 
 
 def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
-    """Return the first of an epoch's losses, by name, that is not finite, in words; None where all are."""
+    """Return the first of an epoch's losses, by name, that is not finite, in words.
+
+    Return None where all are.
+    """
     for name, value in mean_losses.items():
         if not isfinite(value):
             return f"the {name} loss became {value} in {where}"
@@ -227,7 +236,10 @@ def train_with_server(
 
 
 def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
-    """The sum of some batches' losses and their number; of sums with their weights [2], the sum of both."""
+    """The sum of some batches' losses and their number.
+
+    Of sums with their weights [2], the sum of both.
+    """
     stacked = torch.stack(losses).double()
     if stacked.dim() == 1:
         return float(stacked.sum()), len(losses)
@@ -236,7 +248,9 @@ def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """Return the tables of each of `epochs`, by its number, on the device; all are drawn here.
+    """Return the tables of each of `epochs`, by its number, on the device.
+
+    All are drawn here.
 
     There is no pause between two epochs in which the next one's could be.
     """
@@ -275,7 +289,10 @@ def evaluate_epochs(
 def served_entry(
     strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
-    """Return the entry of an epoch whose state of the servers the model has; the launcher has all losses."""
+    """Return the entry of an epoch whose state of the servers the model has.
+
+    The launcher has all losses.
+    """
     found = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
     entry = epoch_entry(epoch, train_time_s, None, found)
     print(
@@ -351,7 +368,9 @@ def train_epoch(
     besides: Sequence[Beside] = (),
     taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Return one timed epoch, or its first `most` steps; returns each step's loss, still on the device.
+    """Return one timed epoch, or its first `most` steps.
+
+    Return each step's loss, still on the device.
 
     It is timed in stretches, between which the clock stands for what happens beside it. What follows the last
     step is done once the epoch was evaluated. `taken`: the losses of its first steps, taken before.
@@ -383,7 +402,9 @@ def timed_steps(
     augmentation: Augmentation | None = None,
     goes_on: bool = False,
 ) -> list[torch.Tensor]:
-    """Time a step for each of `batches` (sample numbers); returns the losses, still on the device.
+    """Time a step for each of `batches` (sample numbers).
+
+    Return the losses, still on the device.
 
     `goes_on`: with the epoch whose steps were timed last.
     """
@@ -474,7 +495,10 @@ def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
 
 
 def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
-    """Print one line of progress of a cell that is not evaluated; only rank 0 does."""
+    """Print one line of progress of a cell that is not evaluated.
+
+    Only rank 0 does.
+    """
     if worker.rank == 0:
         rate = done * worker.settings.global_batch / clock.train_time_s
         print(f"step {done}/{in_all}: {rate:,.0f} samples/s, no evaluation", flush=True)

@@ -14,7 +14,7 @@ _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
 def line_out_of_memory(lines: list[str]) -> str | None:
-    """Return the last line of a log that says so; None without one."""
+    """Return the last line of a log that says so, or None without one."""
     matching = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
     return next(matching, None)
 

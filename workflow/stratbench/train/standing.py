@@ -83,7 +83,9 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
 def note_standing(
     job: Job, node: int, processes: Sequence[Process], at_limit: bool, awake_since_s: float
 ) -> None:
-    """Keep where the workers of this node are now; `processes`: all of the cell on it, ended or not.
+    """Keep where the workers of this node are now.
+
+    `processes`: all of the cell on it, ended or not.
 
     `awake_since_s`: the end of the node's last pause.
     """
@@ -140,7 +142,9 @@ def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
 
 
 def calls_in(path: Path) -> list[str]:
-    """Return the calls of a process's main thread, innermost first; empty if it has written none.
+    """Return the calls of a process's main thread, innermost first.
+
+    Empty if it has written none.
 
     Those of autograd's own thread come before them, where the main thread waits for it: collectives of
     backward are called there. `faulthandler` writes the oldest thread last.
@@ -164,7 +168,10 @@ def calls_in(path: Path) -> list[str]:
 
 
 def innermost_call(path: Path) -> str | None:
-    """Return the innermost call of `calls_in` as `function (file.py:12)`; None if it wrote no stack."""
+    """Return the innermost call of `calls_in` as `function (file.py:12)`.
+
+    Return None if it wrote no stack.
+    """
     calls = calls_in(path)
     if not calls:
         return None
@@ -173,7 +180,9 @@ def innermost_call(path: Path) -> str | None:
 
 
 def why_no_timeout(job: Job) -> str | None:
-    """Why a cell that was ended at its time limit failed; None if it was slow, which is a result.
+    """Why a cell that was ended at its time limit failed.
+
+    None if it was slow, which is a result.
 
     It failed if no worker had taken a step, or if it hung (`why_hung`).
     """
@@ -193,7 +202,9 @@ def standings_of(job: Job) -> dict[int, Standing]:
 
 
 def unlike_step(standings: Mapping[int, Standing]) -> int | None:
-    """Return the step, from 1, in which two workers had called different shard groups; None if none had.
+    """Return the step, from 1, in which two workers had called different shard groups.
+
+    Return None if none had.
 
     Calls of which one worker only has fewer are no difference: it may be the slower one.
     """
@@ -206,7 +217,9 @@ def unlike_step(standings: Mapping[int, Standing]) -> int | None:
 
 
 def why_hung(standings: Mapping[int, Standing]) -> str | None:
-    """Say who waits for whom, if all that ran were quiet for over `HeartbeatReading.patience_s`; else None.
+    """Say who waits for whom, if all that ran were quiet for over `HeartbeatReading.patience_s`.
+
+    Else None.
 
     They wait for one another, or for something that does not come.
     """

@@ -147,7 +147,10 @@ class WorkerStart(NamedTuple):
 
 
 def begin(job: Job, number: int, local_rank: int) -> WorkerStart:
-    """Set up torch in the process of a worker, and what measures it; `number`: its rank, or its job's."""
+    """Set up torch in the process of a worker, and what measures it.
+
+    `number`: its rank, or its job's.
+    """
     s = job.settings
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
@@ -264,7 +267,10 @@ def set_up(
 
 
 def check_one_start(worker: Worker) -> None:
-    """ModelError where the workers of a process group built other initial weights; all of them call it."""
+    """ModelError where the workers of a process group built other initial weights.
+
+    All of them call it.
+    """
     if worker.world_size == 1 or not dist.is_initialized():
         return
     own = torch.tensor([*bytes.fromhex(worker.start)], dtype=torch.uint8, device=worker.device)
@@ -357,7 +363,10 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
 
 
 def flops_of(s: Settings, built: Built) -> dict[str, int]:
-    """The operations of a sample; nothing of a user's network that needs real numbers to be counted."""
+    """The operations of a sample.
+
+    Nothing of a user's network that needs real numbers to be counted.
+    """
     classes, shape = built.facts["classes"], built.shape
     try:
         return counted_flops(

@@ -81,7 +81,10 @@ class KnownFakes(FakeTensorMode):
         )
 
     def _answer(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result on real numbers; None where the operands are not known, or are too many numbers."""
+        """The result on real numbers.
+
+        None where the operands are not known, or are too many numbers.
+        """
         asked = self._recipe(op, args, kwargs, 1)
         if asked is None or sum(r.numbers for r in _parts(asked, set())) > MAX_NUMBERS:
             return None
@@ -180,7 +183,10 @@ def _parts(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
 
 
 def _made(operand: Any, made: dict[Recipe, Any]) -> Any:
-    """Return the operand with real tensors in its recipes' places; `made`: those that are there already."""
+    """Return the operand with real tensors in its recipes' places.
+
+    `made`: those that are there already.
+    """
     if isinstance(operand, list):
         return [_made(each, made) for each in operand]
     if not isinstance(operand, Recipe):

@@ -52,7 +52,10 @@ class Task:
     loss_kind = LossKind()
 
     def outputs(self, targets: Sequence[int], classes: int) -> Sequence[int]:
-        """The shape of the outputs for targets of a shape; `classes`, or how many values a target has."""
+        """The shape of the outputs for targets of a shape.
+
+        `classes`, or how many values a target has.
+        """
         return targets if self.targets == "values" else (*targets, classes)
 
     def loss(
@@ -73,7 +76,7 @@ class Task:
         raise NotImplementedError
 
     def guess(self, classes: int) -> float | None:
-        """Return the score of who knows nothing; None where it cannot be said."""
+        """Return the score of who knows nothing, or None where it cannot be said."""
         return None
 
 
@@ -193,7 +196,9 @@ def natural_task(shape: Sequence[int]) -> str:
 
 
 def fault_of_task(name: str, natural: str | None) -> str | None:
-    """Why a task is not one of some data, in words; None where it is. Imports nothing.
+    """Why a task is not one of some data, in words.
+
+    None where it is. Imports nothing.
 
     `natural`: the data set's own task; None where the data are not read yet.
     """
@@ -227,12 +232,18 @@ def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Ta
 
 
 def takes_values(task: Task) -> bool:
-    """Whether the task's targets are values, and no class numbers; a user's need not say the latter."""
+    """Whether the task's targets are values, and no class numbers.
+
+    A user's need not say the latter.
+    """
     return getattr(task, "targets", "classes") == "values"
 
 
 def wrong_targets(values: bool) -> str:
-    """That data whose targets are `values`, or else class numbers, have a task for the other; a remedy."""
+    """That data whose targets are `values`, or else class numbers, have a task for the other.
+
+    A remedy.
+    """
     if values:
         return (
             "it learns class numbers, and the targets of the data set are values (float32); name a task of "
@@ -245,7 +256,10 @@ def wrong_targets(values: bool) -> str:
 
 
 def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
-    """The shape of a network's outputs for targets of this shape, as the task says; a user's need not."""
+    """The shape of a network's outputs for targets of this shape, as the task says.
+
+    A user's need not.
+    """
     if not hasattr(task, "outputs"):
         return list(targets if takes_values(task) else (*targets, classes))
     what = OwnTask(f"{type(task).__module__}:{type(task).__name__}")
@@ -262,7 +276,11 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
 
 
 def own_task(call: str) -> Task:
-    """Return the task that a user's class makes; ModelError for what lacks something of the protocol."""
+    """Return the task that a user's class makes.
+
+    Raises:
+        ModelError: For what lacks something of the protocol.
+    """
     what = OwnTask(call)
     cls = callable_of(what)
     try:
@@ -303,7 +321,9 @@ def facts_of_task(
     least_loss: float | None,
     kind: LossKind | None = None,
 ) -> Mapping[str, Any]:
-    """What a record says of its cell's task; all that tables, figures and decisions call it by.
+    """What a record says of its cell's task.
+
+    All that tables, figures and decisions call it by.
 
     `kind`: of its loss; None: nobody has tried it.
     """
@@ -327,7 +347,10 @@ def facts_of_task(
 
 
 def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the mean loss and None; of a task that weighs, the sum and its weight, a float64 scalar."""
+    """Return the mean loss and None.
+
+    Of a task that weighs, the sum and its weight, a float64 scalar.
+    """
     found = task.loss(outputs, targets)
     if not isinstance(found, tuple):
         return found, None
@@ -338,7 +361,7 @@ def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def ratio(value: float | Tensor, weight: Tensor) -> Tensor:
-    """Return the value divided by a weight; 0 where that is 0."""
+    """Return the value divided by a weight, or 0 where that is 0."""
     import torch
 
     some = weight > 0

@@ -197,7 +197,10 @@ class ObservableScaler(torch.amp.GradScaler):
     """GradScaler that shows its overflow flags before it reads them."""
 
     def observe(self, flags: Iterable[Tensor]) -> None:
-        """Read or change the flags, one per device; not 0: a gradient on the device is not finite."""
+        """Read or change the flags, one per device.
+
+        Not 0: a gradient on the device is not finite.
+        """
         raise NotImplementedError
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
@@ -278,7 +281,7 @@ def watch_compiler(start: Callable[[Any], None], end: Callable[[Any], None]) -> 
 
 
 def resolve_group(value: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operator's argument names; None for other arguments."""
+    """Return the process group that an operator's argument names, or None for other arguments."""
     # A string may also be the operation's kind, as an object of another class may be.
     try:
         if isinstance(value, torch.ScriptObject):

@@ -127,7 +127,10 @@ def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:
 
 
 def _imports_of(path: Path) -> list[str]:
-    """Return the first parts of what a file imports; none where it cannot be read as Python."""
+    """Return the first parts of what a file imports.
+
+    None where it cannot be read as Python.
+    """
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -202,7 +205,10 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
 
 
 def fault_of_names(call: str, folders: Iterable[Path]) -> str | None:
-    """That a file of a call has the name of an installed module; nothing is imported."""
+    """That a file of a call has the name of an installed module.
+
+    Nothing is imported.
+    """
     for name in dict.fromkeys(path.partition("/")[0] for path in sources(call, folders)):
         if _is_installed(name.removesuffix(".py")):
             return f"{name} takes the place of the installed module, for whoever imports that; rename it"
@@ -219,7 +225,10 @@ def _is_installed(name: str) -> bool:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Return all names that a file uses, at any place; `*` for an import of all."""
+    """Return all names that a file uses, at any place.
+
+    `*` for an import of all.
+    """
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -307,7 +316,10 @@ def error_text(e: BaseException) -> str:
 
 
 def _place_of(e: BaseException) -> str:
-    """The last line of the user's own code; of an installed package other than PyTorch if there is none."""
+    """The last line of the user's own code.
+
+    Of an installed package other than PyTorch if there is none.
+    """
     own, packages = "", ""
     for frame in extract_tb(e.__traceback__):
         path, place = Path(frame.filename), f" ({Path(frame.filename).name}, line {frame.lineno})"

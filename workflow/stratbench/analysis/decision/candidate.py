@@ -101,7 +101,10 @@ class Candidate:
 
     @property
     def rate_text(self) -> str:
-        """The rate on text and MFU: `41,300 tokens/s (5,160 per worker, MFU 38 %)`; else empty."""
+        """The rate on text and MFU: `41,300 tokens/s (5,160 per worker, MFU 38 %)`.
+
+        Else empty.
+        """
         if self.tokens_per_s is None:
             return ""
         each = [f"{_three_digits(self.tokens_per_s / self.gpus)} per worker"] * (self.gpus > 1)
@@ -131,7 +134,7 @@ class Candidate:
 
     @property
     def cost(self) -> float | None:
-        """GPU-hours times price, without servers; None without a time or a price."""
+        """GPU-hours times price, without servers, or None without a time or a price."""
         if self.time_s is None or self.price_per_gpu_hour is None:
             return None
         held_s = self.time_s * self.gpus if self.held_s is None else self.held_s
@@ -139,7 +142,10 @@ class Candidate:
 
     @property
     def objective(self) -> float:
-        """The value to rank by: cost if there is a price, else training time; infinite if not known."""
+        """The value to rank by: cost if there is a price, else training time.
+
+        Infinite if not known.
+        """
         value = self.cost if self.by_cost else self.time_s
         return float("inf") if value is None else value
 
@@ -154,7 +160,10 @@ class Candidate:
         return float(self.scores.mean()) if len(self.scores) else None
 
     def is_score_open(self, given: Constraints) -> bool:
-        """Return whether its score may be worse than allowed; one that was not measured is not."""
+        """Return whether its score may be worse than allowed.
+
+        One that was not measured is not.
+        """
         if self.unscored or self.score_loss_upper is None:
             return False
         return bool(self.score_loss_upper > given.tolerance_of(self.score))

@@ -106,7 +106,10 @@ def says_no(flags: pd.Series) -> bool:
 
 
 def time_of_elastic_workers(groups: Repeats, group: Group) -> dict[str, float]:
-    """`held_s` and `present` of a group whose workers were jobs of their own; empty for others."""
+    """`held_s` and `present` of a group whose workers were jobs of their own.
+
+    Empty for others.
+    """
     columns = ("allocated_s", "idle_s", "train_time_s")
     values = [list(groups.values(group, name).values()) for name in columns]
     if not all(values):
@@ -125,7 +128,10 @@ def has_planned_repeats(frame: pd.DataFrame) -> bool:
 
 
 def traits_of_group(frame: pd.DataFrame) -> Traits:
-    """The traits that the records of a group state of their strategy; cautious defaults for the rest."""
+    """The traits that the records of a group state of their strategy.
+
+    Cautious defaults for the rest.
+    """
     said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in said.items() if len(values)})
 
@@ -136,7 +142,10 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     given: Constraints,
 ) -> None:
-    """Exclude a candidate that did not finish or that the audit calls unusable; keep its other doubts."""
+    """Exclude a candidate that did not finish or that the audit calls unusable.
+
+    Keep its other doubts.
+    """
     for status, rows in frame.groupby("status", sort=False):
         share = "" if len(rows) == len(frame) else f"{len(rows)} of {len(frame)} repeats: "
         reason = rows["reason"].iloc[0]
@@ -190,7 +199,9 @@ def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
 
 
 def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
-    """Exclude a candidate whose memory and reserve exceed the limit; add a doubt if that is not known.
+    """Exclude a candidate whose memory and reserve exceed the limit.
+
+    Add a doubt if that is not known.
 
     The reserve is the plan's: a peak leaves out the memory of the driver, of the libraries and of a
     fragmented allocator.

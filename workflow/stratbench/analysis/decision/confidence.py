@@ -112,7 +112,10 @@ def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
 
 
 def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) -> str:
-    """What the repeats do not tell, in a few words; empty if they tell what matters."""
+    """What the repeats do not tell, in a few words.
+
+    Empty if they tell what matters.
+    """
     first = ranking.first
     runs = counted(ranking.repeats, first.run)
     if first.projected:
@@ -144,7 +147,10 @@ def doubts_in_short(ranking: Ranking) -> Iterator[str]:
 
 
 def whose(doubt: str) -> str:
-    """What stands before a doubt that is the name of a rule of the audit; other doubts are sentences."""
+    """What stands before a doubt that is the name of a rule of the audit.
+
+    Other doubts are sentences.
+    """
     return "" if " " in doubt else "doubted by the audit: "
 
 
@@ -164,7 +170,9 @@ def doubted_rivals(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
 
 
 def unequal_presence(ranking: Ranking, margin: float) -> str:
-    """Return a sentence on how many workers were there, if that differs by more than `margin`; else empty.
+    """Return a sentence on how many workers were there, if that differs by more than `margin`.
+
+    Else empty.
 
     Of cells whose workers are jobs of their own: the time of such a training depends on when they came.
     """

@@ -110,7 +110,10 @@ def decide_together(
     given: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
-    """Return a decision for the rows and candidates of each model; all variances together say more."""
+    """Return a decision for the rows and candidates of each model.
+
+    All variances together say more.
+    """
     rankings = rankings_of_comparisons([found for _, found in studied], given.equivalence_margin)
     return [
         decide(rows, found, ranking, given, evidence)
@@ -197,7 +200,10 @@ def matrix_rows(
 
 
 def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
-    """What the audit finds against the study as a whole, as texts; it limits every decision."""
+    """What the audit finds against the study as a whole, as texts.
+
+    It limits every decision.
+    """
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
     whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] != "note")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]

@@ -53,7 +53,10 @@ def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) ->
 
 
 def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
-    """Return every candidate's paired difference from the chosen one; its own has no degrees of freedom."""
+    """Return every candidate's paired difference from the chosen one.
+
+    Its own has no degrees of freedom.
+    """
     first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
     found = moderated.paired_differences(logs, first)
     itself = np.arange(logs.shape[-2]) == chosen[..., None]
@@ -167,7 +170,10 @@ class Ranking:
 
     @property
     def chance(self) -> str | None:
-        """A few words on why the order may be chance; None if repeats decide, or nothing is compared."""
+        """A few words on why the order may be chance.
+
+        None if repeats decide, or nothing is compared.
+        """
         if not self.compared or self.first.projected:
             return None
         if len(self.first.times) < 2:
@@ -180,7 +186,9 @@ class Ranking:
 def rankings_of_comparisons(
     studied: Sequence[Sequence[Candidate]], margin: float
 ) -> list[Ranking | None]:
-    """The ranking of each comparison: of those of its candidates that nothing excludes; None if all are.
+    """The ranking of each comparison: of those of its candidates that nothing excludes.
+
+    None if all are.
 
     The variances of all groups of the study are pooled, so all comparisons of a study are ranked together.
     """
@@ -260,7 +268,7 @@ class RankedGroup:
 
     @property
     def noise(self) -> RankingNoise | None:
-        """The noise of the comparison's own repeats; None without two of a candidate."""
+        """The noise of the comparison's own repeats, or None without two of a candidate."""
         groups = moderated.Scatter(*(part[self.left] for part in self.groups))
         if not groups.pooled > 0:  # nan without repeats
             return None

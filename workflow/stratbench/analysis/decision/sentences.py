@@ -32,7 +32,10 @@ def name_of(c: Candidate, noun: str) -> str:
 
 
 def score_sentence(first: Candidate, noun: str, given: Constraints) -> str:
-    """What the choice may lose in score, and against which strategy; empty if that is allowed."""
+    """What the choice may lose in score, and against which strategy.
+
+    Empty if that is allowed.
+    """
     if not first.is_score_open(given):
         return ""
     score = first.score
@@ -62,7 +65,10 @@ def reason_of_nearest(held: Sequence[Candidate]) -> str:
 
 
 def lacking(c: Candidate) -> float | None:
-    """What an excluded candidate has too much of, by the kind of its exclusion; None if not known."""
+    """What an excluded candidate has too much of, by the kind of its exclusion.
+
+    None if not known.
+    """
     by_kind = {
         "does not fit": c.states_bytes if c.on_cpu else c.memory_bytes,
         "too slow": c.time_s,
@@ -112,7 +118,10 @@ def figures_of(first: Candidate) -> str:
 
 
 def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constraints) -> str:
-    """Which strategies are not projected to the number that is asked for, and why; empty if none."""
+    """Which strategies are not projected to the number that is asked for, and why.
+
+    Empty if none.
+    """
     refused: dict[str, dict[str, None]] = {}
     for c in found:
         if c.not_projected:
@@ -152,7 +161,10 @@ def describe_amount(c: Candidate) -> str:
 
 
 def unit_of_cost(c: Candidate) -> str:
-    """Return the hours and the price that a cost is of, whose unit is the price's; empty without a price."""
+    """Return the hours and the price that a cost is of, whose unit is the price's.
+
+    Empty without a price.
+    """
     if c.cost is None or not c.price_per_gpu_hour:
         return ""
     unit = "process-hours" if c.on_cpu else "GPU-hours"

@@ -136,7 +136,9 @@ def short_answer(
     unknown: Sequence[str],
     slowed: Sequence[str] = (),
 ) -> Short:
-    """Return the answer on the candidates `found` of one model; `unknown`: what was asked and is not known.
+    """Return the answer on the candidates `found` of one model.
+
+    `unknown`: what was asked and is not known.
 
     `slowed`: how workers were slowed down on purpose.
     """
@@ -193,12 +195,18 @@ def value_texts(c: Candidate) -> tuple[str, str]:
 
 
 def with_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
-    """Return the texts of a value; the note also has the tokens per second where text is trained."""
+    """Return the texts of a value.
+
+    The note also has the tokens per second where text is trained.
+    """
     return value, "; ".join(filter(None, (note, c.rate_text)))
 
 
 def interval_of(values_s: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of a geometric mean by Student's t; of few values their range."""
+    """Return the 95 % interval of a geometric mean by Student's t.
+
+    Of few values their range.
+    """
     if len(values_s) >= INTERVAL_FROM:
         _, low, high = mean_of_logs(np.log(values_s))
         if low is not None and high is not None:
@@ -289,7 +297,10 @@ def leanest(first: Candidate, others: Sequence[Candidate]) -> str:
 
 
 def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
-    """Return one line on all answers: (model, answer) of each; a sure one with its next."""
+    """Return one line on all answers: (model, answer) of each.
+
+    A sure one with its next.
+    """
     sure = [(model, a) for model, a in answers if a.kind == "sure"]
     if not answers:
         return ""

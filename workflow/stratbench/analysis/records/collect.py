@@ -64,7 +64,9 @@ def expected_of(args: argparse.Namespace) -> Expected:
 
 
 def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
-    """Training time at the end of the first epoch that reached `target`; None if none did.
+    """Training time at the end of the first epoch that reached `target`.
+
+    None if none did.
 
     Reaching means at least `target` if `better` is `higher`, else at most `target`.
     """
@@ -93,7 +95,9 @@ def rows_of_cell(
     asked: Expected,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> tuple[Row, list[Row]]:
-    """Return the row of a cell and its epochs' rows; faults of the record become status `error`.
+    """Return the row of a cell and its epochs' rows.
+
+    Faults of the record become status `error`.
 
     A skipped cell without a record is `infeasible`. `read` reads the record in a file.
     """
@@ -164,7 +168,10 @@ def collect(
     asked: Expected | None = None,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> list[Row]:
-    """Write both files; returns the rows of cells that should have a usable record and have none."""
+    """Write both files.
+
+    Return the rows of cells that should have a usable record and have none.
+    """
     listed = list(rows_of_cells(cells, study_dir, asked or Expected(), read))
     rows = [row for row, _ in listed]
     for extension in installed().values():
@@ -185,7 +192,10 @@ def describe_missing(without: Sequence[Row], total: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 1 if a record is missing or cannot be read, without `--partial`."""
+    """Runs the command line.
+
+    Return 1 if a record is missing or cannot be read, without `--partial`.
+    """
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.records.collect", description=__doc__
     )

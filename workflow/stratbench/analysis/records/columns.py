@@ -293,7 +293,11 @@ EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
 
 
 def described_in_schema(path: str) -> str:
-    """The schema's description of the record's field at a dotted path; KeyError if there is no such field."""
+    """The schema's description of the record's field at a dotted path.
+
+    Raises:
+        KeyError: If there is no such field.
+    """
     node = schema()
     for key in path.split("."):
         node = node.get("items", node)["properties"][key]
@@ -301,7 +305,10 @@ def described_in_schema(path: str) -> str:
 
 
 def types_in_schema(path: str) -> list[str]:
-    """The types that the schema allows for the record's field at a dotted path; empty if not stated."""
+    """The types that the schema allows for the record's field at a dotted path.
+
+    Empty if not stated.
+    """
     node = schema()
     for key in path.split("."):
         node = node.get("items", node)

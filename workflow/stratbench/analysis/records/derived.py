@@ -16,7 +16,10 @@ from stratbench.cell.record import Record
 
 
 def value_at(value: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested dicts; None if any part of it is absent."""
+    """Return the value at a dotted path of nested dicts.
+
+    Return None if any part of it is absent.
+    """
     for key in path.split("."):
         if not isinstance(value, dict):
             return None
@@ -28,7 +31,10 @@ def value_at(value: Any, path: str) -> Any:
 
 
 def time_to_result_s(record: Record) -> float | None:
-    """From the submission of a cell's job to its end; None outside of SLURM for one that is not elastic."""
+    """From the submission of a cell's job to its end.
+
+    None outside of SLURM for one that is not elastic.
+    """
     wait_s, total_s = value_at(record, "time.queue_wait_s"), value_at(record, "time.total_s")
     if wait_s is None and value_at(record, "elastic") is None:
         return None
@@ -76,7 +82,7 @@ def device_name(record: Record) -> str | None:
 
 
 def device_memory_bytes(record: Record) -> float | None:
-    """Memory of the smallest GPU of the workers; None without one."""
+    """Memory of the smallest GPU of the workers, or None without one."""
     sizes = texts_of_workers(record, "gpu.memory_bytes")
     return min(map(float, sizes), default=None)
 
@@ -199,7 +205,7 @@ def n_servers(record: Record) -> int | None:
 
 
 def processes(record: Record) -> int | None:
-    """Return the number of workers and parameter servers; None where servers left no statistics."""
+    """Return the number of workers and parameter servers, or None where servers left no statistics."""
     servers = servers_in(record)
     if value_at(record, "strategy.kind") == "server" and not servers:
         return None

@@ -40,18 +40,21 @@ class Facts:
         return value_at(self.record, path)
 
     def product(self, *paths: str) -> float | None:
-        """Return the product of some fields; None if one of them is absent."""
+        """Return the product of some fields, or None if one of them is absent."""
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
     def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
-        """Return the samples of a worker's host, or of a process or GPU there; None without."""
+        """Return the samples of a worker's host, or of a process or GPU there.
+
+        Return None without.
+        """
         if self.timeline is None:
             return None
         return self.timeline.series.get((host_of(worker) or "", kind, name or ""))
 
     def gpu_series(self, worker: dict[str, Any]) -> Series | None:
-        """Return the samples of a worker's GPU; None without."""
+        """Return the samples of a worker's GPU, or None without."""
         return self.samples_on(worker, "gpu", name_of_gpu(worker))
 
     def series_of(self, worker: dict[str, Any]) -> tuple[str, Series | None]:
@@ -77,7 +80,10 @@ class Facts:
 
     @property
     def passes_run(self) -> int:
-        """The number of passes over the data; of a cell with `steps`, the last one may be incomplete."""
+        """The number of passes over the data.
+
+        Of a cell with `steps`, the last one may be incomplete.
+        """
         counted = "time.epoch_times_s" if self("settings.steps") else "score.per_epoch"
         return len(self(counted) or ())
 
@@ -96,7 +102,10 @@ class Facts:
 
     @property
     def parameter_bytes(self) -> float | None:
-        """Size of all of the model's parameters, from their number and format; None if not known."""
+        """Size of all of the model's parameters, from their number and format.
+
+        None if not known.
+        """
         return self.bytes_of(self("model.parameters"))
 
     def bytes_of(self, count: int | None) -> float | None:
@@ -107,7 +116,10 @@ class Facts:
 
 
 def longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:
-    """Return the sum of `seconds_of` over a node's pauses, of the node that has most; 0 without any."""
+    """Return the sum of `seconds_of` over a node's pauses, of the node that has most.
+
+    Return 0 without any.
+    """
     by_node: dict[int, float] = defaultdict(float)
     for pause in facts("pauses") or ():
         by_node[pause["node"]] += seconds_of(pause)
@@ -158,6 +170,9 @@ def unless_at_most(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yield a sentence if a figure is more than a formula gives; arguments as of `unless_equal`."""
+    """Yield a sentence if a figure is more than a formula gives.
+
+    Arguments as of `unless_equal`.
+    """
     if None not in (value, most) and not value <= most + absolute + relative * abs(most):
         yield f"{what} is {value:.6g}, more than {formula}, {most:.6g}"

@@ -45,7 +45,10 @@ def rows_by_group(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
 
 
 def bases_by_strategy(cells: pd.DataFrame) -> dict[str, str]:
-    """The strategy that each strategy, or variant of one, is by its records; only where they say so."""
+    """The strategy that each strategy, or variant of one, is by its records.
+
+    Only where they say so.
+    """
     known = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
     return dict(zip(known["strategy"], known["strategy_base"], strict=True))
 
@@ -110,7 +113,7 @@ class Repeats:
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
     def median(self, group: Group, column: str, concerns: str = "") -> float | None:
-        """Return the median of `values`; None without any."""
+        """Return the median of `values`, or None without any."""
         values = list(self.values(group, column, concerns).values())
         return float(np.median(values)) if values else None
 

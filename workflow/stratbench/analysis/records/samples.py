@@ -125,7 +125,10 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline | None:
-    """Return the timeline in a file; None if there is none, or it is no table of samples."""
+    """Return the timeline in a file.
+
+    Return None if there is none, or it is no table of samples.
+    """
     try:
         if not path.is_file():
             return None
@@ -136,7 +139,10 @@ def read_timeline(path: Path) -> Timeline | None:
 
 
 def timeline_of(lines: Iterable[str]) -> Timeline | None:
-    """Return the timeline in the lines of a CSV file; None if it lacks columns. ValueError on no number."""
+    """Return the timeline in the lines of a CSV file.
+
+    Return None if it lacks columns. ValueError on no number.
+    """
     rows = csv.reader(lines)
     names = {name: i for i, name in enumerate(next(rows, ()))}
     if not names.keys() >= {*PLACE, *MOMENT, *chain(*COLUMNS.values())}:
@@ -157,7 +163,7 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
 
 
 def _number(text: str) -> float | None:
-    """Return a finite number; None for an empty field. ValueError for anything else."""
+    """Return a finite number, or None for an empty field. ValueError for anything else."""
     if not text:
         return None
     value = float(text)

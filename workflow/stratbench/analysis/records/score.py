@@ -80,6 +80,9 @@ _SAID = {
 
 
 def score_of(rows: pd.DataFrame) -> Score:
-    """Return the score that rows of cells.csv of one experiment state; accuracy if they state none."""
+    """Return the score that rows of cells.csv of one experiment state.
+
+    Accuracy if they state none.
+    """
     stated = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
     return Score(**{name: values.iloc[0] for name, values in stated.items() if len(values)})

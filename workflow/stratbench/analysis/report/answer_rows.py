@@ -67,7 +67,10 @@ def icon(mark: Mark) -> DrawnAnswer:
 def scale_of(
     short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
 ) -> dict[str, Any] | None:
-    """What is drawn of a choice and its rivals: marks, intervals, the band of equals; None without any."""
+    """What is drawn of a choice and its rivals: marks, intervals, the band of equals.
+
+    None without any.
+    """
     others: Sequence[Mapping[str, Any]] = short["others"]
     if short["strategy"] is None or not others:
         return None

@@ -169,7 +169,9 @@ def note_on_experiment(rows: pd.DataFrame) -> str:
 
 
 def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
-    """Return the best of summary rows; None for a tie: less than `margin` ahead, or overlapping spreads.
+    """Return the best of summary rows.
+
+    Return None for a tie: less than `margin` ahead, or overlapping spreads.
 
     None, too, if some of its repeats have no value, or the audit calls it unusable.
     """
@@ -189,7 +191,10 @@ def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
 
 
 def table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
-    """Return the values of a table's cell; `row`: its summary row, None where the study has no such cell."""
+    """Return the values of a table's cell.
+
+    `row`: its summary row, None where the study has no such cell.
+    """
     if row is None:
         return {"text": NO_CELL, "rest": "", "sort": "", "kind": "none", "flags": ""}
     text, rest, sort, kind = row["text"], "", "", "failed"

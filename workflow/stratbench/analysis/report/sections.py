@@ -14,7 +14,10 @@ from stratbench.strategies import REGISTRY, strategy_class
 
 
 def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
-    """Yield name, summary and rule of each strategy in the study; a variant has those of its strategy."""
+    """Yield name, summary and rule of each strategy in the study.
+
+    A variant has those of its strategy.
+    """
     bases = bases_by_strategy(cells)
     for name in cells["strategy"].unique():
         of = bases.get(name, name)

@@ -35,7 +35,10 @@ SUMMARY_COLUMNS = (
 
 
 def describe_outcome(frame: pd.DataFrame) -> str:
-    """Return the outcomes of cells that are not `ok`: `2 × OOM, >3000 s`; empty if all are `ok`."""
+    """Return the outcomes of cells that are not `ok`: `2 × OOM, >3000 s`.
+
+    Empty if all are `ok`.
+    """
     labels = (
         status_label(status, limit if limit == limit else None, reason)
         for status, limit, reason in zip(
@@ -54,7 +57,10 @@ def outcome_kinds(outcome_text: str) -> str:
 
 
 def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return the median of a measure and the ends of its spread; if there are none, `text` says why."""
+    """Return the median of a measure and the ends of its spread.
+
+    If there are none, `text` says why.
+    """
     found = list(groups.values(group, measure.column).values())
     if not found:
         return {"text": why_none(groups, group) or f"n/a ({why_unknown(groups, group, measure)})"}
@@ -109,7 +115,10 @@ def baseline_of(groups: Repeats, group: Group, measure: Measure) -> Group | str:
 
 
 def ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """A ratio to the baseline, as the `pair` of values behind it; if there is none, `text` says why."""
+    """A ratio to the baseline, as the `pair` of values behind it.
+
+    If there is none, `text` says why.
+    """
     if not groups.values(group, measure.column):
         return {"text": why_none(groups, group) or "n/a (not recorded)"}
     baseline = baseline_of(groups, group, measure)
@@ -129,7 +138,10 @@ def ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
 
 
 def fill_ratios(rows: list[Row]) -> None:
-    """Replace each `pair` by its ratio and 95 % interval; a measure's ratios share their variances."""
+    """Replace each `pair` by its ratio and 95 % interval.
+
+    A measure's ratios share their variances.
+    """
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "pair" in row:

@@ -137,7 +137,10 @@ def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str,
 
 
 def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
-    """Return a sentence that says what a table's marks mean, with the rules; empty without marks."""
+    """Return a sentence that says what a table's marks mean, with the rules.
+
+    Empty without marks.
+    """
     found = rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
     told = " or ".join(f"{severity} ({', '.join(rules)})" for severity, rules in found.items())
     return f" {DOUBT}: {told}, says the audit." if found else ""
@@ -172,7 +175,10 @@ def wide_table(
 def table_by_count(
     counts: Sequence[int], lines: Iterable[tuple[str, str, Mapping[int, str]]], noun: str
 ) -> pd.DataFrame:
-    """A table of texts: model, strategy, and a column for each worker count; a worker is called `noun`."""
+    """A table of texts: model, strategy, and a column for each worker count.
+
+    A worker is called `noun`.
+    """
     return pd.DataFrame(
         [[*names, *(texts.get(n, NO_CELL) for n in counts)] for *names, texts in lines],
         columns=["model", "strategy", *(counted(n, noun) for n in counts)],

@@ -9,7 +9,9 @@ from typing import Any
 
 
 def progress_bar(total: int, unit: str, description: str) -> Any:
-    """Return a tqdm bar on stderr, shown after two seconds; seldom redrawn if stderr is a log file.
+    """Return a tqdm bar on stderr, shown after two seconds.
+
+    Seldom redrawn if stderr is a log file.
 
     Without tqdm (where only the engine is installed) the bar shows nothing.
     """

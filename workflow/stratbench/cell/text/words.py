@@ -15,7 +15,10 @@ WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
 
 def unit_for(n_bytes: float) -> tuple[str, int]:
-    """Return the unit in which an amount is at least one, and its bytes; KiB for less."""
+    """Return the unit in which an amount is at least one, and its bytes.
+
+    KiB for less.
+    """
     return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
 
 
@@ -59,7 +62,10 @@ def plural(noun: str) -> str:
 
 
 def names_text(names: Sequence[str], most: int = 4) -> str:
-    """Return names in a sentence; of more than `most` the first: `a, b, c, d and 2 more`."""
+    """Return names in a sentence.
+
+    Of more than `most` the first: `a, b, c, d and 2 more`.
+    """
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -81,7 +87,10 @@ COLUMNS = 100
 
 
 def folded(lines: Iterable[str]) -> str:
-    """Return lines for a terminal, each broken at COLUMNS; what is broken goes on two columns further in."""
+    """Return lines for a terminal, each broken at COLUMNS.
+
+    What is broken goes on two columns further in.
+    """
     wrapped: list[str] = []
     for line in "\n".join(lines).split("\n"):
         indent = line[: len(line) - len(line.lstrip())]

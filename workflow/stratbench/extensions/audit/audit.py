@@ -88,7 +88,10 @@ def audit(
 
 
 def found_by(rule: Rule, evidence: AuditData) -> Iterator[Found]:
-    """Yield the findings of a rule; if odd figures make it fail, that is a finding, and other rules go on."""
+    """Yield the findings of a rule.
+
+    If odd figures make it fail, that is a finding, and other rules go on.
+    """
     try:
         yield from rule.check(evidence)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -104,7 +107,10 @@ def read_records(
 
 
 def read_timelines(cells: pd.DataFrame, study_dir: Path) -> dict[Key, Timeline]:
-    """The timelines of the cells that ended well, by `key_of` their cell; unreadable ones are left out."""
+    """The timelines of the cells that ended well, by `key_of` their cell.
+
+    Unreadable ones are left out.
+    """
     timelines = {}
     for row in cells[cells["status"].eq("ok") & cells["record_path"].notna()].to_dict("records"):
         timeline = read_timeline((study_dir / row["record_path"]).with_name("timeline.csv"))

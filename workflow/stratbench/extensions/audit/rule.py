@@ -91,21 +91,27 @@ class AuditData:
         return self._alike.get(group.with_gpus(0), [])
 
     def median(self, group: Group, column: str) -> float | None:
-        """Return median of a column over the repeats of a group; None without values."""
+        """Return median of a column over the repeats of a group, or None without values."""
         return self.repeats.median(group, column)
 
     def product(self, group: Group, *columns: str) -> float | None:
-        """Return the product of the medians of some columns; None if one is absent."""
+        """Return the product of the medians of some columns, or None if one is absent."""
         values = [self.median(group, column) for column in columns]
         return None if None in values else math.prod(values)
 
     def value_of(self, group: Group, column: str) -> Any:
-        """Return the value that all repeats of a group share in a column, such as a trait; None if absent."""
+        """Return the value that all repeats of a group share in a column, such as a trait.
+
+        Return None if absent.
+        """
         value = self.groups[group][column].iloc[0]
         return None if pd.isna(value) else value
 
     def unsharded_rival_of(self, group: Group) -> Group | None:
-        """The group of a collective on as many workers that each hold the whole model; None without one."""
+        """The group of a collective on as many workers that each hold the whole model.
+
+        None without one.
+        """
         return next(
             (
                 other
@@ -171,7 +177,10 @@ def record_rule(
 
 
 def faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
-    """Yield the faults that `check` finds; a field with an unexpected shape is a fault, too."""
+    """Yield the faults that `check` finds.
+
+    A field with an unexpected shape is a fault, too.
+    """
     try:
         yield from check(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -206,5 +215,8 @@ def key_of(cell: Row) -> Key:
 
 
 def rows_of(frame: pd.DataFrame) -> Iterable[Any]:
-    """Rows of cells.csv one by one; mostly there is none, and pandas takes as long over none as over few."""
+    """Rows of cells.csv one by one.
+
+    Mostly there is none, and pandas takes as long over none as over few.
+    """
     return frame.itertuples() if len(frame) else ()

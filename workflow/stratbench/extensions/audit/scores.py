@@ -75,7 +75,10 @@ def in_words(score: Score, value: float) -> str:
 
 
 def error_of_guessing(score: Score, guess: float, row: Any) -> float:
-    """Return the standard error of guessing on the test set; each token of a text counts as an answer."""
+    """Return the standard error of guessing on the test set.
+
+    Each token of a text counts as an answer.
+    """
     if not score.is_share:
         return 0.0 if pd.isna(row.score_error) else row.score_error
     answers = row.test_samples * (row.counts_per_sample if row.counts_per_sample > 0 else 1)

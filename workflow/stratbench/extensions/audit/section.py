@@ -33,7 +33,10 @@ def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
 
 
 def make_audit_sections(given: ReportInput) -> Iterator[Section]:
-    """Make the section on all findings; its link says how many there are of each severity."""
+    """Make the section on all findings.
+
+    Its link says how many there are of each severity.
+    """
     answers = given.decided["answers"]
     rules = audit_rules(given.findings, answers)
     tally = f"Audit: {tally_text(given.findings)}"
@@ -121,7 +124,10 @@ def nearest_of(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def is_of(row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]) -> bool:
-    """Return whether a finding is on a strategy and count of an answer; what it leaves open holds for all."""
+    """Return whether a finding is on a strategy and count of an answer.
+
+    What it leaves open holds for all.
+    """
     wanted = {
         "experiment": answer["experiment"],
         "model": answer["model"],

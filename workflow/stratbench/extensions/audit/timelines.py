@@ -187,7 +187,10 @@ def load_while_running(
 
 
 def cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> float:
-    """The cores of a host that were busy in training, without the cell's own processes; 0 if unknown."""
+    """The cores of a host that were busy in training, without the cell's own processes.
+
+    0 if unknown.
+    """
     used = one and one.training.get("cpu_pct")
     if not used or used.count < SAMPLES:
         return 0.0

@@ -28,7 +28,7 @@ def folder_of(run: RunFolder, rank: int) -> Path:
 
 
 def common_step(run: RunFolder, workers: int) -> int | None:
-    """Return the steps of the newest checkpoint that all workers have; None without one."""
+    """Return the steps of the newest checkpoint that all workers have, or None without one."""
     each = [steps_in(folder_of(run, rank)) for rank in range(workers)]
     return max(set.intersection(*each), default=None)
 
@@ -43,7 +43,9 @@ def forget_older(run: RunFolder, rank: int, workers: int) -> None:
 
 
 def last_sign(run: RunFolder) -> float | None:
-    """Return the date at which the attempt that used a run folder last wrote to it; None where none did.
+    """Return the date at which the attempt that used a run folder last wrote to it.
+
+    Return None where none did.
 
     The sampler of each node writes every second.
     """

@@ -73,7 +73,10 @@ def write(
 
 
 def forget(folder: Path, below: float = math.inf) -> None:
-    """Delete the checkpoints after fewer than `below` steps; all of them with what killed writers left."""
+    """Delete the checkpoints after fewer than `below` steps.
+
+    All of them with what killed writers left.
+    """
     for path in folder.glob("*.bin"):
         match = _NAME.fullmatch(path.name)
         if int(match[1]) < below if match else below == math.inf and _PART.fullmatch(path.name):

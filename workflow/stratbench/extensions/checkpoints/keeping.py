@@ -98,7 +98,10 @@ class CheckpointWriter(Beside):
         }
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Wait for the last one to be written; returns the facts, with the bytes of one."""
+        """Wait for the last one to be written.
+
+        Return the facts, with the bytes of one.
+        """
         self._writer.settle()
         one = sum(t.nbytes for t in self.strategy.state_tensors())
         return {"checkpoints": self.facts() | {"bytes": one}}

@@ -83,7 +83,10 @@ class CommandProcess:
         return self.exitcode is None
 
     def kill(self) -> None:
-        """Have the supervisor kill all that the command has started; kill it where it does not."""
+        """Have the supervisor kill all that the command has started.
+
+        Kill it where it does not.
+        """
         self._process.stdin.close()
         self.join(END_S)
         if self.exitcode is None:
@@ -118,7 +121,10 @@ def environment_of(job: Job, mark: str) -> dict[str, str]:
 
 
 def values_of(job: Job, node: int) -> dict[str, Any]:
-    """What the names in braces stand for on a node; where all meet only where it is asked for."""
+    """What the names in braces stand for on a node.
+
+    Where all meet only where it is asked for.
+    """
     s, folder = job.settings, job.folder
     out_path(folder).mkdir(exist_ok=True)
     values = asdict(s) | {
@@ -136,7 +142,10 @@ def values_of(job: Job, node: int) -> dict[str, Any]:
 
 
 def meeting_place(job: Job, node: int) -> tuple[str, int]:
-    """Return a name of node 0, and a port that was free there; other nodes read it in the run folder."""
+    """Return a name of node 0, and a port that was free there.
+
+    Other nodes read it in the run folder.
+    """
     if job.n_nodes == 1:
         return "127.0.0.1", free_port()
     if node == 0:

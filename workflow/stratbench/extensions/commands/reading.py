@@ -56,7 +56,10 @@ class CommandReport:
 
 
 def read_report(path: Path) -> CommandReport:
-    """Return the report in a file; a last line that was cut short is left out. ReportError if it is none."""
+    """Return the report in a file.
+
+    A last line that was cut short is left out. ReportError if it is none.
+    """
     reader = _Reader()
     try:
         with path.open("rb") as file:

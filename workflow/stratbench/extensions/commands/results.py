@@ -27,7 +27,10 @@ EVALUATED_ON = "what the command says that it evaluated"
 
 
 def keep_results(job: Job) -> None:
-    """Keep what a command that has ended says of its training, as that of worker 0; a fault as its reason."""
+    """Keep what a command that has ended says of its training, as that of worker 0.
+
+    A fault as its reason.
+    """
     try:
         report = read_report(report_path(job.folder))
     except ReportError as e:
@@ -181,7 +184,10 @@ def program_entry(job: Job) -> dict[str, Any]:
 
 
 def outside(job: Job) -> dict[str, Any]:
-    """What was measured from outside of the command's processes on all nodes; None where it is not known."""
+    """What was measured from outside of the command's processes on all nodes.
+
+    None where it is not known.
+    """
     ends = read_ends(job.folder, job.n_nodes)
     processes, gpus = (
         samples_of(job, "process", "rss_bytes"),
@@ -222,7 +228,9 @@ def log_of(job: Job) -> list[str]:
 
 
 def why_no_timeout(job: Job) -> str | None:
-    """Why a command that was ended at its limit failed; None if it was slow, which is a result.
+    """Why a command that was ended at its limit failed.
+
+    None if it was slow, which is a result.
 
     Whether it got on is known by the steps that it reports alone.
     """

@@ -97,7 +97,10 @@ def difference_of_score(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def standard_error(row: Row) -> float:
-    """Return the standard error of a score: as recorded, or of a share from its binomial variance; else 0."""
+    """Return the standard error of a score: as recorded, or of a share from its binomial variance.
+
+    Else 0.
+    """
     if row["score_error"] is not None:
         return row["score_error"]
     if row["score_unit"] != "share" or not row["test_samples"]:

@@ -127,7 +127,10 @@ class Command(Strategy):
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[str]:
-    """Return the program and its arguments, with names in braces; empty where an option gives none."""
+    """Return the program and its arguments, with names in braces.
+
+    Empty where an option gives none.
+    """
     return options["command"] or []
 
 

@@ -44,7 +44,10 @@ OVER, FULL = "the training is over", "all places are taken; come again later"
 
 
 def reaches(score: float | None, target: float | None, better: str) -> bool:
-    """Return whether a score is as good as the target, if there is one; `better`: higher or lower ones."""
+    """Return whether a score is as good as the target, if there is one.
+
+    `better`: higher or lower ones.
+    """
     if score is None or target is None:
         return False
     return score >= target if better == "higher" else score <= target

@@ -111,7 +111,10 @@ def _wait(
     keep: Callable[[dict[str, Any]], None],
     watch: PauseWatch,
 ) -> Ending:
-    """Wait until the training is over, its time is, or nobody can go on; `keep` writes the history."""
+    """Wait until the training is over, its time is, or nobody can go on.
+
+    `keep` writes the history.
+    """
     limit_s, deadline, kept, again_s = job.time_limit_s, None, None, 0.0
     while not coordinator.done.wait(LOOK_S):
         # A launcher that is killed keeps nothing more.
@@ -132,7 +135,10 @@ def _wait(
 
 
 def ended_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
-    """How the cell ends because of what its workers said at their end; None: it goes on."""
+    """How the cell ends because of what its workers said at their end.
+
+    None: it goes on.
+    """
     for result in _results(folder, keeper):
         if result["status"] in ("oom", "unsupported"):
             return Ending(result["status"], result["reason"])
@@ -158,7 +164,10 @@ def _await_last_words(coordinator: Coordinator) -> None:
 
 
 def newest_kept(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
-    """The steps of the newest whole checkpoint, and the results of epochs that it holds; None without one."""
+    """The steps of the newest whole checkpoint, and the results of epochs that it holds.
+
+    None without one.
+    """
     for step in sorted(checkpoints.steps_in(folder.path), reverse=True):
         try:
             with checkpoints.deleted_if_damaged(folder.path, step):

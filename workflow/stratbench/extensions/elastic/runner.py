@@ -86,7 +86,10 @@ class ElasticRunner(Runner):
         return (served_accounts if job.has_servers else accounts).entry_of(job)
 
     def trained(self, job: Job, node: int) -> list[PhaseInterval]:
-        """Read when workers trained, on whichever node; members of a group do once they have joined."""
+        """Read when workers trained, on whichever node.
+
+        Members of a group do once they have joined.
+        """
         phases = read_phases(job.folder.phase_logs())
         joined = [
             PhaseInterval(p.rank, "train", p.end_s, math.inf) for p in phases if p.phase == "join"
@@ -101,5 +104,5 @@ class ElasticRunner(Runner):
 
 
 def asked_of_workers(args: argparse.Namespace) -> WorkerJob | None:
-    """What each worker job asks SLURM for; None where workers run on this machine."""
+    """What each worker job asks SLURM for, or None where workers run on this machine."""
     return WorkerJob.from_json(args.worker_job) if args.worker_job else None

@@ -97,7 +97,10 @@ def _wait(
     keeper: WorkerJobSupervisor,
     watch: PauseWatch,
 ) -> Ending:
-    """Wait until the training is over, its time is, or nobody can go on; `incarnation`: of the servers."""
+    """Wait until the training is over, its time is, or nobody can go on.
+
+    `incarnation`: of the servers.
+    """
     limit_s, deadline = job.time_limit_s, None
     journal, has_begun = NewEvents(job.folder.servers), False
     while any(process.is_alive() for process in servers):

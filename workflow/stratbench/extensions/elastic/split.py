@@ -123,7 +123,9 @@ class ElasticSynchronous:
         return self._rank == 0
 
     def run(self, memory: MemoryMeter) -> loop.Result:
-        """Take part until the training is over, or this worker shall leave; returns what it did in all.
+        """Take part until the training is over, or this worker shall leave.
+
+        Return what it did in all.
 
         Raises Over where that is before it has taken part.
         """
@@ -155,7 +157,10 @@ class ElasticSynchronous:
         return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
     def _await_form(self) -> dict[str, Any] | None:
-        """Return the next generation that this member is called to; None once it has left."""
+        """Return the next generation that this member is called to.
+
+        Return None once it has left.
+        """
         if self._leaving.is_set() and not self.generations:
             self._seat.say("left")
             return None
@@ -252,7 +257,10 @@ class ElasticSynchronous:
 
     @contextmanager
     def _undone_if_it_fails(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Give tensors back what they hold now if a collective fails; a device begins anew then."""
+        """Give tensors back what they hold now if a collective fails.
+
+        A device begins anew then.
+        """
         before = [t.clone() for t in tensors] if self._initial is None else []
         try:
             yield
@@ -274,7 +282,10 @@ class ElasticSynchronous:
     # ------------------------------------------------------------ steps
 
     def _train(self, done: _Round) -> bool:
-        """Take steps until all are taken, or the members vote to stop; returns whether all are."""
+        """Take steps until all are taken, or the members vote to stop.
+
+        Return whether all are.
+        """
         while True:
             self._evaluate_where_due()
             if self._step >= self._total or self._status[0] == "diverged":
@@ -289,7 +300,10 @@ class ElasticSynchronous:
                 done.losses.clear()
 
     def _steps_to(self, ends: int, done: _Round) -> bool:
-        """Take the steps of an epoch up to `ends`; returns whether all of them were taken."""
+        """Take the steps of an epoch up to `ends`.
+
+        Return whether all of them were taken.
+        """
         epoch = self._step // self._steps_per_epoch
         order, augmentation = self._tables(epoch)
         losses = done.losses.setdefault(epoch, [])
@@ -340,7 +354,10 @@ class ElasticSynchronous:
             yield False
 
     def _end_clock(self, done: _Round) -> None:
-        """Stop the clock, if it runs; its seconds are of the last epoch that was begun."""
+        """Stop the clock, if it runs.
+
+        Its seconds are of the last epoch that was begun.
+        """
         if self._running:
             self._running = False
             self._clock.end()

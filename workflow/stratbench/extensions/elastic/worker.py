@@ -41,7 +41,10 @@ from stratbench.train.locks import scratch
 
 
 def main(job_file: str, number: int, local_rank: int = 0) -> None:
-    """Entry point of the process; `local_rank`: of the GPUs that it sees, the one that it uses."""
+    """Entry point of the process.
+
+    `local_rank`: of the GPUs that it sees, the one that it uses.
+    """
     began_unix_s = time.time()
     leaving = threading.Event()
     leave_on((signal.SIGTERM, signal.SIGUSR1), leaving)

@@ -53,7 +53,10 @@ class Choice:
         return self._values[key]
 
     def take_option(self, key: str, default: Any = None) -> Any:
-        """Return an option of the strategy that the file says from now on; `default` if it has none."""
+        """Return an option of the strategy that the file says from now on.
+
+        `default` if it has none.
+        """
         self._said.add(key)
         return self.options.get(key, default)
 
@@ -115,7 +118,10 @@ class Choice:
 
     @property
     def block_classes(self) -> list[str]:
-        """The classes whose instances are sharded one by one; empty where a rule by size made the groups."""
+        """The classes whose instances are sharded one by one.
+
+        Empty where a rule by size made the groups.
+        """
         network = facts_of(model_of(self.settings))
         if network.own is not None:
             # A network may name them itself, as those of transformers do: then the record says so.

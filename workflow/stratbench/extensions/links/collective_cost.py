@@ -88,7 +88,9 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 
 def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """A binary tree in pipelined pieces: log2 steps up, and down again for an all-reduce; S bytes each.
+    """A binary tree in pipelined pieces: log2 steps up, and down again for an all-reduce.
+
+    S bytes each.
 
     NCCL's tree is one over the nodes with a chain in each; here a chain's steps count as the tree's.
     """
@@ -160,7 +162,11 @@ FASTEST = "fastest"
 
 
 def algorithms_of(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
-    """Those that a row of `links.csv` names, of which the fastest counts; ValueError for an unknown name."""
+    """Those that a row of `links.csv` names, of which the fastest counts.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
     if name == FASTEST:
         return ALGORITHMS[library][kind]
     known = {f.__name__: f for f in (ring, tree, hierarchical, direct, served)}

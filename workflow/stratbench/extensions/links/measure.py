@@ -57,7 +57,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(args: argparse.Namespace, sweep: Sweep) -> tuple[list[Time], float] | None:
-    """Return all times, and kappa; None in a process that another launcher started, but for rank 0."""
+    """Return all times, and kappa.
+
+    Return None in a process that another launcher started, but for rank 0.
+    """
     if "RANK" in os.environ:
         return as_one_of_many(sweep, args.gpus)
     times, kappa = [], math.nan

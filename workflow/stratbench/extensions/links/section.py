@@ -34,7 +34,10 @@ def make_links_sections(given: ReportInput) -> Iterator[Section]:
 
 
 def links_section(folder: Path) -> dict[str, Any] | None:
-    """The values of the section; None where no links were measured. ValueError: a file is no such table."""
+    """The values of the section, or None where no links were measured.
+
+    ValueError: a file is no such table.
+    """
     if not (folder / "links.csv").exists() or not (folder / "times.csv").exists():
         return None
     try:

@@ -88,7 +88,10 @@ def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[Time]:
 
 
 def _push_s(m: Pushed, ends: Sequence[Sequence[float]]) -> float:
-    """Return seconds of a push while all workers push; one may have pushed more often than another."""
+    """Return seconds of a push while all workers push.
+
+    One may have pushed more often than another.
+    """
     start = max(times[WARM_PUSHES - 1] for times in ends if len(times) > WARM_PUSHES)
     stop = min(times[-1] for times in ends if times)
     done = sum(start < t <= stop for times in ends for t in times)

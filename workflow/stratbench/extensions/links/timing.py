@@ -41,7 +41,10 @@ class Sweep:
 
 
 def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
-    """All times of the sweep as the slowest rank saw them, and kappa; in every rank of a process group."""
+    """All times of the sweep as the slowest rank saw them, and kappa.
+
+    In every rank of a process group.
+    """
     rank, library = dist.get_rank(), dist.get_backend()
     nodes: list[str] = [""] * dist.get_world_size()
     # Of several nodes SLURM may run on one host.
@@ -133,7 +136,9 @@ def _synchronise(device: torch.device) -> None:
 
 
 def kappa(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float:
-    """How many times slower matrix products are while the largest tensor is all-reduced; the median round.
+    """How many times slower matrix products are while the largest tensor is all-reduced.
+
+    The median round.
 
     On a GPU the products are queued behind the collective's start, on streams of their own.
     """

@@ -107,10 +107,12 @@ def describe_weak_figures(
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every claim of the text and whether it holds; only the paper's models on GPUs are evidence.
+    """Return every claim of the text and whether it holds.
 
-    `elsewhere` has the figures of other models and of CPU processes, which prove nothing.
-    `in_the_paper` has what holds in the paper's own tables, including their defects.
+    Only the paper's models on GPUs are evidence.
+
+    `elsewhere` has the figures of other models and of CPU processes, which prove nothing. `in_the_paper` has
+    what holds in the paper's own tables, including their defects.
     """
     is_ours = published.is_counterpart(cells)
     listed = findings.to_dict("records")

@@ -73,7 +73,10 @@ def ratio_figure(
 
 
 def limit_s(groups: Repeats, group: Group) -> float | None:
-    """Return the time limit of a group that reached its own, and so took longer; None of any other."""
+    """Return the time limit of a group that reached its own, and so took longer.
+
+    Return None of any other.
+    """
     if group in groups.ok or group not in groups.all:
         return None
     rows = groups.all[group]

@@ -102,7 +102,10 @@ def numbered_table(
 
 
 def text_as_in_the_paper(row: object) -> str:
-    """The text of a summary row; a time limit as the paper prints it (`>3000`), and the audit's mark."""
+    """The text of a summary row.
+
+    A time limit as the paper prints it (`>3000`), and the audit's mark.
+    """
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
     return marked(text, row.flags)
 
@@ -144,7 +147,10 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_range(values: list[float], measure: Measure) -> str:
-    """Return the range of the medians over models with the unit; a single number for one model."""
+    """Return the range of the medians over models with the unit.
+
+    A single number for one model.
+    """
     if not values:
         return NO_CELL
     ends = [format_number(end, measure.decimals) for end in (min(values), max(values))]
@@ -165,7 +171,10 @@ def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
 def paper_tables(
     cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Name and texts of each of tables 3 to 8, including empty ones; the last comes from `qualities`."""
+    """Name and texts of each of tables 3 to 8, including empty ones.
+
+    The last comes from `qualities`.
+    """
     bases = bases_by_strategy(cells)
     measures = measures_by_experiment(cells)
     for table in TABLES.values():

@@ -45,7 +45,9 @@ def accuracy_floors() -> dict[str, float]:
 
 
 def cells_of_version(version: str) -> pd.DataFrame:
-    """Return the tables of one version as rows of cells.csv; values that the paper does not state are absent.
+    """Return the tables of one version as rows of cells.csv.
+
+    Values that the paper does not state are absent.
 
     A value that is printed in two tables is one cell; ValueError if the two disagree.
     """

@@ -82,7 +82,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print which strategies fit a model on `args.gpus` GPUs; the first result comes early, to stderr."""
+    """Print which strategies fit a model on `args.gpus` GPUs.
+
+    The first result comes early, to stderr.
+    """
 
     def tell(first: Answer) -> None:
         print(first_text(first), file=sys.stderr, flush=True)
@@ -93,7 +96,11 @@ def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
 def by_records(
     config: dict[str, Any], study: Study, records: Records
 ) -> dict[Cell, ProjectedDuration]:
-    """The trainings that the records are projected to; ConfigError for measured links that are none."""
+    """The trainings that the records are projected to.
+
+    Raises:
+        ConfigError: For measured links that are none.
+    """
     try:
         return projected_trainings(config, study, records)
     except ValueError as error:

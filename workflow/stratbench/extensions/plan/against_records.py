@@ -110,7 +110,10 @@ def measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
 
 
 def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
-    """Resident bytes between two steps, less those before the model was built; None if not recorded."""
+    """Resident bytes between two steps, less those before the model was built.
+
+    None if not recorded.
+    """
     bases = [
         w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
         for w in record["workers"]

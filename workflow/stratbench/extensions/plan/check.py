@@ -181,7 +181,10 @@ def other_resharding(request: Request) -> Request:
 
 
 def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
-    """Return why a cell cannot be trained, by its network, batch or strategy; None if it can."""
+    """Return why a cell cannot be trained, by its network, batch or strategy.
+
+    Return None if it can.
+    """
     if network.fault is not None:
         return network.fault
     try:
@@ -336,7 +339,10 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
 
 
 def equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
-    """Return the path and number of equal blocks that the network calls alike; None if there are none."""
+    """Return the path and number of equal blocks that the network calls alike.
+
+    Return None if there are none.
+    """
     from stratbench.extensions.plan.footprint.equal_blocks import are_called_alike, find_blocks
     from stratbench.workload.network.trial import SAMPLES
 

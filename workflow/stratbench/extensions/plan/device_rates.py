@@ -60,7 +60,10 @@ class Device:
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
     def tight_bytes(self, margin: float) -> float:
-        """Return the predicted need up to which a cell may run; on GPUs `margin` may be too much of it."""
+        """Return the predicted need up to which a cell may run.
+
+        On GPUs `margin` may be too much of it.
+        """
         return self.memory_bytes * (1 + margin if self.is_gpu else 1)
 
     def link(self, nodes: int) -> float:
@@ -99,7 +102,11 @@ def known_gpus() -> str:
 
 
 def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
-    """Return the GPUs that the config names, the nodes' own first; ConfigError for an unknown one."""
+    """Return the GPUs that the config names, the nodes' own first.
+
+    Raises:
+        ConfigError: For an unknown one.
+    """
     own = [cluster["gpu"]] if cluster["gpu"] else []
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
 

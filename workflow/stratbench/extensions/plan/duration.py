@@ -104,7 +104,10 @@ class PlannedStep:
 
     @property
     def waiting_share(self) -> float:
-        """The share of the step in which it does not compute; only where the device's rate is known."""
+        """The share of the step in which it does not compute.
+
+        Only where the device's rate is known.
+        """
         return 1 - self.compute_s / self.seconds
 
 
@@ -131,7 +134,10 @@ def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep
 
 
 def host_s(footprint: Footprint) -> tuple[float, ...]:
-    """Return seconds of a step for parameters that a GPU's host keeps and updates; 0 where there are none."""
+    """Return seconds of a step for parameters that a GPU's host keeps and updates.
+
+    Return 0 where there are none.
+    """
     n_bytes = footprint.host_bytes.get("parameters", 0)
     updated_bytes = n_bytes / FP32_BYTES * HOST_OPTIMIZER_BYTES
     return tuple(
@@ -179,7 +185,9 @@ def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
 
 
 def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
-    """Return the time of training, from the record of the most similar cell; None without any.
+    """Return the time of training, from the record of the most similar cell.
+
+    Return None without any.
 
     Only records of the same experiment and model count: they have the same batch, data and precision.
     """

@@ -195,7 +195,7 @@ def estimate(
 
 
 def _blocks_of(request: Request) -> tuple[str, int] | None:
-    """Return path and number of the model's equal blocks; None if there are none."""
+    """Return path and number of the model's equal blocks, or None if there are none."""
     # What is wrong with the model is told when all of it is followed.
     with suppress(Exception), fake.surroundings(request):
         model, _, _ = fake.built(request)

@@ -131,7 +131,10 @@ def plain_wire_bytes(
 
 
 def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
-    """Return bytes of `sent_bytes` whose groups of workers lie within a node of so many; 0 with servers."""
+    """Return bytes of `sent_bytes` whose groups of workers lie within a node of so many.
+
+    Return 0 with servers.
+    """
     if s.served:
         return 0.0
     return s.exchanging_share * fmean(

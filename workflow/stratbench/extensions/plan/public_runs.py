@@ -44,7 +44,9 @@ def is_like(s: Settings, reads_text: bool) -> bool:
 def span_from_runs(
     device: str, s: Settings, reads_text: bool, step: PlannedStep, steps: int
 ) -> Span | None:
-    """Return the range of `steps` steps from public runs; None where the cell is not like them.
+    """Return the range of `steps` steps from public runs.
+
+    Return None where the cell is not like them.
 
     Args:
         device: The GPU's name in the table of GPUs.

@@ -15,11 +15,13 @@ from stratbench.telemetry.machine.hardware import all_datasheets
 
 
 def totals(plan: Plan, device: str) -> dict[str, Any]:
-    """Return the sums over the cells on `device`; time and cost of those that are still to do.
+    """Return the sums over the cells on `device`.
 
-    `unknown`: cells of which no memory is predicted; they are in no other count and in no sum.
-    No cell counts for longer than its time limit. `gpu_hours` and `cost` (at best, at worst) are None where
-    nothing is known; `longest`: the cell that takes longest, if any, and `longest_high_s`.
+    Time and cost of those that are still to do.
+
+    `unknown`: cells of which no memory is predicted; they are in no other count and in no sum. No cell counts
+    for longer than its time limit. `gpu_hours` and `cost` (at best, at worst) are None where nothing is
+    known; `longest`: the cell that takes longest, if any, and `longest_high_s`.
     """
     fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
     open_ = [(c, v) for c, v in fits if not c.recorded and v.may_run]

@@ -334,7 +334,7 @@ def _cut_off(total: Span | None, limit_s: float | None) -> str:
 def cost_of(
     low_h: float, high_h: float, cluster: Mapping[str, Any], on_gpu: bool
 ) -> tuple[float, float] | None:
-    """What GPU-hours cost; None where no price is known."""
+    """What GPU-hours cost, or None where no price is known."""
     price = cluster["price_per_gpu_hour"]
     return None if price is None or not on_gpu else (low_h * price, high_h * price)
 
@@ -387,5 +387,8 @@ def _share_of_data(s: Subject, fit: DeviceFit) -> str:
 
 
 def longest_time_s(fit: DeviceFit | None) -> int | None:
-    """Return the longest time that a cell is expected to take, in whole seconds; None if not known."""
+    """Return the longest time that a cell is expected to take, in whole seconds.
+
+    Return None if not known.
+    """
     return None if fit is None or fit.total is None else round(fit.total.high_s)

@@ -57,7 +57,9 @@ def worker_traffic_bytes(
 
 
 def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
-    """Return bytes a global batch, one way, over the busiest link of a node to the others; 0 on one node.
+    """Return bytes a global batch, one way, over the busiest link of a node to the others.
+
+    Return 0 on one node.
 
     With w of all W workers on a node, and a share p of the weights P (bytes) served there, the node's link
     carries w (1 - p) P for its workers and (W - w) p P for its servers, each way; buffers go to server 0

@@ -65,7 +65,10 @@ def faults_of_networks(
 
 
 def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
-    """Return a key that is equal for cells with the same check; None if there is nothing to check."""
+    """Return a key that is equal for cells with the same check.
+
+    Return None if there is nothing to check.
+    """
     settings = study.settings(cell)
     own = settings.own_model or settings.own_task
     # Data of the user's own are known once they are prepared, by a job of this very run.
@@ -76,7 +79,10 @@ def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
 
 
 def main() -> int:
-    """Check the networks of the cells on stdin; print the faults, and whether their cells train on GPUs."""
+    """Check the networks of the cells on stdin.
+
+    Print the faults, and whether their cells train on GPUs.
+    """
     # Here, since the rules import this file each time that they are read.
     from stratbench.extensions.plan.check import Network, networks_of
     from stratbench.extensions.plan.needs import subject_of

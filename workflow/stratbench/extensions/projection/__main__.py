@@ -101,7 +101,10 @@ def price_of(config: Mapping[str, Any]) -> float | None:
 
 
 def text_of(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
-    """Return the sentences of one strategy; of refused counts beyond all projected ones the first one's."""
+    """Return the sentences of one strategy.
+
+    Of refused counts beyond all projected ones the first one's.
+    """
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
     if evidence.unfit:
         return f"{title}: not projected: {evidence.unfit}."

@@ -55,7 +55,10 @@ class ProjectionInputs:
 
     @property
     def stragglers(self) -> Stragglers | None:
-        """How the workers' computing lies apart on the largest count; None where that is not recorded."""
+        """How the workers' computing lies apart on the largest count.
+
+        None where that is not recorded.
+        """
         return stragglers_of(self.records[-1])
 
     @property
@@ -78,7 +81,9 @@ class ProjectionInputs:
 
     @property
     def repeats_reach(self) -> float:
-        """How far, in ln, 80 of 100 repeats lie from the middle one at most; 0 without repeats.
+        """How far, in ln, 80 of 100 repeats lie from the middle one at most.
+
+        0 without repeats.
 
         By Student's t from the variance within counts, which are taken to scatter alike.
         """
@@ -166,7 +171,10 @@ def _node(provenance: Mapping[str, Any]) -> str | None:
 
 
 def cores_of_node(record: Mapping[str, Any]) -> float | None:
-    """Cores of the first worker's node, as far as its processes may use them; None: not recorded."""
+    """Cores of the first worker's node, as far as its processes may use them.
+
+    None: not recorded.
+    """
     if not record["workers"]:
         return None
     host = record["workers"][0]["provenance"].get("host") or {}
@@ -200,7 +208,9 @@ def on_measured_links(
     path: Path,
     nodes_of: Callable[[int], int],
 ) -> OnLinks | None:
-    """Return the replay of a strategy's step on any count; None where there is no `links.csv`.
+    """Return the replay of a strategy's step on any count.
+
+    Return None where there is no `links.csv`.
 
     `at`: the strategy's cell on so many workers; `nodes_of`: on how many nodes a count lies. None, too, of a
     strategy that does not exchange in every step. Raises ValueError for a file that is no such table, and

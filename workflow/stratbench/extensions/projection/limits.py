@@ -26,7 +26,7 @@ def refusal(
     by_links: bool = True,
     served: bool = False,
 ) -> str | None:
-    """Why nothing is said about `workers` on `nodes`; None where something can be.
+    """Why nothing is said about `workers` on `nodes`, or None where something can be.
 
     `measured_levels`: of `links.csv`, "within" and "between"; `by_links`: whether the projection uses them.
     `queue`: of a strategy with servers, on so many workers; its knee cannot be seen at counts below it.
@@ -67,7 +67,10 @@ def refusal(
 
 
 def refusal_of_two(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
-    """Why a + b/N through so few counts says nothing about `workers`; None if it does."""
+    """Why a + b/N through so few counts says nothing about `workers`.
+
+    None if it does.
+    """
     largest = max(p.workers for p in points)
     if scaling == "strong" and len(points) < 3 and workers > MAX_TIMES_OF_TWO * largest:
         return (

@@ -33,7 +33,7 @@ def peaks_at(
     resident_threads: int,
     kept_in: Path,
 ) -> list[Peak | None]:
-    """The peak of each wanted cell; None where the plan has none. `measured`: cells with their records."""
+    """The peak of each wanted cell, or None where the plan has none. `measured`: cells with their records."""
     subjects = [*wanted, *(s for s, _ in measured)]
     _, rehearsals = rehearsals_of([s.request for s in subjects], kept_in)
 

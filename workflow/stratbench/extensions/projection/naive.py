@@ -45,10 +45,12 @@ def same_loss_per_doubling(points: Sequence[Measured], scaling: Scaling, workers
 
 
 def a_plus_b_over_n(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """T = a + b/N by least squares of relative errors; through both points where there are two.
+    """T = a + b/N by least squares of relative errors.
 
-    In strong scaling this is Amdahl's law, in weak scaling the volume of a ring, (N-1)/N. The result
-    may be negative far beyond the counts.
+    Through both points where there are two.
+
+    In strong scaling this is Amdahl's law, in weak scaling the volume of a ring, (N-1)/N. The result may be
+    negative far beyond the counts.
     """
     if len(points) < 2:
         return perfect(points, scaling, workers)
@@ -69,7 +71,10 @@ RULES: dict[str, Rule] = {
 
 
 def log_error(projected_s: float, measured_s: float) -> float:
-    """ln(projected / measured); a time that is not above zero counts as a thousandth of the measured."""
+    """ln(projected / measured).
+
+    A time that is not above zero counts as a thousandth of the measured.
+    """
     return math.log(max(projected_s / measured_s, 1e-3))
 
 

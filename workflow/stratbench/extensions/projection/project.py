@@ -126,7 +126,10 @@ def _is_telling(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> boo
 
 
 def _why_not_by_counts(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
-    """Why a + b/N of the measured counts says nothing about `workers`; None if it does."""
+    """Why a + b/N of the measured counts says nothing about `workers`.
+
+    None if it does.
+    """
     if reason := refusal_of_two(points, scaling, workers):
         return reason
     if not _is_telling(naive.a_plus_b_over_n, points, scaling):
@@ -152,7 +155,10 @@ def _widened(interval: Interval, reach: float) -> Interval:
 
 
 def _holding(interval: Interval, step_s: float) -> Interval:
-    """Return the interval, made as wide as holds a time; one that is not above zero says nothing."""
+    """Return the interval, made as wide as holds a time.
+
+    One that is not above zero says nothing.
+    """
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
@@ -200,7 +206,10 @@ def computing_at(
 
 
 def computing_of(replayed: Replayed, workers: int, step_s: float) -> float:
-    """Seconds of computing with which the replay takes `step_s`; 0 if its collectives alone take longer."""
+    """Seconds of computing with which the replay takes `step_s`.
+
+    0 if its collectives alone take longer.
+    """
     low, high = 0.0, step_s
     if replayed(workers, low) >= step_s:
         return 0.0
@@ -244,10 +253,12 @@ def _reach(
     doublings: float,
     more_sd: float = 0.0,
 ) -> float:
-    """How far, in ln, the step's time lies from what the rule says in 80 of 100 cases; infinite for one.
+    """How far, in ln, the step's time lies from what the rule says in 80 of 100 cases.
 
-    An error is taken to grow as the root of the doublings (a random walk). With few counts Student's t
-    says how little is known.
+    Infinite for one.
+
+    An error is taken to grow as the root of the doublings (a random walk). With few counts Student's t says
+    how little is known.
     """
     from scipy.special import stdtrit
 

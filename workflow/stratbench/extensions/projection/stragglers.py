@@ -99,7 +99,10 @@ def own_shares(times: NDArray) -> NDArray:
 
 
 def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
-    """Of the repeats of one count; None where their workers have no series, or too short ones."""
+    """Of the repeats of one count.
+
+    None where their workers have no series, or too short ones.
+    """
     import numpy as np
 
     found = []

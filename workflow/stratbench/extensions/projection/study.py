@@ -108,7 +108,10 @@ def projected_trainings(
 
 
 def each_shown(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
-    """Yield each of them; a bar says how many are through, since a trace takes seconds."""
+    """Yield each of them.
+
+    A bar says how many are through, since a trace takes seconds.
+    """
     with progress_bar(len(evidences), " strategies", "projected") as bar:
         for evidence in evidences:
             yield evidence
@@ -137,7 +140,10 @@ def device_of(config: Mapping[str, Any], subject: Subject) -> Device:
 def why_unsuited(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> str | None:
-    """Why a strategy's cell on so many workers could not be trained, or would be of no use; else None."""
+    """Why a strategy's cell on so many workers could not be trained, or would be of no use.
+
+    Else None.
+    """
     if reason := study.why_refused(config, replace(evidence.last, gpus=workers)):
         return reason
     cores = cores_of_node(evidence.records[-1][0]) if evidence.on_cpu else None

@@ -216,7 +216,10 @@ def poisson_queue(
     blocks: int,
     moments: int,
 ) -> TrainingQueue:
-    """A made stream of `load` for each block; others still come while a training of `hours` is done."""
+    """A made stream of `load` for each block.
+
+    Others still come while a training of `hours` is done.
+    """
     capacity = nodes * gpus_per_node
     with_moments = math.ceil(JOBS_PER_GPU * capacity)
     jobs = math.ceil(with_moments * max(1.0, hours / 6))
@@ -238,7 +241,9 @@ def recorded_queue(
     moments: int,
     settled_s: float = 0.0,
 ) -> TrainingQueue:
-    """Return one recorded stream, cut into blocks of moments; its end is left to the trainings.
+    """Return one recorded stream, cut into blocks of moments.
+
+    Its end is left to the trainings.
 
     `settled_s`: from when all jobs are in it.
 

@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds in the queue; None if it has not started."""
+        """Seconds in the queue, or None if it has not started."""
         return None if self.start_s is None else max(0.0, self.start_s - self.queued_s)
 
     @property
@@ -137,7 +137,9 @@ class AccountingHistory:
 
     @cached_property
     def growth_gpus(self) -> float:
-        """The GPUs that the work which came to wait in the window would have kept busy; at least 0.
+        """The GPUs that the work which came to wait in the window would have kept busy.
+
+        At least 0.
 
         Work is GPUs times the duration, of jobs that have not run the one that their limits let expect.
         """
@@ -173,7 +175,9 @@ class AccountingHistory:
         return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
 
     def node_mtbf_days(self, nodes: int) -> float | None:
-        """Days between failures of one node, from jobs that ended NODE_FAIL; None if there was none.
+        """Days between failures of one node, from jobs that ended NODE_FAIL.
+
+        None if there was none.
 
         Failures of nodes that nobody used are not seen, so this is an upper bound.
         """
@@ -221,7 +225,10 @@ class AccountingHistory:
         return self.window_s[0] - self._first_s
 
     def arrivals(self) -> list[Arrival]:
-        """Return its jobs for the simulator, from 0 on; those that never started are left out."""
+        """Return its jobs for the simulator, from 0 on.
+
+        Those that never started are left out.
+        """
         _, end_s = self.window_s
         started = [e for e in self.entries if e.start_s is not None and e.gpus]
         found = []

@@ -159,7 +159,10 @@ class Cluster:
         self._at(at_s, "wake", (owner, note))
 
     def lasts(self, job: SimulatedJob, duration_s: float) -> None:
-        """The running job turns out to need so long; it ends earlier where its wall time does."""
+        """The running job turns out to need so long.
+
+        It ends earlier where its wall time does.
+        """
         job.duration_s = duration_s
         self._end_at(job)
 
@@ -362,7 +365,10 @@ class _Timeline:
         self.free[:, ~up] = 0
 
     def least_free(self, begin_s: float, seconds: float) -> np.ndarray:
-        """Of each node, the fewest free GPUs from `begin_s` on for so long; `begin_s` is one of `times`."""
+        """Of each node, the fewest free GPUs from `begin_s` on for so long.
+
+        `begin_s` is one of `times`.
+        """
         begin = bisect_left(self.times, begin_s)
         return self.free[begin : max(bisect_left(self.times, begin_s + seconds), begin + 1)].min(0)
 

@@ -70,7 +70,7 @@ class Training:
 
     @property
     def time_to_result_s(self) -> float:
-        """From the submission to the end, the queue included; NaN before it."""
+        """From the submission to the end, the queue included, or NaN before it."""
         return self.done_s - self.submit_s
 
     def begin(self, sim: Cluster) -> None:

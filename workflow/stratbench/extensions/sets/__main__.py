@@ -40,7 +40,10 @@ def export(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Compare two sets or more with the first: a page, tables and figures; fails if one got slower."""
+    """Compare two sets or more with the first: a page, tables and figures.
+
+    Fails if one got slower.
+    """
     from stratbench.extensions.sets.comparing.compare import compare_sets
 
     given = Constraints.from_json(args.constraints)
@@ -51,7 +54,10 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; exit code 2 and one sentence for a set or a file that cannot be used."""
+    """Runs the command line.
+
+    Exit code 2 and one sentence for a set or a file that cannot be used.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.extensions.sets", description=__doc__
     )

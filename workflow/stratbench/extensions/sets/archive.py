@@ -56,7 +56,9 @@ class SetError(ValueError):
 def write_archive(
     out: Path, files: Mapping[str, str], study: str, created: str, hosts: str
 ) -> dict[str, Any]:
-    """Write `files` (text by name) and their manifest to `out` in one step; returns the manifest.
+    """Write `files` (text by name) and their manifest to `out` in one step.
+
+    Return the manifest.
 
     Equal arguments give equal bytes. `hosts` is `named` or `replaced`.
     """

@@ -98,13 +98,20 @@ def read_timeline(path: Path) -> str:
 
 
 def listed_cells(study_dir: Path, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """The coordinates of the cells that the config asks for; without a list, of those with a record."""
+    """The coordinates of the cells that the config asks for.
+
+    Without a list, of those with a record.
+    """
     path = study_dir / "cells.json"
     return _json(path) if path.exists() else [found["cell"] for found in records.values()]
 
 
 def with_words(name: str, found: Record, words: Replacements) -> Record:
-    """Return a record with its names replaced; SetError if that fails, or makes the record invalid."""
+    """Return a record with its names replaced.
+
+    Raises:
+        SetError: If that fails, or makes the record invalid.
+    """
     try:
         replaced = words.record(found)
         record.validate(replaced, name)

@@ -27,7 +27,11 @@ from stratbench.workload.tasks import TASKS
 
 
 def read(text: str) -> ResultSet:
-    """Reads the set that `text` names; CommandError if that fails."""
+    """Reads the set that `text` names.
+
+    Raises:
+        CommandError: If that fails.
+    """
     try:
         return read_set(text)
     except SetError as error:

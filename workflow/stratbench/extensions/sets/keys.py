@@ -91,7 +91,11 @@ class Bundle(Keys):
 
 
 def existing_sets(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sets by name, for a comparison that is about to run; ConfigError if one does not exist."""
+    """Return the sets by name, for a comparison that is about to run.
+
+    Raises:
+        ConfigError: If one does not exist.
+    """
     sets = dict(config["sets"])
     if not sets:
         raise ConfigError(f"config: sets: is not given; name two or more, as {_EXAMPLE}")

@@ -104,7 +104,10 @@ class Replacements:
         return self._hosts[found[0].partition(".")[0].lower()]
 
     def message(self, text: str) -> str:
-        """Return a message with every name replaced; numbers with dots in it are addresses, not versions."""
+        """Return a message with every name replaced.
+
+        Numbers with dots in it are addresses, not versions.
+        """
 
         def address(found: re.Match[str]) -> str:
             try:
@@ -116,7 +119,10 @@ class Replacements:
         return _ADDRESS.sub(address, self.text(text))
 
     def value(self, value: Any) -> Any:
-        """Return a JSON value with the names in its texts replaced; keys and plain words stay."""
+        """Return a JSON value with the names in its texts replaced.
+
+        Keys and plain words stay.
+        """
         return _mapped(value, self._unless_a_word)
 
     def _unless_a_word(self, text: str) -> str:

@@ -120,7 +120,10 @@ def _read_folder(
     manifest: dict[str, Any] | None,
     asked: Expected | None,
 ) -> ResultSet:
-    """Return the set in a folder of results; in a bundle's folder every record must be valid."""
+    """Return the set in a folder of results.
+
+    In a bundle's folder every record must be valid.
+    """
 
     def told(error: Exception | str) -> SetError:
         # Paths in the folder that a bundle was extracted to are shown as paths in the bundle.
@@ -202,7 +205,11 @@ def _listed_cells(path: Path, told: Any) -> Iterator[Cell]:
 
 
 def _cell_of(coordinates: Any) -> Cell:
-    """Return a cell from untrusted coordinates; ValueError if they are not a cell's."""
+    """Return a cell from untrusted coordinates.
+
+    Raises:
+        ValueError: If they are not a cell's.
+    """
     if not isinstance(coordinates, dict) or coordinates.keys() != Cell.__dataclass_fields__.keys():
         raise ValueError("a cell has seven coordinates")
     cell = Cell(**coordinates)
@@ -218,7 +225,7 @@ def _cell_of(coordinates: Any) -> Cell:
 
 
 def _object_in(path: Path, told: Any) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if the file does not exist."""
+    """Return the JSON object in a file, or None if the file does not exist."""
     if not path.exists():
         return None
     try:

@@ -106,7 +106,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why a module's attention cannot be divided by heads; None where it can."""
+    """Why a module's attention cannot be divided by heads, or None where it can."""
     if not isinstance(module, nn.MultiheadAttention):
         return "is no nn.MultiheadAttention"
     if not module.batch_first:

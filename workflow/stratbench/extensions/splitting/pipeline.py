@@ -321,7 +321,10 @@ class Pipeline(ModelSplit):
         return set(several)
 
     def _drop_others(self, model: nn.Module, own: list[int]) -> None:
-        """Let go of the parameters that no stage of this worker uses; as names they stay, without a value."""
+        """Let go of the parameters that no stage of this worker uses.
+
+        As names they stay, without a value.
+        """
         used = {p for i in own for piece in self._cut[i] for p in piece.parameters(model)}
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -343,7 +346,10 @@ class Pipeline(ModelSplit):
         return self._schedule
 
     def make_schedule(self, samples: int) -> Any:
-        """Stages and their schedule for `samples`; buffers for what is received come with its first step."""
+        """Stages and their schedule for `samples`.
+
+        Buffers for what is received come with its first step.
+        """
         from stratbench.extensions.splitting.stages import SCHEDULES
         from stratbench.workload.torch_internals import skip_votes
 
@@ -368,7 +374,10 @@ class Pipeline(ModelSplit):
         return stage
 
     def _like(self, i: int, samples: int) -> Tensor:
-        """Return a tensor like what stage i gives for so many samples; for -1 like the input."""
+        """Return a tensor like what stage i gives for so many samples.
+
+        For -1 like the input.
+        """
         import torch
 
         from stratbench.workload.data.device_data import example_batch

@@ -29,7 +29,10 @@ class ModelSplit(Counted):
 
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
-        """Why a network, of which nothing is built yet, cannot be divided in this way; None where it can."""
+        """Why a network, of which nothing is built yet, cannot be divided in this way.
+
+        None where it can.
+        """
         raise NotImplementedError
 
     def too_many(self, network: str | Model, gpus: int) -> str | None:
@@ -57,7 +60,10 @@ class ModelSplit(Counted):
         yield from base.refusals_of_parts(worker.trial)
 
     def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
-        """Return whole parameters of which a worker has a part of the gradient, by a batch; all call it."""
+        """Return whole parameters of which a worker has a part of the gradient, by a batch.
+
+        All call it.
+        """
         return []
 
     def divides(self, gpus: int) -> bool:

@@ -46,7 +46,10 @@ class MeasuredUnit(NamedTuple):
 
 
 def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[MeasuredUnit]:
-    """What each unit computes, for one sample `x`; both are fake tensors of the mode that is active."""
+    """What each unit computes, for one sample `x`.
+
+    Both are fake tensors of the mode that is active.
+    """
     kept = [*model.parameters(), *model.buffers()]
     empty = {id(t): torch.empty(t.shape, dtype=t.dtype) for t in kept}
     memo = {k: nn.Parameter(t) if t.is_floating_point() else t for k, t in empty.items()}

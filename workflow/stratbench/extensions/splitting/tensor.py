@@ -289,13 +289,19 @@ def is_divided(parameter: nn.Parameter) -> bool:
 
 
 def is_by_plan(parameter: nn.Parameter) -> bool:
-    """Return whether a plan says how workers hold a parameter; DTensor then adds up its gradient."""
+    """Return whether a plan says how workers hold a parameter.
+
+    DTensor then adds up its gradient.
+    """
     mesh = getattr(parameter, "device_mesh", None)
     return "tensor" in (getattr(mesh, "mesh_dim_names", None) or ())
 
 
 def whole_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """A hook: the whole scores of a network that is evaluated; in training the loss is of the parts."""
+    """A hook: the whole scores of a network that is evaluated.
+
+    In training the loss is of the parts.
+    """
     is_whole = module.training or not hasattr(output, "full_tensor")
     return output if is_whole else output.full_tensor()
 

@@ -73,7 +73,7 @@ class TuneAnswer:
 
     @property
     def winner(self) -> MeasuredCombination | None:
-        """The one that leads; None before the first look."""
+        """The one that leads, or None before the first look."""
         return self.of(self.comparison["leader"])
 
     @property
@@ -91,7 +91,9 @@ class TuneAnswer:
 def read_answer(
     results: Path, study: str, sieved: Sequence[Sieved], baseline: str
 ) -> TuneAnswer | None:
-    """Return the answer of the study that measures what the sieves left; None if it has no verdict.
+    """Return the answer of the study that measures what the sieves left.
+
+    Return None if it has no verdict.
 
     Args:
         results: The folder of results.

@@ -85,7 +85,10 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
 
 
 def quantile(values: list[float]) -> float:
-    """Return the value that a new one exceeds with a chance of TAIL; of few values the largest."""
+    """Return the value that a new one exceeds with a chance of TAIL.
+
+    Of few values the largest.
+    """
     rank = math.ceil((1 - TAIL) * (len(values) + 1))
     return sorted(values)[min(rank, len(values)) - 1]
 
@@ -99,7 +102,9 @@ def by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, s
 
 
 def margin_between(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
-    """Return the planned ratio up to which `slower` may win; None where no evidence says so.
+    """Return the planned ratio up to which `slower` may win.
+
+    Return None where no evidence says so.
 
     Where they differ in several kinds, the plan may be wrong in each.
     """

@@ -235,7 +235,10 @@ def study_of(
     model: str,
     chosen: Iterable[Combination],
 ) -> dict[str, Any]:
-    """The config with one study more, of the chosen combinations alone; it becomes the study to run."""
+    """The config with one study more, of the chosen combinations alone.
+
+    It becomes the study to run.
+    """
     name, chosen = config["study"], list(chosen)
     study = config["studies"][name]
     block = dict(study["experiments"][experiment])

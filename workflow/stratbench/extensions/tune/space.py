@@ -40,7 +40,7 @@ class Combination:
 
     @property
     def variant(self) -> dict[str, Any] | None:
-        """Its entry of `variants`; None where it is a strategy as it is."""
+        """Its entry of `variants`, or None where it is a strategy as it is."""
         if not self.options and not self.settings:
             return None
         settings = {"settings": dict(self.settings)} if self.settings else {}

@@ -20,7 +20,10 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_tune(given: argparse.Namespace, others: list[str]) -> int:
-    """Sieve the combinations, then measure what is left by the rounds of a verdict; returns the exit code."""
+    """Sieve the combinations, then measure what is left by the rounds of a verdict.
+
+    Return the exit code.
+    """
     from stratbench.command.in_folder import QUIET, command_line, profile_folder, require
     from stratbench.command.subcommands import pairs
 
@@ -55,7 +58,10 @@ def run_tune(given: argparse.Namespace, others: list[str]) -> int:
 
 
 def tuned_file(study: str | None) -> Path:
-    """Return the config that the rule `tune` wrote for a study of config.yaml; None: the config's own."""
+    """Return the config that the rule `tune` wrote for a study of config.yaml.
+
+    None: the config's own.
+    """
     import yaml
 
     config = yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))

@@ -230,7 +230,10 @@ class BlockRun:
         return blocks.segment_settings(s, self._plan, discarded + timed + tail), discarded, timed
 
     def _note_machines(self, job: Job) -> list[str]:
-        """Keep where a segment's workers were, as far as they told it; returns their hosts, sorted."""
+        """Keep where a segment's workers were, as far as they told it.
+
+        Return their hosts, sorted.
+        """
         workers = job.folder.read_workers(job.world_size).values()
         provenances = [w["provenance"] for w in workers if "provenance" in w]
         hosts = sorted({p["host"]["name"] for p in provenances})

@@ -196,14 +196,20 @@ class PairedBlock:
         return sorted(counting, key=lambda s: PASSES.index(s.in_pass))
 
     def logs(self, strategy: str) -> list[float]:
-        """Return logarithms of a strategy's step times, by segment; empty unless all of them ended well."""
+        """Return logarithms of a strategy's step times, by segment.
+
+        Empty unless all of them ended well.
+        """
         segments = self.of(strategy)
         if len(segments) < 2 or any(s.status != "ok" for s in segments):
             return []
         return [math.log(s.mean_step_s) for s in segments]
 
     def value(self, strategy: str) -> float:
-        """Return the logarithm of a strategy's seconds per step; NaN where it did not end well."""
+        """Return the logarithm of a strategy's seconds per step.
+
+        Return NaN where it did not end well.
+        """
         logs = self.logs(strategy)
         return value_of_segments(logs) if logs else math.nan
 
@@ -300,7 +306,9 @@ def digest_of(verdict: Mapping[str, Any]) -> str:
 
 
 def why_broken(verdict: Mapping[str, Any], path: str | Path) -> str | None:
-    """Why the content of the verdict.json at `path` is not to be believed; None if nothing says so.
+    """Why the content of the verdict.json at `path` is not to be believed.
+
+    None if nothing says so.
 
     Its step times are worked out again from the blocks beside it, where they are.
     """

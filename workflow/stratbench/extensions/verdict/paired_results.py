@@ -39,7 +39,10 @@ class PairedResult:
 
 
 def read_verdict(path: str) -> dict[str, Any] | None:
-    """The content of a verdict.json; None if `path` is empty or nothing is there that this version reads."""
+    """The content of a verdict.json.
+
+    None if `path` is empty or nothing is there that this version reads.
+    """
     if not path:
         return None
     try:

@@ -98,7 +98,11 @@ class Round:
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
 
     def block_of(self, wildcards: Mapping[str, str]) -> BlockPlan:
-        """Return the block that a job's wildcards name; ConfigError if it is not in this round."""
+        """Return the block that a job's wildcards name.
+
+        Raises:
+            ConfigError: If it is not in this round.
+        """
         path = BLOCK_PATTERN.format(**wildcards)
         if path not in self.blocks:
             raise ConfigError(
@@ -116,7 +120,10 @@ class Round:
         return {name: trained_with(self._jobs.settings_of(plan.cell(name))) for name in plan.order}
 
     def limit_s(self, plan: BlockPlan) -> float | None:
-        """Return the limit of each segment of a block, in seconds; None for no limit."""
+        """Return the limit of each segment of a block, in seconds.
+
+        Return None for no limit.
+        """
         cell = plan.cell(plan.order[0])
         samples = self._study.dataset(plan.dataset).train_samples
         total = self._jobs.settings_of(cell).total_steps(samples) if samples else None

@@ -109,7 +109,9 @@ class SyncPolicy(Policy):
         return min(self._live - self._arrived, default=math.inf)
 
     def _advance(self, borrowed: Tensor | None = None) -> bool:
-        """Sum what is in order and, if the round is complete, step; says whether it was complete.
+        """Sum what is in order and, if the round is complete, step.
+
+        Says whether it was complete.
 
         `borrowed`: the gradient that is the caller's and must not enter the free list.
         """

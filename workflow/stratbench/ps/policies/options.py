@@ -53,7 +53,7 @@ class PolicyOptions(Options):
         return True
 
     def updates_per_step(self, workers: int) -> float | None:
-        """Updates that a global batch makes; None where that is not fixed."""
+        """Updates that a global batch makes, or None where that is not fixed."""
         return None
 
     @property

@@ -33,7 +33,11 @@ POLICIES: dict[str, str] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Return the policy registered as `name`; ValueError when there is none."""
+    """Return the policy registered as `name`.
+
+    Raises:
+        ValueError: When there is none.
+    """
     if name not in POLICIES:
         raise ValueError(f"{name!r} is no parameter-server policy; known: {', '.join(POLICIES)}")
     module, _, attribute = POLICIES[name].partition(":")

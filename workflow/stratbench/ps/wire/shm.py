@@ -23,7 +23,10 @@ DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a floating dtype in the protocol; raises ValueError for one it does not know."""
+    """Return the name of a floating dtype in the protocol.
+
+    Raises ValueError for one it does not know.
+    """
     for name, known in DTYPES.items():
         if known is dtype:
             return name

@@ -48,7 +48,9 @@ class GroupCalls:
             self._heartbeat.end_calls()
 
     def first_difference(self, device: torch.device) -> int | None:
-        """The first step since the last call, from 1, in which two workers called other groups; None: none.
+        """The first step since the last call, from 1, in which two workers called other groups.
+
+        None: none.
 
         A collective of all workers. What was called after the last step counts as one more.
         """
@@ -147,7 +149,10 @@ class Sharded(base.Collective):
 
 @contextmanager
 def mean_buffers(model: nn.Module, workers: int) -> Iterator[None]:
-    """Until the block ends, BatchNorm's statistics are the mean of all workers'; then each has its own."""
+    """Until the block ends, BatchNorm's statistics are the mean of all workers'.
+
+    Then each has its own.
+    """
     import torch
     import torch.distributed as dist
 

@@ -140,7 +140,10 @@ class ZeRO1(base.Collective):
         return nullcontext()
 
     def _take_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Add what backward has made to the bucket; it needs no memory of its own any longer."""
+        """Add what backward has made to the bucket.
+
+        It needs no memory of its own any longer.
+        """
         if bucket.sent:
             name = next(n for n, p in self.model.named_parameters() if p is parameter)
             s = self.worker.settings

@@ -110,7 +110,10 @@ class Study:
         )
 
     def why_refused(self, config: Mapping[str, Any], cell: Cell) -> str | None:
-        """Why a cell that the study need not have could not be in it; None if it could. `config`: its own."""
+        """Why a cell that the study need not have could not be in it.
+
+        None if it could. `config`: its own.
+        """
         values = config["studies"][self.name]
         asked = {"gpus": [cell.gpus], "strategies": [cell.strategy], "models": [cell.model]}
         block = {**self.experiments[cell.experiment].values, **asked}
@@ -121,7 +124,10 @@ class Study:
         return None
 
     def own_model(self, name: str) -> dict[str, Any] | None:
-        """Return the spec of a model that is not built in: its call, its sharding and its code; else None."""
+        """Return the spec of a model that is not built in: its call, its sharding and its code.
+
+        Else None.
+        """
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
     def _own_model_on(self, name: str, data: Dataset | None) -> dict[str, Any] | None:
@@ -130,13 +136,19 @@ class Study:
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:
-        """Return the spec of a task that is not built in: its call and its code; else None."""
+        """Return the spec of a task that is not built in: its call and its code.
+
+        Else None.
+        """
         if name is None or name in tasks.TASKS:
             return None
         return self._with_fingerprint(f"task {name}", {"call": name})
 
     def own_files(self, strategy: str) -> dict[str, Any]:
-        """The option with the hash of the user's files that a strategy's options name; empty without any."""
+        """The option with the hash of the user's files that a strategy's options name.
+
+        Empty without any.
+        """
         key = f"strategy {strategy}"
         if key not in self._own_code:
             base, given = self.base_strategy(strategy)
@@ -180,7 +192,10 @@ class Study:
         return [f"{named}: {fault}" for named, fault in faults.items() if fault]
 
     def dataset(self, name: str) -> Dataset:
-        """Return the facts of a data set; few of a user's own data set until it is prepared."""
+        """Return the facts of a data set.
+
+        Few of a user's own data set until it is prepared.
+        """
         return self._data.facts(name)
 
     def data_specs(self) -> dict[str, dict[str, Any]]:
@@ -200,7 +215,10 @@ class Study:
         return self.experiments[cell.experiment].values["time_limit_s"]
 
     def as_trained(self) -> dict[str, Any]:
-        """A config of this study alone, without keys that do not affect training; `Study` can read it."""
+        """A config of this study alone, without keys that do not affect training.
+
+        `Study` can read it.
+        """
         experiments = {
             name: {key: e.values[key] for key in e.values if key not in self._apart(e.values)}
             for name, e in self.experiments.items()
@@ -211,11 +229,17 @@ class Study:
 
     @staticmethod
     def _apart(values: Mapping[str, Any]) -> set[str]:
-        """The keys of an experiment that do not affect its training; an elastic one ends at its target."""
+        """The keys of an experiment that do not affect its training.
+
+        An elastic one ends at its target.
+        """
         return {"time_limit_s"} | (set() if values.get("elastic") else {"target_score"})
 
     def target_scores(self) -> dict[str, float]:
-        """The score to reach, by experiment, where there is one; changing it retrains elastic cells alone."""
+        """The score to reach, by experiment, where there is one.
+
+        Changing it retrains elastic cells alone.
+        """
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 

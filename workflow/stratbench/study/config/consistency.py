@@ -109,7 +109,10 @@ def check_models(config: Mapping[str, Any]) -> None:
 
 
 def check_model(wanted: str | None, there: Iterable[str]) -> None:
-    """Raise ConfigError if `decide.model` is not a model of the study; None wants all models."""
+    """Raise ConfigError if `decide.model` is not a model of the study.
+
+    None wants all models.
+    """
     there = list(dict.fromkeys(there))
     if wanted is not None and wanted not in there:
         what = "is not a model of the study"

@@ -23,7 +23,9 @@ class DataSets:
         self._facts: dict[str, Dataset] = {}
 
     def identity(self, name: str) -> dict[str, Any] | None:
-        """What decides a data set's samples, as settings hold it; None where its name says all.
+        """What decides a data set's samples, as settings hold it.
+
+        None where its name says all.
 
         Files of a user's own that changed are hashed again. DataError if one cannot be read.
         """
@@ -42,12 +44,18 @@ class DataSets:
         return describe(name, self._specs.get(name))
 
     def made(self, name: str) -> Dataset | None:
-        """Return the facts of a data set of ours by its identity alone; None for a user's own."""
+        """Return the facts of a data set of ours by its identity alone.
+
+        Return None for a user's own.
+        """
         identity = self.identity(name)
         return None if is_own(identity) else describe(name, identity)
 
     def facts(self, name: str) -> Dataset:
-        """Return the facts of a data set; of a user's own, as far as its present state was prepared."""
+        """Return the facts of a data set.
+
+        Of a user's own, as far as its present state was prepared.
+        """
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own(spec):

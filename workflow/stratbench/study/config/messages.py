@@ -78,7 +78,9 @@ RENAMED = {
 
 
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
-    """Return the closest of `allowed`, as a question after a blank; empty if none is close.
+    """Return the closest of `allowed`, as a question after a blank.
+
+    Empty if none is close.
 
     A key that another trainer calls so, or that was called so, is closest; then the shortest one that begins
     with what was given.

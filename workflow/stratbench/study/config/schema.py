@@ -87,7 +87,10 @@ def typed(value: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def read_as(text: str, types: Iterable[str]) -> Any:
-    """`text` as a value of one of the JSON types; unchanged if it is none, or if text is wanted."""
+    """`text` as a value of one of the JSON types.
+
+    Unchanged if it is none, or if text is wanted.
+    """
     if "null" in types and text in ("null", "~"):
         return None
     if "boolean" in types and text.lower() in _TRUTH:
@@ -169,7 +172,11 @@ def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) 
 
 
 def checked_block(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """One block of a config by itself (`decide`), with its defaults; ConfigError for a mistake in it."""
+    """One block of a config by itself (`decide`), with its defaults.
+
+    Raises:
+        ConfigError: For a mistake in it.
+    """
     alone = typed({name: given}, schema())
     faults = [e for e in _validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]]
     _refuse(faults)
@@ -187,7 +194,10 @@ _BOUNDS = {
 
 
 def _keys_of(fault: Any) -> list[str | None]:
-    """Return the unknown or missing keys of a fault; None in place of keys where a value is wrong."""
+    """Return the unknown or missing keys of a fault.
+
+    Return None in place of keys where a value is wrong.
+    """
     value, rule = fault.instance, fault.validator_value
     match fault.validator:
         case "additionalProperties":
@@ -198,7 +208,10 @@ def _keys_of(fault: Any) -> list[str | None]:
 
 
 def _explain(fault: Any, key: str | None) -> str:
-    """A sentence that explains a fault of the JSON Schema; `key`: the one that is unknown or missing."""
+    """A sentence that explains a fault of the JSON Schema.
+
+    `key`: the one that is unknown or missing.
+    """
     where = place_of(fault.absolute_path)
     at = f"config: {where}" if where else "config"
     value, rule = fault.instance, fault.validator_value

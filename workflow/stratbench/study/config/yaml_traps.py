@@ -13,7 +13,10 @@ from stratbench.study.config.messages import ConfigError, place_of
 
 
 def check_syntax(path: str | Path) -> None:
-    """Raises ConfigError with the line at which a file stops being YAML; a missing file is left to others."""
+    """Raises ConfigError with the line at which a file stops being YAML.
+
+    A missing file is left to others.
+    """
     import yaml
 
     try:

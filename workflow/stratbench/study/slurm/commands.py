@@ -15,7 +15,9 @@ _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 def ask_slurm(
     command: list[str], text: str | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run one of SLURM's commands; None where it does not answer, exit code NOT_THERE where it is not there.
+    """Run one of SLURM's commands.
+
+    None where it does not answer, exit code NOT_THERE where it is not there.
 
     What SLURM told a process of its own job would be taken for options, and a user's own for squeue, sinfo
     and sacct would hide jobs; other options outside of jobs, as SLURM_CLUSTERS, are kept.
@@ -38,6 +40,9 @@ def ask_slurm(
 
 
 def printed_by(command: list[str]) -> str | None:
-    """What one of SLURM's commands prints; None where it is not there, fails, or does not answer."""
+    """What one of SLURM's commands prints.
+
+    None where it is not there, fails, or does not answer.
+    """
     done = ask_slurm(command)
     return done.stdout if done is not None and done.returncode == 0 else None

@@ -231,7 +231,10 @@ class FollowsJobs(RemoteExecutor):
         self.next_seconds_between_status_checks = pause_s
 
     def _failure(self, info: Any, state: JobState | None) -> str | None:
-        """Return why a job has failed; an empty text where it has succeeded, None while it has not ended."""
+        """Return why a job has failed.
+
+        An empty text where it has succeeded, None while it has not ended.
+        """
         job, word = info.external_jobid, state.word if state else ""
         if state:
             self.followed.omitted.pop(job, None)

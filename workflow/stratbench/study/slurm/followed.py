@@ -71,7 +71,10 @@ def first_output(job: Any) -> str:
 
 
 def signatures_of(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
-    """By path what tells a file from another one of that name; None where there is none."""
+    """By path what tells a file from another one of that name.
+
+    None where there is none.
+    """
     signatures: dict[str, tuple[int, int, int] | None] = {}
     for path in map(str, paths):
         try:

@@ -49,7 +49,9 @@ class Submission:
 
 
 def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
-    """Return sentences on why no node can hold some jobs; if there are none, follow the jobs from now on.
+    """Return sentences on why no node can hold some jobs.
+
+    If there are none, follow the jobs from now on.
 
     `workflow` is Snakemake's, about to submit to SLURM.
     """

@@ -49,7 +49,10 @@ class JobState:
 
 
 def states_of_run(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:
-    """Return the states of all jobs with the name `run`, ended ones too, by id; None without an answer."""
+    """Return the states of all jobs with the name `run`, ended ones too, by id.
+
+    Return None without an answer.
+    """
     names = ",".join(sorted(set(clusters)))
     shown = printed_by(
         [
@@ -70,7 +73,10 @@ def states_of_run(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState]
 
 
 def accounted_state(job: str) -> str | None:
-    """Return the state of a job that squeue does not show any more; None where no accounting knows it."""
+    """Return the state of a job that squeue does not show any more.
+
+    Return None where no accounting knows it.
+    """
     shown = printed_by(
         ["sacct", "--allocations", "--noheader", f"--jobs={job}", "--format=State%30"]
     )
@@ -79,6 +85,9 @@ def accounted_state(job: str) -> str | None:
 
 
 def has_live_jobs() -> bool | None:
-    """Return whether the user has any job queued or running; None where SLURM does not answer."""
+    """Return whether the user has any job queued or running.
+
+    Return None where SLURM does not answer.
+    """
     shown = printed_by(["squeue", "--me", "--noheader", "--format=%i"])
     return None if shown is None else bool(shown.strip())

@@ -101,7 +101,10 @@ def gpu_types(gres: str) -> dict[str, int]:
 
 
 def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
-    """Return a sentence where a request on GPUs names no type, and the nodes have several; else None."""
+    """Return a sentence where a request on GPUs names no type, and the nodes have several.
+
+    Else None.
+    """
     if all(r.gpu_type is not None or not r.gpus for r in requests):
         return None
     nodes_of: dict[str, set[str]] = defaultdict(set)
@@ -118,7 +121,10 @@ def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> s
 
 
 def _minutes(limit: str) -> int | None:
-    """Return a time limit as sinfo writes it, `2-00:00:00` or `30:00`, in minutes; None for no limit."""
+    """Return a time limit as sinfo writes it, `2-00:00:00` or `30:00`, in minutes.
+
+    Return None for no limit.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
         return None
@@ -127,7 +133,9 @@ def _minutes(limit: str) -> int | None:
 
 
 def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> list[Node]:
-    """The nodes of the partitions named (`a,b`), else of the default; all for `*` or without a default.
+    """The nodes of the partitions named (`a,b`), else of the default.
+
+    All for `*` or without a default.
 
     A partition whose name is a number comes as one from YAML.
     """
@@ -152,7 +160,9 @@ def refusal(
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
-    """Return a sentence that says why no node can hold the cell; None if one can, or if no node is known.
+    """Return a sentence that says why no node can hold the cell.
+
+    Return None if one can, or if no node is known.
 
     It says what the cell asks for, what the largest node has, and which key of config.yaml to change.
     `in_profile`: the request comes from the profile, not from the config.

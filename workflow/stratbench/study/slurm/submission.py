@@ -35,7 +35,10 @@ Kind = Literal["limit", "silence"]
 
 
 def refusal_by_sbatch(message: str) -> str | None:
-    """Return the reason why sbatch refused a job, from the SLURM plugin's report; None for other messages."""
+    """Return the reason why sbatch refused a job, from the SLURM plugin's report.
+
+    Return None for other messages.
+    """
     match = _REPORT.match(message)
     return reason_of(match[1]) if match else None
 
@@ -47,7 +50,7 @@ def reason_of(printed: str) -> str:
 
 
 def kind_of_refusal(reason: str) -> Kind | None:
-    """Return why a refusal passes; None where it stays however often one asks."""
+    """Return why a refusal passes, or None where it stays however often one asks."""
     if _LIMITS.search(reason):
         return "limit"
     return "silence" if _SILENCE.search(reason) else None

@@ -15,7 +15,9 @@ _MISSING = re.compile(
 
 
 def describe_unstarted(logs: Sequence[Path]) -> str | None:
-    """Return why a SLURM job ended before its rule began, naming the node and what is not there; else None.
+    """Return why a SLURM job ended before its rule began, naming the node and what is not there.
+
+    Else None.
 
     Args:
         logs: The rule's log, and behind it SLURM's of the job, whose name is the job's number.

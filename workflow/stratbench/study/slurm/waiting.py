@@ -64,7 +64,10 @@ class Waiting:
     _told: set[str] = field(default_factory=set)
 
     def sentences(self, states: Mapping[str, JobState], now: float) -> Iterator[str]:
-        """Yield a sentence, once, on each reason for which a job has waited PATIENCE_S; `now` in seconds."""
+        """Yield a sentence, once, on each reason for which a job has waited PATIENCE_S.
+
+        `now` in seconds.
+        """
         waiting = {
             (job, state.reason): state
             for job, state in states.items()

@@ -31,7 +31,7 @@ class CoreWaits:
 
     @property
     def longest_s(self) -> float | None:
-        """Seconds that the thread waited which waited longest; None if nothing was counted.
+        """Seconds that the thread waited which waited longest, or None if nothing was counted.
 
         A step waits for each of its threads: the one that computes, autograd's, those of OpenMP.
         """
@@ -39,7 +39,10 @@ class CoreWaits:
 
 
 def read_waits_ns() -> dict[str, int]:
-    """Return the nanoseconds that each thread has waited so far; empty if the kernel does not count."""
+    """Return the nanoseconds that each thread has waited so far.
+
+    Empty if the kernel does not count.
+    """
     waits = {}
     try:
         threads = os.listdir(TASKS)

@@ -6,7 +6,10 @@ import os
 
 
 def usable_cores() -> set[int]:
-    """Return numbers of the cores that this process may run on; all cores if the system does not say."""
+    """Return numbers of the cores that this process may run on.
+
+    All cores if the system does not say.
+    """
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

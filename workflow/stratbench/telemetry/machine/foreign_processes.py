@@ -30,7 +30,7 @@ def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
 
 
 def gpu_at(nvml: Nvml, place: dict[str, Any]) -> Gpu | None:
-    """Return the GPU of such a place; None where NVML does not know it."""
+    """Return the GPU of such a place, or None where NVML does not know it."""
     return nvml.gpu_named(str(place.get("uuid", place.get("index", ""))))
 
 
@@ -80,7 +80,10 @@ class ForeignProcessWatch:
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
     def look(self, t_s: float) -> None:
-        """Ask NVML for the processes of each GPU; a new foreign process is written down at once."""
+        """Ask NVML for the processes of each GPU.
+
+        A new foreign process is written down at once.
+        """
         known = len(self._found)
         for gpu in self._gpus:
             held_bytes = gpu.computing()
@@ -110,7 +113,9 @@ class ForeignProcessWatch:
 def others_on(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Who else uses the GPU of a worker that is out of memory, as the worker finds it; None: nobody.
+    """Who else uses the GPU of a worker that is out of memory, as the worker finds it.
+
+    None: nobody.
 
     `allocated_bytes`: what PyTorch has taken of it for the worker; None where it has not begun to use it.
     `processes`: foreign processes and the bytes that each holds. `others_bytes`: what is in use without the

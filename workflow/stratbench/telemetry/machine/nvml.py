@@ -64,7 +64,9 @@ class Nvml:
         return [Gpu(self, index, handle) for index, handle in handles if handle is not None]
 
     def gpu_of(self, uuid: str | None) -> Gpu | None:
-        """Return the GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`); None if it is not found.
+        """Return the GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`).
+
+        Return None if it is not found.
 
         CUDA tells an instance's UUID without its prefix: what is no GPU's is looked up as an instance's. A
         GPU that is divided into instances is not found: its power and energy are those of all of them.
@@ -83,7 +85,9 @@ class Nvml:
         return None if divided else Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
 
     def uuid_named(self, name: str) -> str | None:
-        """The UUID of what `name` stands for in CUDA_VISIBLE_DEVICES; None if nothing here, or several.
+        """The UUID of what `name` stands for in CUDA_VISIBLE_DEVICES.
+
+        None if nothing here, or several.
 
         `name` is a number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
         """
@@ -124,7 +128,10 @@ class Nvml:
         return pairs
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """What `function` of the library returns; None if it is missing or fails in any way."""
+        """What `function` of the library returns.
+
+        None if it is missing or fails in any way.
+        """
         if self._library is None:
             return None
         try:

@@ -47,11 +47,17 @@ class Beside:
         return Start()
 
     def next_stop(self) -> int | None:
-        """Say after how many steps of the whole training the clock shall stand next; None: it need not."""
+        """Say after how many steps of the whole training the clock shall stand next.
+
+        None: it need not.
+        """
         return None
 
     def between(self, step: int, losses: list[Tensor]) -> None:
-        """Do what is to be done after `step`, while the clock stands; `losses`: of the epoch in progress."""
+        """Do what is to be done after `step`, while the clock stands.
+
+        `losses`: of the epoch in progress.
+        """
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
         """Finish, after everything was measured; returns its part of the worker's result.

@@ -42,14 +42,20 @@ def is_loopback(host: str) -> bool:
 
 
 def other_nodes(own: str) -> Iterable[str]:
-    """Return the other nodes of the SLURM job or step that this process runs in; none outside of SLURM."""
+    """Return the other nodes of the SLURM job or step that this process runs in.
+
+    None outside of SLURM.
+    """
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     names = printed_by(["scontrol", "show", "hostnames", listed]) if listed else None
     return [name for name in (names or "").split() if name != own]
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface by which this node reaches a host; None where it does not, or by itself alone."""
+    """Return the interface by which this node reaches a host.
+
+    Return None where it does not, or by itself alone.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing

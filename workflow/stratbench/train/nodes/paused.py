@@ -35,7 +35,10 @@ def is_over(deadline_s: float, watch: PauseWatch) -> bool:
 def keep_pauses(
     job: Job, node: int, watch: PauseWatch, before: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Keep the pauses of a node's workers in the run folder; no file where there was none."""
+    """Keep the pauses of a node's workers in the run folder.
+
+    No file where there was none.
+    """
     kept = [
         *before,
         *(
@@ -64,14 +67,20 @@ def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
 
 
 def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -> bool:
-    """Return whether a worker was training as the pause began; times are those of the node's clock."""
+    """Return whether a worker was training as the pause began.
+
+    Times are those of the node's clock.
+    """
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)
     return any(p.start_s < until_s and p.end_s > begin_s for p in trained)
 
 
 def spoiled_by_pauses(job: Job, status: str, trained: Trained) -> str | None:
-    """How long pauses were that spoiled a cell which ended with `status`, in words; None: none did."""
+    """How long pauses were that spoiled a cell which ended with `status`, in words.
+
+    None: none did.
+    """
     by_node: dict[int, float] = defaultdict(float)
     for entry in pauses_entry(job, trained):
         if entry["in_training"] or status == "error":

@@ -13,7 +13,10 @@ LIMIT_S = 120.0
 
 
 def tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
-    """Return a store on a free port of rank 0's node; the others find its address in the folder."""
+    """Return a store on a free port of rank 0's node.
+
+    The others find its address in the folder.
+    """
     if rank == 0:
         host = os.uname().nodename
         store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)

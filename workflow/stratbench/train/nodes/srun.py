@@ -17,7 +17,9 @@ SRUN_END_S = 30.0
 
 
 def facts_of_job() -> dict[str, str]:
-    """What SLURM tells of the job that this process runs in; nothing outside of SLURM, or without an answer.
+    """What SLURM tells of the job that this process runs in.
+
+    Nothing outside of SLURM, or without an answer.
 
     Not by variables: Snakemake's plugin takes most of them away.
     """
@@ -29,7 +31,10 @@ def facts_of_job() -> dict[str, str]:
 
 
 def size_of_job() -> tuple[int, int]:
-    """Nodes of the SLURM job that this process runs in, and its cores on each of them; (1, 1) outside."""
+    """Nodes of the SLURM job that this process runs in, and its cores on each of them.
+
+    (1, 1) outside.
+    """
     facts = facts_of_job()
     nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
     return nodes, max(1, cpus // nodes)

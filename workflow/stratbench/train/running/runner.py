@@ -52,7 +52,10 @@ class Runner:
         folder.create()
 
     def hold_devices(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
-        """Hold the GPUs of this node that it trains on, if any; yields whether it uses GPUs."""
+        """Hold the GPUs of this node that it trains on, if any.
+
+        Yields whether it uses GPUs.
+        """
         return gpu_locks.hold_devices(s, args.nodes)
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
@@ -87,7 +90,10 @@ class Runner:
         return job, *self.launch(job, args.cpus_per_node)
 
     def launch(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
-        """Run the job's processes on all its nodes; returns how they exited, and how the cell ended."""
+        """Run the job's processes on all its nodes.
+
+        Return how they exited, and how the cell ended.
+        """
         if job.has_servers:
             write_secret(job.folder.secret, new_secret())
         kills_before = oom_kills()
@@ -109,7 +115,10 @@ class Runner:
         return exits, ending
 
     def launch_with_srun(self, job: Job, cpus_per_node: int) -> agent.Exits:
-        """Run one agent on each node of the SLURM job; each agent and this function keep the time limit."""
+        """Run one agent on each node of the SLURM job.
+
+        Each agent and this function keep the time limit.
+        """
         path = job.folder.write_job(job.to_json())
         agent_of_job = [str(path), str(job.elapsed_s), self.processes]
         watch = PauseWatch()
@@ -132,7 +141,9 @@ class Runner:
         return agent.Exits(exits, timed_out=late and ended, hung=hung and not late)
 
     def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
-        """Read how the processes of all nodes exited; srun does not pass on the exit codes of each.
+        """Read how the processes of all nodes exited.
+
+        Srun does not pass on the exit codes of each.
 
         Args:
             job: The cell's.
@@ -182,7 +193,10 @@ class Runner:
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Read when each GPU of the cell trained; None where that is not known of all."""
+        """Read when each GPU of the cell trained.
+
+        None where that is not known of all.
+        """
         return efficiency.intervals_of_workers(job, workers)
 
 

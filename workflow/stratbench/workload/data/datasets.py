@@ -79,10 +79,12 @@ def describe(
 
 
 def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """What decides the samples of one of our data sets, as settings hold it; None: its name says all.
+    """What decides the samples of one of our data sets, as settings hold it.
 
-    That is its source and the values of its spec, with the defaults. Where files lie is no part of it:
-    no byte of one is read before its MD5 is the published one. DataError for a name or spec that is none.
+    None: its name says all.
+
+    That is its source and the values of its spec, with the defaults. Where files lie is no part of it: no
+    byte of one is read before its MD5 is the published one. DataError for a name or spec that is none.
     """
     describe(name, spec)
     spec = {"source": name} if spec is None else spec
@@ -112,7 +114,11 @@ def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset
 
 
 def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
-    """Return the source that a spec names, and its values with the defaults; DataError for a mistake."""
+    """Return the source that a spec names, and its values with the defaults.
+
+    Raises:
+        DataError: For a mistake.
+    """
     source = spec.get("source")
     if source not in SPECS:
         raise DataError(

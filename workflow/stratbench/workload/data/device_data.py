@@ -151,7 +151,10 @@ class DeviceData(ABC):
         arrays: Mapping[str, torch.Tensor],
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where batches are wanted, if the arrays lie in host memory; None: where they are."""
+        """`device`: where batches are wanted, if the arrays lie in host memory.
+
+        None: where they are.
+        """
         self.meta = dict(meta)
         self.train_inputs, self.test_inputs = arrays["train_inputs"], arrays["test_inputs"]
         self.train_targets, self.test_targets = arrays["train_targets"], arrays["test_targets"]
@@ -255,7 +258,10 @@ class DeviceData(ABC):
         targets: torch.Tensor,
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch of samples as they are stored, on the device; `drawn`: how each is augmented."""
+        """Return a batch of samples as they are stored, on the device.
+
+        `drawn`: how each is augmented.
+        """
 
 
 class Texts(DeviceData):

@@ -183,7 +183,10 @@ def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
 
 
 def prepared_facts(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the meta data of what was prepared in `folder` for `identity`; None where nothing was."""
+    """Return the meta data of what was prepared in `folder` for `identity`.
+
+    Return None where nothing was.
+    """
     try:
         return read_json(folder / prepared.meta_name(identity))
     except (OSError, ValueError):

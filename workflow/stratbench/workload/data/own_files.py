@@ -154,7 +154,11 @@ def image_folder(
 
 
 def _by_class(name: str, folder: Path) -> dict[str, list[Path]]:
-    """Return the images of each class folder, sorted both; DataError where one has none."""
+    """Return the images of each class folder, sorted both.
+
+    Raises:
+        DataError: Where one has none.
+    """
     by_class = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
         by_class[place.name] = sorted(_images_below(place))
@@ -224,7 +228,11 @@ def text_files(
 def split_text(
     name: str, tokens: np.ndarray, vocabulary: int, sequence: int, test_share: float
 ) -> Source:
-    """A text whose last `test_share` is the test set; DataError where a part is shorter than a piece."""
+    """A text whose last `test_share` is the test set.
+
+    Raises:
+        DataError: Where a part is shorter than a piece.
+    """
     first_of_test = len(tokens) - round(test_share * len(tokens))
     parts = tokens[:first_of_test], tokens[first_of_test:]
     for part, what in zip(parts, ("training", "test"), strict=True):

@@ -77,7 +77,9 @@ class HostRows:
     def take(
         self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor] | None]:
-        """Inputs, targets and the rows of `tables`, on the device; as fetched, or else fetched now.
+        """Inputs, targets and the rows of `tables`, on the device.
+
+        As fetched, or else fetched now.
 
         They are overwritten by the next `fetch` but one.
         """

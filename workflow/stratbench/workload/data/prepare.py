@@ -57,7 +57,11 @@ def prepare(
 
 
 def _prepare_own(own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same of a user's own data; DataError where they are not those that `spec` was made of."""
+    """Return the same of a user's own data.
+
+    Raises:
+        DataError: Where they are not those that `spec` was made of.
+    """
     identity = json.loads(json.dumps(own.identity(users_code.code_folders())))
     stated = {key: spec[key] for key in ("sha256", "version") if key in spec}
     if any(identity[key] != value for key, value in stated.items()):

@@ -38,7 +38,9 @@ OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.sn
 
 
 def meta_name(spec: Mapping[str, Any] | None) -> str:
-    """Return the name of the meta data's file; `spec`: what decides the samples, None if the set's name does.
+    """Return the name of the meta data's file.
+
+    `spec`: what decides the samples, None if the set's name does.
 
     Another spec has another name: for Snakemake a folder with other data lacks the file.
     """
@@ -155,7 +157,11 @@ class _Sums:
 
 
 def _size_and_time(folder: Path, array: str) -> list[int]:
-    """Return bytes of an array's file, and when it was changed, in ns; DataError where it is no file."""
+    """Return bytes of an array's file, and when it was changed, in ns.
+
+    Raises:
+        DataError: Where it is no file.
+    """
     path = folder / f"{array}.npy"
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -175,7 +181,10 @@ def _sha256(folder: Path) -> str:
 
 
 def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the meta data of a folder that was made for `request` and is undamaged; otherwise None."""
+    """Return the meta data of a folder that was made for `request` and is undamaged.
+
+    Otherwise None.
+    """
     try:
         meta = _meta(folder)
         same = all(meta[key] == value for key, value in request.items())
@@ -219,7 +228,10 @@ def _move_aside(folder: Path, where: Path) -> None:
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    """What the file of the meta data holds; OSError or ValueError if it cannot be read."""
+    """What the file of the meta data holds.
+
+    OSError or ValueError if it cannot be read.
+    """
     paths = list(folder.glob("meta*.json"))
     if len(paths) != 1:
         raise FileNotFoundError(errno.ENOENT, f"{len(paths)} files meta*.json", str(folder))
@@ -227,7 +239,11 @@ def _meta(folder: Path) -> dict[str, Any]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return the meta data of a prepared data set, its arrays not looked at; DataError if there are none."""
+    """Return the meta data of a prepared data set, its arrays not looked at.
+
+    Raises:
+        DataError: If there are none.
+    """
     try:
         return _meta(folder)
     except (OSError, ValueError) as error:

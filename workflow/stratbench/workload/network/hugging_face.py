@@ -126,7 +126,10 @@ _INPUTS = {
 
 
 def _labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
-    """Return the classes of whole samples that the head scores; None where it scores tokens."""
+    """Return the classes of whole samples that the head scores.
+
+    Return None where it scores tokens.
+    """
     return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
 
 

@@ -115,7 +115,9 @@ def _of_transformers(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
 
 
 def task_of_entry(spec: Mapping[str, Any]) -> str | None:
-    """Return the task that the model of an entry of `models` is for; None if its code alone knows.
+    """Return the task that the model of an entry of `models` is for.
+
+    Return None if its code alone knows.
 
     Raises:
         ValueError: The entry names a file that is no config, as `.key = value: why`.
@@ -136,7 +138,10 @@ def task_of_entry(spec: Mapping[str, Any]) -> str | None:
 
 
 def tasks_of_head(call: str) -> tuple[str, ...]:
-    """Return the tasks that a class of transformers has a head for; none of another call."""
+    """Return the tasks that a class of transformers has a head for.
+
+    None of another call.
+    """
     package, _, name = call.partition(":")
     if package != "transformers":
         return ()
@@ -144,7 +149,10 @@ def tasks_of_head(call: str) -> tuple[str, ...]:
 
 
 def stated_vocabulary(spec: Mapping[str, Any]) -> int | None:
-    """Return the tokens that an entry of `models` states; None where they follow from the data."""
+    """Return the tokens that an entry of `models` states.
+
+    Return None where they follow from the data.
+    """
     if "transformers" not in spec:
         return None
     named = spec["transformers"]
@@ -178,7 +186,10 @@ def _read_config(named: str, path: Path) -> dict[str, Any]:
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
-    """The class that a config names, if it has a head; else the one that transformers takes for a text."""
+    """The class that a config names, if it has a head.
+
+    Else the one that transformers takes for a text.
+    """
     named = [*(config.get("architectures") or []), ""][0]
     return named if re.search(r"For[A-Z]|LMHead", named) else "AutoModelForCausalLM"
 
@@ -205,7 +216,10 @@ def _weights_of(named: str, folder: Path, known: Path) -> dict[str, Any]:
 
 
 def fault_of_library(spec: Mapping[str, Any]) -> str | None:
-    """Why a call of a library cannot be built, as far as its files show; None where nothing is wrong."""
+    """Why a call of a library cannot be built, as far as its files show.
+
+    None where nothing is wrong.
+    """
     package, _, name = spec["call"].partition(":")
     if package not in LIBRARIES:
         return None
@@ -268,7 +282,10 @@ def _fault_of_lora(spec: Mapping[str, Any]) -> str | None:
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
-    """The closest of some names, as a question; first the shortest that has all words of the one given."""
+    """The closest of some names, as a question.
+
+    First the shortest that has all words of the one given.
+    """
     words, ordered = set(name.lower().split("_")), sorted(known, key=lambda key: (len(key), key))
     wider = [key for key in ordered if words <= set(key.lower().split("_"))]
     found = wider or get_close_matches(name, ordered, n=1, cutoff=0.5)
@@ -283,7 +300,10 @@ def _folder_of(package: str) -> Path | None:
 
 @cache
 def _file_of_class(folder: Path, name: str) -> Path | None:
-    """The file of transformers that defines a class; first those of families whose names begin its own."""
+    """The file of transformers that defines a class.
+
+    First those of families whose names begin its own.
+    """
 
     def is_likely(path: Path) -> bool:
         return name.lower().startswith(path.parent.name.replace("_", ""))
@@ -301,7 +321,10 @@ def _classes_with_heads(folder: Path) -> set[str]:
 
 @cache
 def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
-    """Return the keys that the config of a model's class takes; empty where its files do not show them."""
+    """Return the keys that the config of a model's class takes.
+
+    Empty where its files do not show them.
+    """
     text = modeling.read_text(encoding="utf-8").partition(f"\nclass {name}(")[2]
     named = re.search(r"\bconfig: (\w+)", text.partition("\nclass ")[0])
     if named is None:

@@ -70,7 +70,9 @@ _SIDES = {"maxvit_t": 224}
 
 
 def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """call, kwargs and shard of a model that is not built in; `given`: the config's `models`.
+    """call, kwargs and shard of a model that is not built in.
+
+    `given`: the config's `models`.
 
     A name that is not there is a network of torchvision's. None for one of MODELS.
     """
@@ -217,7 +219,9 @@ def _formats_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def changed_formats(model: nn.Module) -> str | None:
-    """That a network's code makes parameters in other formats than it is trained in; None where it does not.
+    """That a network's code makes parameters in other formats than it is trained in.
+
+    None where it does not.
 
     The usual float32 says nothing of what its user wants.
     """
@@ -239,10 +243,12 @@ def trial_of(
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
-    """Return steps of the network that `for_training` made, on two samples each; `groups`: its shard groups.
+    """Return steps of the network that `for_training` made, on two samples each.
 
-    `dtype`: of the samples, if they are images. `task` says what the outputs are. ModelError tells what
-    does not fit. Nothing of the network is changed.
+    `groups`: its shard groups.
+
+    `dtype`: of the samples, if they are images. `task` says what the outputs are. ModelError tells what does
+    not fit. Nothing of the network is changed.
     """
     import torch
 
@@ -301,7 +307,9 @@ def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Put the replacement of each parameter and buffer in its place; a shared parameter stays shared.
+    """Put the replacement of each parameter and buffer in its place.
+
+    A shared parameter stays shared.
 
     Only for fakes of what is real, which no memory can be made of in place.
     """

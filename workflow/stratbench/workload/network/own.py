@@ -60,7 +60,10 @@ class OwnModel:
 
     @property
     def torchvision_name(self) -> str | None:
-        """The name of the classification network of torchvision that it is; None for any other."""
+        """The name of the classification network of torchvision that it is.
+
+        None for any other.
+        """
         module, _, name = self.call.replace(":", ".").rpartition(".")
         return name if module == "torchvision.models" and name in torchvision_names() else None
 
@@ -217,7 +220,10 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
 
 
 def _in_one_memory(model: nn.Module) -> tuple[str, str] | None:
-    """The names of a parameter, and of another one or a buffer, that share memory; None: there are none."""
+    """The names of a parameter, and of another one or a buffer, that share memory.
+
+    None: there are none.
+    """
     from stratbench.workload.torch_internals import get_storage_key
 
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -261,7 +267,10 @@ def _overlap(t: Tensor, u: Tensor) -> bool:
 
 
 def _not_of_data(shape: Sequence[int], e: Exception) -> str:
-    """What an error about a call's arguments wants, and data of this kind do not have; or nothing."""
+    """What an error about a call's arguments wants, and data of this kind do not have.
+
+    Or nothing.
+    """
     wanted = [
         key
         for role in ROLES.keys() - facts_of_data(0, shape).keys()

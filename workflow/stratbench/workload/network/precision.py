@@ -38,7 +38,7 @@ def batch_format(precision: str, device_type: str) -> torch.memory_format:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype of mixed precision; None where there is none."""
+    """Return the dtype of mixed precision, or None where there is none."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)

@@ -53,12 +53,15 @@ class Model:
 
     @property
     def batchnorm(self) -> bool | None:
-        """Whether it normalises over the batch; None where that is not known before it is built."""
+        """Whether it normalises over the batch.
+
+        None where that is not known before it is built.
+        """
         return FAMILIES[self.family].batchnorm
 
     @property
     def reads_text(self) -> bool | None:
-        """Whether its input is tokens, and not images; None where both may be."""
+        """Whether its input is tokens, and not images, or None where both may be."""
         return FAMILIES[self.family].reads_text
 
     @property
@@ -158,7 +161,11 @@ MODELS: dict[str, Model] = {
 
 
 def facts_of(model: str | Model) -> Model:
-    """What is known of a network before it is built; ValueError for a name that is none."""
+    """What is known of a network before it is built.
+
+    Raises:
+        ValueError: For a name that is none.
+    """
     if isinstance(model, Model):
         return model
     if model not in MODELS:

@@ -39,7 +39,10 @@ def rule_of(wrap_classes: Sequence[str] | None) -> str:
 
 
 def stated_classes(model: nn.Module) -> list[str]:
-    """The classes that a network itself names to be sharded, as those of transformers do; none if none."""
+    """The classes that a network itself names to be sharded, as those of transformers do.
+
+    None if none.
+    """
     there = {type(m).__name__ for m in model.modules()}
     return sorted(there.intersection(getattr(model, "_no_split_modules", None) or ()))
 
@@ -115,7 +118,10 @@ def _may_divide(module: nn.Module) -> bool:
 
 @cache
 def _read_by(kind: type[nn.Module]) -> frozenset[str]:
-    """What a class holds and reads the weights of itself, by its code; making them is not reading."""
+    """What a class holds and reads the weights of itself, by its code.
+
+    Making them is not reading.
+    """
     names: set[str] = set()
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if (

@@ -240,7 +240,10 @@ class _Trying:
                 module.training = training
 
     def seeded(self, watching: AbstractContextManager | None = None) -> Tensor:
-        """Return the scores in training, with the generators at a seed; what forward changes is put back."""
+        """Return the scores in training, with the generators at a seed.
+
+        What forward changes is put back.
+        """
         seed_generators(0)
         try:
             with torch.no_grad(), watching or nullcontext():
@@ -415,7 +418,10 @@ def _check_scores(who: object, scores: Any, x: Tensor, y: Tensor, wanted: list[i
 
 
 def _raise_model_error(who: object, e: Exception, what: str) -> None:
-    """ModelError in one sentence; an error that is no fault of the model stays what it is."""
+    """ModelError in one sentence.
+
+    An error that is no fault of the model stays what it is.
+    """
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         raise e
     if isinstance(e, NO_VALUES):
@@ -559,7 +565,10 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 def _parameters_read(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a function reads; one that gives no tensor asks for a shape or a dtype."""
+    """Yield the parameters that a function reads.
+
+    One that gives no tensor asks for a shape or a dtype.
+    """
     if isinstance(result, Tensor | tuple | list):
         yield from _parameters_in([*args, *(kwargs or {}).values()])
 

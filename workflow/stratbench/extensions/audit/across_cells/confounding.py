@@ -63,7 +63,10 @@ def moment_of(record: Record, name: str) -> float | None:
 
 
 def hosts_of(record: Record) -> str:
-    """Return the hosts of a record's workers as one text; empty if they are not recorded."""
+    """Return the hosts of a record's workers as one text.
+
+    Empty if they are not recorded.
+    """
     names = {value_at(worker["provenance"], "host.name") for worker in record["workers"]}
     return ", ".join(sorted(names - {None}))
 
@@ -204,7 +207,9 @@ def trends(evidence: AuditData) -> dict[str, str]:
 
 
 def trend_in(groups: Sequence[Sequence[Run]]) -> str:
-    """How log times, less their group's mean, follow the order of execution; empty if by chance at most.
+    """How log times, less their group's mean, follow the order of execution.
+
+    Empty if by chance at most.
 
     By their regression on the place in the order (within groups, so that it does not matter which strategy
     ran when), or by their correlation with the next in the order, which finds a slow hour.

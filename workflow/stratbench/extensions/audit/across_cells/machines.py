@@ -134,8 +134,9 @@ def memory_held_by_others(facts: Facts) -> Iterator[str]:
 
 
 def foreign_processes_in(facts: Facts) -> Iterator[str]:
-    """Yield the foreign processes on the cell's own GPUs, at its start and while it ran; others' GPUs do not
-    count.
+    """Yield the foreign processes on the cell's own GPUs, at its start and while it ran.
+
+    Others' GPUs do not count.
     """
     own = own_gpus(facts)
     seen: dict[tuple[str, int], str] = {}

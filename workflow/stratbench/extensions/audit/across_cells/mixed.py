@@ -145,7 +145,10 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
 
 @lru_cache(maxsize=10_000)
 def row_comparing(path: str) -> int | None:
-    """Return the row of TABLE that compares a field; None if the field may differ."""
+    """Return the row of TABLE that compares a field.
+
+    Return None if the field may differ.
+    """
     name = path.removeprefix("worker.")
     if name != path and any(name == own or name.startswith(f"{own}.") for own in OWN):
         return None

@@ -163,7 +163,9 @@ def _add_unheard_of(incarnation: History, g: Generation, job: Job) -> None:
 
 
 def job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float) -> dict[str, Any]:
-    """What the record says of a worker job; `dates`: when it was admitted, ready, and at its first step.
+    """What the record says of a worker job.
+
+    `dates`: when it was admitted, ready, and at its first step.
 
     SLURM's dates are cut to whole seconds: no job starts before it is submitted, or ends before it starts.
     """

@@ -78,7 +78,10 @@ class ReturningChannel:
     # --- joining -------------------------------------------------------------------------------------
 
     def _join(self) -> bool:
-        """Knock until an incarnation of the servers lets this worker in; False: the run is over."""
+        """Knock until an incarnation of the servers lets this worker in.
+
+        False: the run is over.
+        """
         heard, pause_s = time.monotonic(), 1.0
         while not self._leaving.is_set():
             if read_end(self._folder) is not None:

@@ -15,7 +15,11 @@ _FIGURES = ("test_loss", "score", "score_error")
 
 
 def parse_score(said: Any) -> dict[str, float | None]:
-    """Return a SCORE's figures, None where one is not finite; ProtocolError if they are none."""
+    """Return a SCORE's figures, None where one is not finite.
+
+    Raises:
+        ProtocolError: If they are none.
+    """
     if not isinstance(said, dict) or set(said) != set(_FIGURES):
         raise ProtocolError(f"malformed SCORE: {said!r:.100}")
     for value in said.values():
@@ -98,7 +102,9 @@ class Evaluations:
 
     @property
     def last_epoch(self) -> int | None:
-        """The epoch that ends the run before its last ticket; None: none does, as far as is known.
+        """The epoch that ends the run before its last ticket.
+
+        None: none does, as far as is known.
 
         The first that reaches the target, or whose figures are not finite. All before it are evaluated.
         """

@@ -87,7 +87,7 @@ class NewEvents:
 
 
 def last_incarnation(folder: str | Path) -> int:
-    """Return the number of the last incarnation that has begun; 0 before the first."""
+    """Return the number of the last incarnation that has begun, or 0 before the first."""
     return max((entry["incarnation"] for entry in read_journal(folder)), default=0)
 
 
@@ -144,7 +144,10 @@ def forget_end(folder: str | Path) -> None:
 
 
 def write_end(folder: str | Path, error: str | None) -> None:
-    """Tell workers and the other servers that the run is over; `error`: why it ended badly."""
+    """Tell workers and the other servers that the run is over.
+
+    `error`: why it ended badly.
+    """
     write_atomic(Path(folder, _ENDED), json.dumps({"error": error}))
 
 

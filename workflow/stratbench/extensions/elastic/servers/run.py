@@ -81,7 +81,10 @@ class ElasticRun(ServerRun):
     # --- another incarnation ------------------------------------------------------------------------------
 
     def _resume(self) -> set[int]:
-        """Go on from what the servers have saved, before any worker is here; returns the settled tickets."""
+        """Go on from what the servers have saved, before any worker is here.
+
+        Return the settled tickets.
+        """
         c = self.config
         saved = load_state(self._folder, c.server)
         settled = settled_tickets(self._folder, c.n_servers)
@@ -103,8 +106,9 @@ class ElasticRun(ServerRun):
         return set(settled)
 
     def _begin_clock(self) -> None:
-        """The first ticket: of an earlier incarnation, where there was one; time passed between lives,
-        too.
+        """The first ticket: of an earlier incarnation, where there was one.
+
+        Time passed between lives, too.
         """
         now_unix_s = time.time()
         if self._began_unix_s is None:
@@ -117,7 +121,9 @@ class ElasticRun(ServerRun):
         self._saved_s = time.monotonic()
 
     def _facts(self) -> dict[str, Any]:
-        """What is saved beside the shards; those epochs are on disk that it says have ended.
+        """What is saved beside the shards.
+
+        Those epochs are on disk that it says have ended.
 
         Of a moment after the shards': which epochs had ended by theirs, the tickets tell that they had.
         """
@@ -331,7 +337,10 @@ class ElasticRun(ServerRun):
 
 
 def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
-    """Return the run that a server's config describes; it is saved when SIGTERM asks it to stop."""
+    """Return the run that a server's config describes.
+
+    It is saved when SIGTERM asks it to stop.
+    """
     run = ElasticRun(config, secret, make)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: run.suspend())

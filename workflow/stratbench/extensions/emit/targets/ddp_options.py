@@ -17,7 +17,10 @@ def ddp_arguments(choice: Choice) -> dict[str, Any]:
 
 
 def hook_of(choice: Choice) -> str | None:
-    """Return the name of torch's hook that sends gradients as the cell did; None: they are sent whole."""
+    """Return the name of torch's hook that sends gradients as the cell did.
+
+    None: they are sent whole.
+    """
     compress = choice.take_option("compress", "none")
     rank, start = choice.take_option("powersgd_rank"), choice.take_option("powersgd_start_step")
     if compress == "none":

@@ -48,7 +48,10 @@ def optimizer_call(choice: Choice, parameters: str = "model.parameters()") -> st
 
 
 def schedule_lines(choice: Choice) -> list[str]:
-    """Return a function of the step that scales the learning rate, as lines of Python; empty if none does."""
+    """Return a function of the step that scales the learning rate, as lines of Python.
+
+    Empty if none does.
+    """
     schedule, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
     if not choice.settings.changes_lr:
         return []

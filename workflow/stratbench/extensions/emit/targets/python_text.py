@@ -22,7 +22,10 @@ def call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def folded_call(line: str) -> str:
-    """Return a line; if it is longer than 100 characters and ends with a call, with an argument per line."""
+    """Return a line.
+
+    If it is longer than 100 characters and ends with a call, with an argument per line.
+    """
     head, bracket, rest = line.partition("(")
     if len(line) <= 100 or not bracket or not rest.endswith(")"):
         return line

@@ -22,7 +22,10 @@ YOURS = (
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as a script; `called`: what wraps the network or the optimizer, or nothing."""
+    """Return the cell as a script.
+
+    `called`: what wraps the network or the optimizer, or nothing.
+    """
     s, on_cpu = choice.settings, choice.device == "cpu"
     imports = ["import sys", "import torch", "import torch.distributed as dist"]
     imports.append("from stratbench.extensions.emit.work import Work")

@@ -30,7 +30,10 @@ class Blocks(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> Blocks | None:
-    """Return the blocks of equal modules that hold most of the parameters; None if there are none."""
+    """Return the blocks of equal modules that hold most of the parameters.
+
+    Return None if there are none.
+    """
     best, most = None, 0
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < MIN_BLOCKS:

@@ -81,7 +81,10 @@ class Moment:
     sums: Sums | None = None
 
     def buffer_bytes(self, batch: int, resident_threads: int) -> int:
-        """Return bytes of the buffer on a GPU that holds so many threads at once; 0 where it is not known."""
+        """Return bytes of the buffer on a GPU that holds so many threads at once.
+
+        Return 0 where it is not known.
+        """
         if self.sums is None or not resident_threads:
             return 0
         return self.sums.buffer_bytes(batch, resident_threads)
@@ -207,7 +210,9 @@ class Footprint:
         resident_threads: int = 0,
         data_bytes: Callable[[int], int] = lambda _: 0,
     ) -> int:
-        """Return the most samples that fit into `available_bytes` on every rank; 0 if not even one does.
+        """Return the most samples that fit into `available_bytes` on every rank.
+
+        Return 0 if not even one does.
 
         `data_bytes`: what the data take there beside so many samples.
         """
@@ -429,7 +434,10 @@ def _counted_flops(
 def _flops_of(
     model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
 ) -> dict[str, int]:
-    """Return the same; they are those of the network alone, which is built and counted once a process."""
+    """Return the same.
+
+    They are those of the network alone, which is built and counted once a process.
+    """
     from stratbench.extensions.plan.footprint.fake import blank
 
     network = models.named_model(model, json.loads(own))

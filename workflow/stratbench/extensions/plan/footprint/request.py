@@ -47,10 +47,12 @@ class Request:
 
     @classmethod
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
-        """The request of a cell with settings `s` on data set `data`; `local_world`: workers of a node.
+        """The request of a cell with settings `s` on data set `data`.
 
-        A worker of a parameter server does the same under every policy, and only where something is
-        sharded does a rank's memory depend on the number of ranks.
+        `local_world`: workers of a node.
+
+        A worker of a parameter server does the same under every policy, and only where something is sharded
+        does a rank's memory depend on the number of ranks.
         """
         strategy, options = s.strategy, s.options
         planned = strategy_class(strategy)

@@ -102,7 +102,10 @@ _PLAIN = frozenset(
 
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A process group of which this is one rank, and the others are not there; until the block ends."""
+    """A process group of which this is one rank, and the others are not there.
+
+    Until the block ends.
+    """
     if dist.is_initialized():
         raise RuntimeError("a footprint cannot be made inside a process group")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -227,7 +230,9 @@ def _fused_adamw(
 
 
 def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
-    """A fused kernel on fake tensors, which refuses what the one on CUDA does; `kept`: the moments.
+    """A fused kernel on fake tensors, which refuses what the one on CUDA does.
+
+    `kept`: the moments.
 
     It works in place and allocates nothing. The conditions: check_fast_path_restrictions in
     aten/src/ATen/native/ForeachUtils.h; RuntimeError where they do not hold.

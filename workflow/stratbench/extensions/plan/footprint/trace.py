@@ -170,7 +170,10 @@ class OperatorTrace(TorchDispatchMode):
         return out
 
     def _collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-        """Return the collective that `op` is, with its memory logged; None for any other operation."""
+        """Return the collective that `op` is, with its memory logged.
+
+        Return None for any other operation.
+        """
         collective = collective_of(op, args, kwargs)
         if collective is None:
             return None

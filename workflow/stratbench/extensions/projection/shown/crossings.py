@@ -84,7 +84,10 @@ def _crossing(
 
 
 def sentences_on_crossings(lines: Lines, noun: str) -> list[str]:
-    """Where the lead passes on; or who has it throughout, of two strategies or more that are projected."""
+    """Where the lead passes on.
+
+    Or who has it throughout, of two strategies or more that are projected.
+    """
     projected = {s: c for s, c in lines.items() if any(not count.measured for count in c)}
     if len(projected) < 2:
         return []

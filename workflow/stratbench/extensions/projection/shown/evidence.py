@@ -64,7 +64,10 @@ class ProjectionEvidence(Evidence):
 
 
 def read_evidence(path: str, given: Constraints) -> Evidence:
-    """Return the evidence of a projection.csv; `path`: "" or of no file where none was made."""
+    """Return the evidence of a projection.csv.
+
+    `path`: "" or of no file where none was made.
+    """
     return ProjectionEvidence(read_projection(path, given.gpus), read_crossings(path))
 
 

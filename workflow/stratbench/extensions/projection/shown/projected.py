@@ -78,7 +78,10 @@ def noun_of(rows: pd.DataFrame) -> str:
 
 
 def read_projection(path: str, most: int | None) -> dict[Line, dict[int, Projected]]:
-    """What a projection.csv says of at most so many workers, by strategy and count; none without a `path`."""
+    """What a projection.csv says of at most so many workers, by strategy and count.
+
+    None without a `path`.
+    """
     if not path or most is None or not Path(path).exists():
         return {}
     table = read_rows(Path(path))

@@ -130,7 +130,10 @@ def _chart(
 
 
 def _line(r: Mapping[str, Any], aim: str) -> dict[str, Any]:
-    """Return a count of a strategy, in words; `aim`: the columns of what its training takes begin with it."""
+    """Return a count of a strategy, in words.
+
+    `aim`: the columns of what its training takes begin with it.
+    """
     projected = r["kind"] == "projected"
     by = SHORT_RULES.get(r["rule"], r["rule"]) if projected else "measured"
     by_host = projected and not pd.isna(r.get("host_s"))  # a table of before has no such column
@@ -159,7 +162,10 @@ def _text(value: float, text: Callable[[float], str]) -> str:
 
 
 def _range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[float], str]) -> str:
-    """Return the interval of a projection, or the range of repeats; empty where it is one value."""
+    """Return the interval of a projection, or the range of repeats.
+
+    Empty where it is one value.
+    """
     low, high = (_text(r[f"{name}_{end}{unit}"], text) for end in ("low", "high"))
     return "" if low == high else f"{low} to {high}"
 
@@ -205,7 +211,10 @@ def _evidence(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _refused(rows: pd.DataFrame) -> Iterator[str]:
-    """What is not projected and why, each reason once; beyond all projected counts the first one's."""
+    """What is not projected and why, each reason once.
+
+    Beyond all projected counts the first one's.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
     for strategy, group in rows.groupby("strategy", sort=False):
         projected = group[group["kind"] == "projected"]["workers"].max()

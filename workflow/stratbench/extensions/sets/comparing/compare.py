@@ -30,11 +30,13 @@ def compare_sets(
     prices: Mapping[str, float] | None = None,
     given: Constraints | None = None,
 ) -> int:
-    """Compare the sets (sources by name) with the first of them; returns 1 if one fails.
+    """Compare the sets (sources by name) with the first of them.
 
-    Writes <out_root>/<names>/index.html, and beside it tables, figures and the page of all cells.
-    A set fails if something in it is slower by more than the share `allowed`, beyond noise, or no longer
-    finishes; None: nothing is judged.
+    Return 1 if one fails.
+
+    Writes <out_root>/<names>/index.html, and beside it tables, figures and the page of all cells. A set fails
+    if something in it is slower by more than the share `allowed`, beyond noise, or no longer finishes; None:
+    nothing is judged.
     """
     if len(named) < 2:
         raise SetError("one set cannot be compared; name two or more")

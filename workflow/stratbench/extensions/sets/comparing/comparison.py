@@ -106,12 +106,17 @@ class ComparedCell:
 
     @cached_property
     def time(self) -> IntervalEstimate | None:
-        """Training time in the other set, divided by that in the first; None if there is no ratio."""
+        """Training time in the other set, divided by that in the first.
+
+        None if there is no ratio.
+        """
         return None if self.why_not else ratio_of_times(self.other.times, self.first.times)
 
     @property
     def memory(self) -> float | None:
-        """Peak memory in the other set, divided by that in the first; None if there is no ratio.
+        """Peak memory in the other set, divided by that in the first.
+
+        None if there is no ratio.
 
         It hardly scatters, so it has no interval.
         """
@@ -121,7 +126,10 @@ class ComparedCell:
 
     @cached_property
     def score_change(self) -> IntervalEstimate | None:
-        """The score in the other set minus that in the first, as shown; None without a ratio or a score."""
+        """The score in the other set minus that in the first, as shown.
+
+        None without a ratio or a score.
+        """
         if self.why_not or not self.first.scores or not self.other.scores:
             return None
         return difference_of_scores(self.other.scores, self.first.scores)

@@ -18,7 +18,10 @@ from stratbench.extensions.sets.comparing.comparison import ComparedCell, Compar
 
 
 def draw_all(found: Comparison, out_dir: Path, margin: float) -> list[dict[str, Any]]:
-    """Draw a figure of every experiment and model with a ratio; returns them as the page shows them."""
+    """Draw a figure of every experiment and model with a ratio.
+
+    Return them as the page shows them.
+    """
     marks = marks_of(pd.concat([found.first.cells, found.other.cells]))
     drawn = []
     for experiment, model in dict.fromkeys(c.group.comparison for c in found.with_ratio):
@@ -39,7 +42,10 @@ def draw_all(found: Comparison, out_dir: Path, margin: float) -> list[dict[str, 
 
 
 def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin: float) -> Rows:
-    """A row for each strategy, a point for each number of workers; full where the interval leaves out 1."""
+    """A row for each strategy, a point for each number of workers.
+
+    Full where the interval leaves out 1.
+    """
     several = len({c.group.gpus for c in cells}) > 1
     rows = []
     for strategy in dict.fromkeys(c.group.strategy for c in cells):

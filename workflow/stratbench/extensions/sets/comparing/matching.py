@@ -140,7 +140,10 @@ def _text(value: Any) -> str:
 
 @lru_cache(maxsize=10_000)
 def kind_of(path: str) -> str | None:
-    """Return the kind of a difference, a value of WORK or PLACE; None if cells may differ in it."""
+    """Return the kind of a difference, a value of WORK or PLACE.
+
+    Return None if cells may differ in it.
+    """
     if THREADS.fullmatch(path):
         return PLACE["mixed-cores"]
     if path in OF_PLACE:
@@ -159,7 +162,10 @@ def kind_of(path: str) -> str | None:
 
 
 def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
-    """Yield every field that differs between two matched cells; a value that is missing is `not stated`."""
+    """Yield every field that differs between two matched cells.
+
+    A value that is missing is `not stated`.
+    """
     mine = facts_by_group(first).get(match.first, {})
     theirs = facts_by_group(other).get(match.other, {})
     replaced = first.hosts_replaced or other.hosts_replaced

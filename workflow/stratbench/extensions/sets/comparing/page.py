@@ -91,7 +91,10 @@ def difference_lines(found: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def unit_of(cells: Sequence[ComparedCell]) -> str:
-    """Return the unit of a change of score, if all cells have the same one; else empty."""
+    """Return the unit of a change of score, if all cells have the same one.
+
+    Else empty.
+    """
     units = {c.score.difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 

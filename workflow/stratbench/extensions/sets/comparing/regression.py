@@ -136,7 +136,10 @@ def unfinished(found: Comparison, cell: ComparedCell, outcome: str) -> Watched:
 
 
 def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
-    """Yield the cells of each strategy; only those with two repeats in both sets, if there are any."""
+    """Yield the cells of each strategy.
+
+    Only those with two repeats in both sets, if there are any.
+    """
     groups: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         groups[cell.group.strategy].append(cell)

@@ -32,7 +32,10 @@ def ratio_text(found: IntervalEstimate) -> str:
 
 
 def change_text(cell: ComparedCell) -> str:
-    """Return a change of a score as tables print it; empty if it is not known."""
+    """Return a change of a score as tables print it.
+
+    Empty if it is not known.
+    """
     change = cell.score_change
     return "" if change is None else change.text(f"{{:+.{cell.score.decimals}f}}".format)
 

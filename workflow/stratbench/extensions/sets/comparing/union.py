@@ -63,7 +63,10 @@ def decisions_over(
 
 
 def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
-    """Return the values that the rows of one experiment and model have in common; None if they differ."""
+    """Return the values that the rows of one experiment and model have in common.
+
+    Return None if they differ.
+    """
     usable = rows[rows["status"].isin(STATUSES)]
     columns = [name for name in JOB if not (is_weak and name == "global_batch")]
     values = [tuple(usable[name].astype(str).unique()) for name in columns]

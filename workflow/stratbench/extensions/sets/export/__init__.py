@@ -46,7 +46,10 @@ def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` at the end; not if something is raised (Ctrl-C)."""
+    """Yield an empty folder that replaces `folder` at the end.
+
+    Not if something is raised (Ctrl-C).
+    """
     unfinished, old = (folder.with_name(f".{folder.name}.{what}") for what in ("unfinished", "old"))
     for left in (unfinished, old):
         shutil.rmtree(left, ignore_errors=True)

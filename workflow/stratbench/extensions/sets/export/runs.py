@@ -53,7 +53,10 @@ class ExportedRun:
 
 
 def runs_of(found: ResultSet) -> Iterator[ExportedRun]:
-    """Yield the runs, one for each record of a set in the order of its cells; prints progress meanwhile."""
+    """Yield the runs, one for each record of a set in the order of its cells.
+
+    Prints progress meanwhile.
+    """
     records = {Cell(**record["cell"]): record for record in found.records}
     epochs = dict(list(found.epochs.groupby(list(COORDINATES), sort=False)))
     measured = [
@@ -111,6 +114,6 @@ def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Value]
 
 
 def _seconds(record: dict[str, Any], name: str) -> float:
-    """Return a time in a record's provenance; 0 if the record states none."""
+    """Return a time in a record's provenance, or 0 if the record states none."""
     text = record["provenance"].get(name)
     return datetime.fromisoformat(text).timestamp() if text else 0.0

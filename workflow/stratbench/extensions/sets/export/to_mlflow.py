@@ -26,7 +26,10 @@ MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
 def metrics_of(run: ExportedRun) -> list[Metric]:
-    """Return the metrics of epochs by number, at the times when they ended; then those of the whole cell."""
+    """Return the metrics of epochs by number, at the times when they ended.
+
+    Then those of the whole cell.
+    """
     found = [
         Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
         for epoch in run.epochs
@@ -52,7 +55,10 @@ def write(found: ResultSet, folder: Path) -> None:
 
 
 def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
-    """Write one run; `FINISHED` if the cell is ok, else `FAILED`, with the status as a tag."""
+    """Write one run.
+
+    `FINISHED` if the cell is ok, else `FAILED`, with the status as a tag.
+    """
     created = client.create_run(
         experiment_id, start_time=int(1000 * run.started_s), run_name=run.cell.path
     )

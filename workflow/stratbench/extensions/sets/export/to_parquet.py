@@ -26,7 +26,10 @@ def type_of(column: Column) -> pa.DataType:
 
 
 def table_of(frame: pd.DataFrame, columns: Mapping[str, Column], about: dict[str, str]) -> pa.Table:
-    """A typed table from a frame like cells.csv or epochs.csv; `about`: metadata of the whole table."""
+    """A typed table from a frame like cells.csv or epochs.csv.
+
+    `about`: metadata of the whole table.
+    """
     fields, arrays = [], []
     for name, column in columns.items():
         meaning = {"unit": column.unit, "definition": column.definition, "kind": column.kind}

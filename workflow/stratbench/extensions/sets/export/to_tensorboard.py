@@ -17,7 +17,10 @@ OF_RECORDS = True
 
 
 def events_of(run: ExportedRun) -> Iterator[Event]:
-    """Yield all events of a run; those of an epoch at the time when it ended."""
+    """Yield all events of a run.
+
+    Those of an epoch at the time when it ended.
+    """
     yield Event(wall_time=run.started_s, file_version="brain.Event:2")
     told = run.parameters | {"status": run.tags["status"]}
     hyperparameters = hparams_pb(told, trial_id=run.cell.path, start_time_secs=run.started_s)

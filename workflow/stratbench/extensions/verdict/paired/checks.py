@@ -56,13 +56,15 @@ def moved_by(
     blocks: int,
     level: tuple[float, int],
 ) -> Moved | None:
-    """What the full runs of a comparison leave of its claim; None if they agree with the blocks.
+    """What the full runs of a comparison leave of its claim.
+
+    None if they agree with the blocks.
 
     `off`: off_from_steps; `bounds`: of each rival the lower bound of its log time over the leader's, by so
     many `blocks`; `level`: level_scatter. Where the leader's full runs are slower than its steps by more than
-    MAX_OFF beyond what the rival's are, the rival's bound moves: by the difference, and by what chance
-    may have made of it (95 %), since a full run is in another allocation than the blocks. A rival's counts
-    where it is off by more than MAX_OFF; for one without full runs those of the others, if slower, too.
+    MAX_OFF beyond what the rival's are, the rival's bound moves: by the difference, and by what chance may
+    have made of it (95 %), since a full run is in another allocation than the blocks. A rival's counts where
+    it is off by more than MAX_OFF; for one without full runs those of the others, if slower, too.
     """
     mean = {strategy: statistics.fmean(logs) for strategy, logs in off.items()}
     others = [log for strategy, logs in off.items() if strategy != leader for log in logs]
@@ -87,7 +89,10 @@ def moved_by(
 
 
 def beyond_chance(off: float) -> float:
-    """How far a full run is off its steps; 0 for what one allocation more than another may do."""
+    """How far a full run is off its steps.
+
+    0 for what one allocation more than another may do.
+    """
     return off if abs(off) > MAX_OFF else 0.0
 
 

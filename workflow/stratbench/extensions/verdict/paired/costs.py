@@ -40,7 +40,10 @@ class Costs:
 
     @property
     def expected_s(self) -> float | None:
-        """GPU-seconds of the next round; None if a part of it cannot be estimated yet."""
+        """GPU-seconds of the next round.
+
+        None if a part of it cannot be estimated yet.
+        """
         expected = 0.0
         for state, _ in self._course.missing_blocks:
             if not (found := self._evidence.blocks_of(state.comparison.place)):

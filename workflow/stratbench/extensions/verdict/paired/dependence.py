@@ -50,7 +50,9 @@ def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """The factor for intervals of blocks whose neighbours correlate as a ratio says; 1 for independent ones.
+    """The factor for intervals of blocks whose neighbours correlate as a ratio says.
+
+    1 for independent ones.
 
     Of blocks with an autoregression of first order: the root of the true variance of their mean over what
     their scatter lets one expect.

@@ -71,7 +71,10 @@ class FullRun:
 
     @property
     def step_log(self) -> float | None:
-        """The logarithm of the seconds that a step took; None if the run did not end well."""
+        """The logarithm of the seconds that a step took.
+
+        None if the run did not end well.
+        """
         if self.status != "ok" or not self.train_time_s or not self.steps:
             return None
         return math.log(self.train_time_s / self.steps)

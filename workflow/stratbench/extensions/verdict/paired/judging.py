@@ -58,7 +58,10 @@ class Look(NamedTuple):
 
 
 def index_of_fastest(means: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """The index of the lowest mean among the strategies of the mask, shape [...]; 0 if there is none."""
+    """The index of the lowest mean among the strategies of the mask, shape [...].
+
+    0 if there is none.
+    """
     return np.argmin(np.where(among & np.isfinite(means), means, np.inf), axis=-1)
 
 
@@ -78,8 +81,9 @@ def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
 
 
 def mean_logs(logs: np.ndarray) -> np.ndarray:
-    """The mean of each strategy over its blocks, shape [..., comparisons, strategies]; NaN for a strategy
-    without blocks.
+    """The mean of each strategy over its blocks, shape [..., comparisons, strategies].
+
+    NaN for a strategy without blocks.
     """
     there = np.isfinite(logs)
     with np.errstate(invalid="ignore"):
@@ -208,7 +212,10 @@ def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
 
 
 def next_look(blocks: int) -> int | None:
-    """Return the number of blocks at the look after the one at `blocks`; None after the last."""
+    """Return the number of blocks at the look after the one at `blocks`.
+
+    Return None after the last.
+    """
     return next((n for n in LOOKS if n > blocks), None)
 
 

@@ -103,7 +103,7 @@ class _Mean:
 
     @property
     def value(self) -> float | None:
-        """The mean, not below 0; None without any."""
+        """The mean, not below 0, or None without any."""
         return max(0.0, self.sum / self.weight) if self.weight else None
 
 

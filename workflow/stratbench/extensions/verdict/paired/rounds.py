@@ -67,8 +67,9 @@ class Course:
         return self._limits[blocks]
 
     def _array(self, name: str) -> np.ndarray:
-        """Return a property of the strategies, False for strategies that a comparison does not have; shape
-        [comparisons, strategies].
+        """Return a property of the strategies, False for strategies that a comparison does not have.
+
+        Shape [comparisons, strategies].
         """
         found = np.zeros((len(self.states), self._strategies), dtype=bool)
         for row, state in zip(found, self.states, strict=True):
@@ -77,7 +78,10 @@ class Course:
         return found
 
     def _advance(self) -> bool:
-        """Replays a round; False if a part of it is missing, or nothing is left to do."""
+        """Replays a round.
+
+        False if a part of it is missing, or nothing is left to do.
+        """
         self.missing_blocks = self._blocks_to_come()
         self.missing_runs = [cell for cell in self.asked if cell not in self.evidence.full_runs]
         if self.missing_blocks or self.missing_runs:
@@ -118,7 +122,10 @@ class Course:
         ]
 
     def _targets(self) -> list[int]:
-        """The number of blocks at each comparison's next look; its present number if none is to come."""
+        """The number of blocks at each comparison's next look.
+
+        Its present number if none is to come.
+        """
         waiting = self._analysis.open & ~self._analysis.again
         return [
             (judging.next_look(int(at)) or int(at)) if waits else int(at)
@@ -159,8 +166,9 @@ class Course:
         return nodes
 
     def _doubtful(self, targets: list[int]) -> np.ndarray:
-        """The strategies of which a block says something else than their own full run; shape [comparisons,
-        strategies].
+        """The strategies of which a block says something else than their own full run.
+
+        Shape [comparisons, strategies].
         """
         found = np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
@@ -327,7 +335,10 @@ class Course:
         return runs > 0 and checks.check_scatter(runs, state.last.blocks, self._level) <= MAX_OFF
 
     def moved(self, state: State) -> checks.Moved | None:
-        """What full runs that contradict the blocks leave of a comparison's claim; None if they do not."""
+        """What full runs that contradict the blocks leave of a comparison's claim.
+
+        None if they do not.
+        """
         last = state.last
         if last is None or last.leader not in state.active:
             return None

@@ -75,7 +75,10 @@ class FullRunScores:
         )
 
     def loss_of(self, comparison: PairedComparison, strategy: str) -> Loss | None:
-        """Return the loss of a strategy; None if its score or the reference's is not known."""
+        """Return the loss of a strategy.
+
+        Return None if its score or the reference's is not known.
+        """
         own = [run for run in self.runs_of(comparison, strategy) if run.score is not None]
         reference = [run for run in self.reference(comparison) if run.score is not None]
         if not own or not reference:
@@ -104,8 +107,9 @@ class FullRunScores:
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def why_failed(self, comparison: PairedComparison, strategy: str) -> str | None:
-        """Return the reason why a strategy is out by its score, or by how a full run ended; None if there is
-        none.
+        """Return the reason why a strategy is out by its score, or by how a full run ended.
+
+        Return None if there is none.
         """
         for run in self.runs_of(comparison, strategy):
             if run.status != "ok":

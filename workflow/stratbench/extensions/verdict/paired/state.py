@@ -57,7 +57,7 @@ class State:
 
     @property
     def last(self) -> Judged | None:
-        """The latest look, which is the one that counts; None before the first."""
+        """The latest look, which is the one that counts, or None before the first."""
         return self.looks[-1] if self.looks else None
 
     @property

@@ -244,7 +244,10 @@ def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
 
 
 def ratio_values(state: State, strategy: str) -> dict[str, Any]:
-    """Return values of a strategy against the leader; of a dropped strategy, from when it was dropped."""
+    """Return values of a strategy against the leader.
+
+    Of a dropped strategy, from when it was dropped.
+    """
     last = state.last
     drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == strategy), None)
     values: dict[str, Any] = {
@@ -290,7 +293,10 @@ def ratio_text(ratio: dict[str, Any]) -> str:
 
 
 def ratio_from(log: float) -> float | None:
-    """Return a ratio from its logarithm; None if it is not known, or too large or small to print."""
+    """Return a ratio from its logarithm.
+
+    Return None if it is not known, or too large or small to print.
+    """
     return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
 
 
@@ -309,13 +315,19 @@ def look_values(look: Judged) -> dict[str, Any]:
 
 
 def ratio_minus_one(log: float) -> float | None:
-    """Return the share by which a ratio exceeds 1, from its logarithm; None if it is not known."""
+    """Return the share by which a ratio exceeds 1, from its logarithm.
+
+    Return None if it is not known.
+    """
     found = ratio_from(log)
     return None if found is None else found - 1
 
 
 def share_of(log: float) -> float:
-    """Return the share by which a ratio exceeds 1, from its logarithm; infinite if it is not known."""
+    """Return the share by which a ratio exceeds 1, from its logarithm.
+
+    Infinite if it is not known.
+    """
     found = ratio_minus_one(log)
     return math.inf if found is None else found
 
@@ -376,7 +388,10 @@ def confidence_in(
 
 
 def unsettled_score(course: Course, state: State) -> str | None:
-    """Return the reason why the leader's score may not be good enough; None if there is none."""
+    """Return the reason why the leader's score may not be good enough.
+
+    Return None if there is none.
+    """
     leader = state.last.leader
     if not state.comparison.scored:
         return "No score was measured (steps): equal scores are assumed."
