@@ -1,4 +1,4 @@
-r"""Lists the records of cells that ended in a given way, so that they can be trained again.
+r"""List the records of cells that ended in a given way, so that they can be trained again.
 
 snakemake --profile profiles/local --forcerun \
         $(python -m stratbench.cell --study demo --status oom,timeout)
@@ -18,7 +18,15 @@ from stratbench.cell.files import read_json
 def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> Iterator[Path]:
     """Yield the records below `results` whose status is one of `statuses`, sorted.
 
-    Only the status is looked at. Raises ValueError, naming the file, for one that is not a record.
+    Read nothing but the status.
+
+    Args:
+        results: The results folder.
+        statuses: Statuses such as `oom` and `timeout`.
+        study: Name of the study, or `*` for all.
+
+    Raises:
+        ValueError: If a file is not a record; the message names it.
     """
     pattern = f"{study}/cells/" + CELL_PATTERN.format(
         experiment="*", strategy="*", model="*", gpus="*", repeat="*"

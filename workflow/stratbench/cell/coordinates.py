@@ -23,10 +23,10 @@ INCOMPARABLE = "incomparable"
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One training run: a strategy (or a variant's name) with a model on `gpus` workers, repeat `repeat`.
+    """One training run: a strategy (or variant) with a model on `gpus` workers, repeat `repeat`.
 
-    `gpus` counts workers. On a machine without GPUs each worker is a CPU process; parameter-server
-    processes are never counted.
+    `gpus` counts workers. On a machine without GPUs each worker is a CPU process; parameter-server processes
+    are never counted.
     """
 
     study: str
@@ -53,11 +53,11 @@ class Cell:
         return CELL_PATTERN.format(**vars(self))
 
     def record_path(self, results: str | Path) -> Path:
-        """Where the cell's record lies below the results folder."""
+        """Return the path of the cell's record below the results folder."""
         return Path(results) / self.study / "cells" / self.path / "record.json"
 
     def log_dir(self, results: str | Path) -> Path:
-        """Where the cell's per-process logs and the evidence of a failure lie."""
+        """Return the folder of the cell's per-process logs and the evidence of a failure."""
         return Path(results) / self.study / "logs" / self.path
 
 
@@ -72,8 +72,16 @@ def expand(
 ) -> Iterator[Cell]:
     """Yield every cell of one experiment, in the order of the config.
 
-    `strategies`: names, each with the most workers that it can use (`None`: no limit). Larger worker
-    counts are left out, so `single` appears once, at one GPU.
+    A strategy has no cells above the worker count that it can use: `single` appears once, at one GPU.
+
+    Args:
+        study: Name of the study.
+        experiment: Name of the experiment.
+        dataset: Name of the data set.
+        strategies: Names, each with its maximum worker count (None: no limit).
+        models: Names of the models.
+        gpus: Worker counts.
+        repeats: Number of repeats.
     """
     for strategy, most_workers in strategies:
         for model in models:

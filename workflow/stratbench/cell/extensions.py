@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """What one extension adds to the core."""
+    """Declaration of what one extension adds to the core."""
 
     #: What it is for, in a line.
     says: str
@@ -62,25 +62,25 @@ def installed() -> dict[str, Extension]:
 
 
 def at(point: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension with a name at a point of its declaration, and what that name stands for."""
+    """Yield each extension with a name at a point of its declaration, and the object of that name."""
     for name, extension in installed().items():
         if declared := getattr(extension, point):
             yield name, resolve(declared)
 
 
 def keys_of(place: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension with keys at a place of config.yaml, and their dataclass."""
+    """Yield each extension with keys in a block of config.yaml, and their dataclass."""
     for name, extension in installed().items():
         if place in extension.keys:
             yield name, resolve(extension.keys[place])
 
 
 def places() -> list[str]:
-    """Return the places of config.yaml at which extensions have keys."""
+    """Return the blocks of config.yaml in which extensions have keys."""
     return list(dict.fromkeys(p for extension in installed().values() for p in extension.keys))
 
 
 def resolve(name: str) -> Any:
-    """Return what "module:attribute" stands for."""
+    """Return the object that "module:attribute" names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

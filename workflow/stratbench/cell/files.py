@@ -24,7 +24,10 @@ _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write `text` to `path` at once: a reader sees the old file, the new one or none, never a part."""
+    """Write `text` to `path` atomically.
+
+    A reader sees the old file, the new one or none, never a part.
+    """
     with replacing(path) as temporary, temporary.open("x", encoding="utf-8", newline="") as f:
         f.write(text)
         f.flush()
@@ -33,12 +36,10 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a path to write to, with the suffix of `path`.
+    """Yield a path to write to, which replaces `path` at the end.
 
-    At the end that file takes the place of `path`.
-
-    If something is raised, the file that was there stays as it was. An OSError names `path`: that of a full
-    disk names nothing.
+    It has the suffix of `path`. If something is raised, the old file stays as it was. An OSError names
+    `path`: that of a full disk names nothing.
     """
     path = Path(path)
     temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
@@ -63,7 +64,10 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a CSV file of these columns, complete or not at all.
 
-    What a row lacks stays empty.
+    Args:
+        path: File to write.
+        columns: Names of the columns.
+        rows: Values by column; a missing one stays empty.
     """
     with (
         replacing(path) as unfinished,
@@ -75,11 +79,10 @@ def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[
 
 
 def claim_folder(folder: Path, about: str = "") -> str:
-    """Make `folder` for files of ours, or take one made so.
+    """Create `folder` for our files, or reuse one created so; return the recorded `about`.
 
-    Return what was then said `about` it.
-
-    FileExistsError if it holds anything and no mark of ours: files of others are never overwritten.
+    Raises FileExistsError if the folder holds anything and lacks our marker: files of others are never
+    overwritten.
     """
     mark = folder / MARK
     ours = mark.is_file()
@@ -93,7 +96,7 @@ def claim_folder(folder: Path, about: str = "") -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """Return an error of a file as a sentence without the number: `No space left on device: results/x`."""
+    """Return an error of a file as a sentence without the number."""
     name = "" if error.filename is None else f": {error.filename}"
     return f"{error.strerror or error}{name}"
 
@@ -117,7 +120,7 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
 
 
 def last_lines(path: str | Path) -> list[str]:
-    """Return the lines of a log, as far as they lie in the last 64 KiB of it."""
+    """Return the lines in the last 64 KiB of a log."""
     with open(path, "rb") as f:
         f.seek(0, 2)
         f.seek(max(0, f.tell() - 64 * 1024))
@@ -130,11 +133,14 @@ def finite(value: float | None) -> float | None:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the value in a JSON file. Only strict and ordinary JSON is accepted.
+    """Return the value in a JSON file.
 
-    Raises ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, a key that is
-    there twice, lone surrogates, hundreds of levels. Raises OSError if the file cannot be read or is no
-    regular file.
+    Only strict and ordinary JSON is accepted.
+
+    Raises:
+        ValueError: For anything else: NaN and infinities, integers beyond 64 bits, duplicate keys, lone
+            surrogates, hundreds of levels.
+        OSError: If the file cannot be read or is no regular file.
     """
     return parse_json(read_regular(path, MAX_JSON_BYTES).decode("utf-8"))
 
@@ -155,7 +161,7 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: For what `read_json` refuses.
+        ValueError: For JSON that `read_json` rejects.
     """
     try:
         value = json.loads(

@@ -18,9 +18,9 @@ REFERENCE = ROOT / "workflow" / "reference"
 
 
 def built_from() -> dict[str, Any] | None:
-    """The git state that this wheel was built from.
+    """Return the git state that this wheel was built from.
 
-    None in a clone, or where it was built without git.
+    Return None in a clone, or if the wheel was built without git.
     """
     path = CARRIED / "git.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -11,11 +11,18 @@ Schedule = Literal["constant", "cosine", "linear"]
 def share_of_lr(
     schedule: Schedule, step: int, steps: int, warmup: int, final: float = 0.0
 ) -> float:
-    """What the learning rate is multiplied by in `step` (from 0) of `steps`.
+    """Return the factor on the learning rate in `step` (from 0) of `steps`.
 
-    It rises in equal parts over the first `warmup` steps, the last of which has the whole rate. Then
-    `linear` and `cosine` fall to `final`, which the step after the last would have (Loshchilov and
-    Hutter, "SGDR", ICLR 2017, without restarts).
+    It rises in equal parts over the first `warmup` steps, the last of which has the full rate. Then `linear`
+    and `cosine` fall to `final`, which the step after the last would have (Loshchilov and Hutter, "SGDR",
+    ICLR 2017, without restarts).
+
+    Args:
+        schedule: Name of the schedule.
+        step: Number of the step, from 0.
+        steps: Steps of the whole training.
+        warmup: Steps of the warm-up.
+        final: Factor at the end.
     """
     if step < warmup:
         return (step + 1) / warmup

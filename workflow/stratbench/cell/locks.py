@@ -27,7 +27,7 @@ _HELD_BY = "lock"
 
 
 class NoLocks(OSError):
-    """A file system has no locks; the text names the folder, and says what to do."""
+    """The file system has no locks; the text names the folder and the remedy."""
 
 
 def lock(descriptor: int, how: int, path: Path) -> None:
@@ -56,12 +56,13 @@ def lock(descriptor: int, how: int, path: Path) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the file `path` locked until it is closed.
+    """Return a descriptor that holds the file `path` locked until it is closed.
 
-    None where another process does.
+    Return None if another process holds it. The file is created if there is none. Links are never followed
+    and content is never changed.
 
-    The file is made if there is none. Never follows a link and never changes content. Raises OSError, which
-    is NoLocks on a file system without locks.
+    Raises:
+        OSError: NoLocks on a file system without locks.
     """
     while True:
         descriptor = open_lock(path)
@@ -81,10 +82,12 @@ def try_lock(path: Path) -> int | None:
 
 
 def open_lock(path: Path) -> int:
-    """Return a descriptor of a file to be locked, which is made if there is none.
+    """Return a descriptor of a file to be locked, creating the file if there is none.
 
-    Who can read a file can hold it locked: only those who may write its folder may open it. Raises
-    OSError; where another user's file is closed to us, in a sentence that says what to do.
+    A process that can read a file can lock it, so only users who may write its folder may open it.
+
+    Raises:
+        OSError: If the file belongs to another user and is closed to us; the message has the remedy.
     """
     folder = path.parent.stat()
     mode = 0o600 | (folder.st_mode & 0o022) * 3  # who may write may read
@@ -111,9 +114,14 @@ def open_lock(path: Path) -> int:
 
 @contextmanager
 def held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
-    """A new folder in `parent`, removed at the end of the block. Its name has the prefix and suffix.
+    """Yield a new folder in `parent`, removed at the end of the block.
 
-    Also removes those of these names that killed processes have left: nobody holds them locked.
+    Also remove folders with these names that killed processes have left and that are not locked any more.
+
+    Args:
+        parent: Folder to create it in.
+        prefix: Start of its name.
+        suffix: End of its name.
     """
     for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
         with contextlib.suppress(OSError):  # another was quicker, or it is another user's

@@ -23,11 +23,17 @@ def option(
     tried: Sequence[Any] = (),
     kind: str | None = None,
 ) -> Any:
-    """Return a field of `Options` that says what it means (`help`) and between which limits numbers lie.
+    """Return a field of `Options` with its meaning and its limits.
 
-    `tried`: values that `tune` tries beside the default. They change speed or memory, and not what is learnt.
-    `kind`: the kind of difference that these make (extensions/tune/differences.py).
-    None: one without evidence.
+    Args:
+        default: Default value.
+        help: Meaning.
+        least: Minimum of a number.
+        below: Exclusive maximum of a number.
+        tried: Values that `tune` tries besides the default. They change speed or memory, but not what is
+            learnt.
+        kind: Kind of difference that `tried` makes (extensions/tune/differences.py), or None without
+            evidence.
     """
     metadata = {
         "help": help,
@@ -107,7 +113,7 @@ def json_types(hint: Any) -> list[str]:
 
 
 def json_rule(hint: Any) -> dict[str, Any]:
-    """What JSON Schema says of a type: the values of a Literal, else the type or types."""
+    """Return the JSON Schema of a type: the values of a Literal, else its type or types."""
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
     types = json_types(hint)
@@ -115,15 +121,15 @@ def json_rule(hint: Any) -> dict[str, Any]:
 
 
 def rules_of(cls: type) -> dict[str, dict[str, Any]]:
-    """What JSON Schema says of each field of a dataclass: its type, and the `rule` of its metadata."""
+    """Return the JSON Schema of each field of a dataclass: its type, and the `rule` of its metadata."""
     hints = get_type_hints(cls)
     return {spec.name: json_rule(hints[spec.name]) | spec.metadata["rule"] for spec in fields(cls)}
 
 
 def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """What JSON Schema says of an object with these fields of a dataclass (None: all), and their defaults.
+    """Return the JSON Schema of an object with fields of a dataclass, and their defaults.
 
-    Those without a default are required.
+    Fields without a default are required. If `names` is None, the schema has all fields.
     """
     rules = rules_of(cls)
     known: dict[str, dict[str, Any]] = {}
@@ -147,7 +153,7 @@ def _within(value: Any, spec: Field) -> bool:
 
 
 def limits(spec: Field) -> Iterator[str]:
-    """Between which limits the numbers of an option lie, in words."""
+    """Yield the limits of an option's numbers, as text."""
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
     if least is not None:
         yield f"at least {least:g}"
@@ -159,10 +165,10 @@ def limits(spec: Field) -> Iterator[str]:
 
 
 def disown(cls: type, claims: tuple[str, ...]) -> None:
-    """Undo what the class, just made, has inherited of `claims` from a class with a `summary`.
+    """Remove the `claims` that a new class has inherited from a class with a `summary`.
 
-    Whoever has a `summary` is a whole one. Made from another, it has the claims that it states itself, and
-    else those of its bases that are none: a claim must be made for the class that it is true of.
+    A class with a `summary` is complete. It has the claims that it declares itself, and those of bases
+    without a `summary`: a claim must be made for the class of which it is true.
     """
     if not is_whole(cls) or not any(map(is_whole, cls.__mro__[1:])):
         return

@@ -53,9 +53,9 @@ def can_validate() -> bool:
 
 
 def validate(record: Record, source: str | Path = "record") -> None:
-    """Raise RecordError with the first fault of `record`, if it has one.
+    """Raise RecordError with the first violation in `record`, if it has one.
 
-    A machine that cannot validate finds no fault; whoever reads its records elsewhere will.
+    Where no validator is installed, no violation is reported.
     """
     if not can_validate():
         return
@@ -94,7 +94,11 @@ def read(path: str | Path) -> Record:
 
 
 def read_measured(path: str | Path) -> Record:
-    """The same, for figures: RecordError, too, if it is of the tests' software GPU, and so no measurement."""
+    """Return the record at `path`, as `read_record` does, if it holds real measurements.
+
+    Raises:
+        RecordError: Also for a record of the tests' software GPU, which measures nothing.
+    """
     record = read(path)
     if software_gpu.trained(record):
         raise RecordError(f"{path} was {software_gpu.WHY}")
@@ -102,9 +106,9 @@ def read_measured(path: str | Path) -> Record:
 
 
 def failure_reason(log_dir: Path) -> str | None:
-    """Why a cell without a record failed, from its log folder.
+    """Return why a cell without a record failed, from its log folder.
 
-    None if there is no evidence.
+    Return None if there is no evidence.
     """
     path = log_dir / FAILURE_FILE
     try:
@@ -119,7 +123,13 @@ def failure_reason(log_dir: Path) -> str | None:
 
 
 def is_of(path: str | Path, cell: str, settings: str) -> bool:
-    """Return whether `path` is a valid record of this cell with these settings, both as JSON."""
+    """Return whether `path` is a valid record of this cell with these settings.
+
+    Args:
+        path: The record.
+        cell: The cell as JSON.
+        settings: Its settings as JSON.
+    """
     try:
         record = read(path)
     except (OSError, RecordError):
@@ -128,9 +138,9 @@ def is_of(path: str | Path, cell: str, settings: str) -> bool:
 
 
 def describe_other_settings(record: Record, settings: Settings) -> str | None:
-    """A sentence on how a record's settings differ from the config's for its cell.
+    """Return a sentence on how a record's settings differ from those of the config.
 
-    None if they do not.
+    Return None if they do not.
     """
     wanted = json.loads(settings.as_json())
     stated = record["settings"]

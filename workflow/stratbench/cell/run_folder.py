@@ -40,8 +40,8 @@ def rank_of(name: str) -> int | None:
 class RunFolder:
     """Paths of one cell's run folder, and the readers and writers of its JSON files.
 
-    All nodes of the cell see `path`. `local` is a folder on this node's own disk; without it, such files
-    are in `path` too. JSON files appear whole or not at all.
+    All nodes of the cell see `path`. `local` is a folder on this node's own disk; without it, such files are
+    in `path` too. JSON files appear complete or not at all.
     """
 
     #: Its name in the log folder of the cell.
@@ -62,7 +62,10 @@ class RunFolder:
 
     @property
     def kept(self) -> Path:
-        """The folder beside it of what the next attempt of the cell goes on from (`train.restarts`)."""
+        """The folder next to it with the state from which the cell's next attempt resumes.
+
+        See `train.restarts`.
+        """
         return self.logs / "checkpoints"
 
     def create(self) -> None:
@@ -89,19 +92,19 @@ class RunFolder:
         return sorted(self.path.glob("phases*.jsonl"))
 
     def heartbeat(self, rank: int) -> Path:
-        """When a worker last got on (`telemetry.heartbeat`); only its own node reads it."""
+        """Return the file with a worker's last progress (`telemetry.heartbeat`); only its node reads it."""
         return self._local / f"{worker_name(rank)}.heartbeat"
 
     def stack(self, process: str) -> Path:
-        """Where a process writes the stacks of its threads when its agent asks for them."""
+        """Return the file to which a process writes its threads' stacks on request of its agent."""
         return self.path / f"{process}.stack"
 
     def stacks(self) -> list[Path]:
-        """Return the stacks of the processes that were asked for them, by name."""
+        """Return the stacks of the processes that wrote theirs on request, by name."""
         return sorted(p for p in self.path.glob("*.stack") if p.stat().st_size)
 
     def samples(self, node: int) -> Path:
-        """What the sampler of a node saw, as CSV (`telemetry.timeline.SAMPLE_COLUMNS`)."""
+        """Return the CSV file of a node's sampler (`telemetry.timeline.SAMPLE_COLUMNS`)."""
         return self.path / f"samples{node}.csv"
 
     def sample_files(self) -> list[Path]:
@@ -126,7 +129,7 @@ class RunFolder:
 
     @property
     def secret(self) -> Path:
-        """The job's secret. `ps.handshake` writes and reads it, and checks who else could."""
+        """The job's secret. `ps.handshake` writes and reads it, and checks its permissions."""
         return self.path / "secret"
 
     @property
@@ -135,7 +138,7 @@ class RunFolder:
         return self.path / "server"
 
     def snapshots(self, shared: bool) -> Path:
-        """The folder where servers keep an epoch's state until a worker evaluates it, perhaps elsewhere."""
+        """Return the folder in which servers store an epoch's state until a worker evaluates it."""
         return (self.path if shared else self._local) / "snapshots"
 
     @property
@@ -154,12 +157,12 @@ class RunFolder:
 
     @property
     def worker_jobs(self) -> Path:
-        """Of an elastic cell the worker jobs that were submitted (`train.elastic.keeper`)."""
+        """The list of submitted worker jobs of an elastic cell (`train.elastic.keeper`)."""
         return self.path / "worker_jobs.jsonl"
 
     @property
     def ended(self) -> Path:
-        """A file that is there once an elastic cell's training is over: a late worker has nothing to do."""
+        """The file that marks the end of an elastic cell's training, for workers that start late."""
         return self.path / "ended"
 
     @property
@@ -168,38 +171,41 @@ class RunFolder:
         return self.path / "servers"
 
     def write_unheard(self, number: int, last: dict[str, Any]) -> None:
-        """Keep what an elastic cell's worker would have told a launcher that was gone."""
+        """Store the result of an elastic cell's worker whose launcher is gone."""
         write_atomic(self.path / f"unheard{number}.json", json.dumps(last))
 
     def read_unheard(self, number: int) -> dict[str, Any] | None:
-        """What `write_unheard` kept; None: it was heard."""
+        """Return the result stored by `write_unheard`, or None if the launcher received it."""
         return _read(self.path / f"unheard{number}.json")
 
     def incarnations(self) -> list[Path]:
-        """What each launcher of an elastic cell kept of its members, in order."""
+        """Return the files on the members of an elastic cell, one per launcher, in order."""
         return sorted(
             self.path.glob("incarnation*.json"),
             key=lambda p: int(p.stem.removeprefix("incarnation")),
         )
 
     def write_incarnation(self, number: int, facts: dict[str, Any]) -> None:
-        """Keep what happened to the members of an elastic cell under its launcher `number`, from 0."""
+        """Store what happened to the members of an elastic cell under launcher `number`, from 0."""
         write_atomic(self.path / f"incarnation{number}.json", json.dumps(facts))
 
     def write_endpoint(self, host: str, port: int) -> None:
-        """Tell the other nodes where all meet: where rank 0's store listens, or a command's node 0."""
+        """Write the address at which all nodes meet.
+
+        It is that of rank 0's store, or of a command's node 0.
+        """
         write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))
 
     def read_endpoint(self) -> tuple[str, int] | None:
-        """Host and port where all meet; None while node 0 has told none."""
+        """Return host and port where all nodes meet, or None until node 0 has written them."""
         endpoint = _read(self._endpoint)
         return endpoint and (endpoint["host"], endpoint["port"])
 
     def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
-        """Return the same, once node 0 has told it.
+        """Return host and port where all nodes meet, once node 0 has written them.
 
         Raises:
-            TimeoutError: Where that takes longer than `limit_s`.
+            TimeoutError: If that takes longer than `limit_s`.
         """
         deadline_s = time.monotonic() + limit_s
         while (endpoint := self.read_endpoint()) is None:
@@ -219,15 +225,15 @@ class RunFolder:
     # ------------------------------------------------------------ what they found
 
     def write_worker(self, rank: int, result: dict[str, Any]) -> None:
-        """Keep what a worker measured, or why it failed."""
+        """Store the results of a worker, or the reason why it failed."""
         write_atomic(self._worker(rank), json.dumps(result))
 
     def read_worker(self, rank: int) -> dict[str, Any] | None:
-        """What a worker wrote at its end, or None if it wrote nothing."""
+        """Return what a worker wrote at its end, or None if it wrote nothing."""
         return _read(self._worker(rank))
 
     def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
-        """What each worker wrote, by rank; workers that wrote nothing are absent."""
+        """Return what each worker wrote, by rank; workers that wrote nothing are absent."""
         results = {rank: self.read_worker(rank) for rank in range(world_size)}
         return {rank: result for rank, result in results.items() if result is not None}
 
@@ -235,7 +241,7 @@ class RunFolder:
         return self.path / f"{worker_name(rank)}.json"
 
     def server_statistics(self, server: int) -> Path:
-        """Where a parameter server writes its statistics at its end."""
+        """Return the file of a parameter server's statistics, written at its end."""
         return self.path / f"{server_name(server)}.json"
 
     def read_server(self, server: int) -> dict[str, Any] | None:
@@ -269,17 +275,18 @@ class RunFolder:
         write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
 
     def foreign_processes(self, node: int) -> Path:
-        """Who else computed on the cell's GPUs of a node (`telemetry.machine.foreign_processes`); none: no
-        file.
+        """Return the file of foreign processes on the cell's GPUs of a node.
+
+        `telemetry.machine.foreign_processes` writes it if there were any.
         """
         return self.path / f"foreign_processes{node}.json"
 
     def read_foreign_processes(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the same of all nodes that had any, by the node's number as a text."""
+        """Return the foreign processes of all nodes that had any, by the node's number as a text."""
         return self._by_node("foreign_processes")
 
     def read_busy(self) -> dict[str, dict[str, Any]]:
-        """What else used each node when the cell began, by the node's number as a text."""
+        """Return the other load on each node when the cell began, by node number as a text."""
         return self._by_node("busy")
 
     def write_pauses(self, node: int, pauses: list[dict[str, Any]]) -> None:
@@ -287,7 +294,7 @@ class RunFolder:
         write_atomic(self.path / f"pauses{node}.json", json.dumps(pauses))
 
     def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the same of all nodes that had any, by the node's number as a text."""
+        """Return the pauses of all nodes that had any, by the node's number as a text."""
         return self._by_node("pauses")
 
     def _by_node(self, name: str) -> dict[str, Any]:
@@ -295,7 +302,7 @@ class RunFolder:
         return {path.stem.removeprefix(name): _read(path) for path in paths}
 
     def write_standing(self, node: int, standing: dict[str, Any]) -> None:
-        """Keep where each worker of a node was when the cell was ended, by name (`train.standing`)."""
+        """Store the state of each worker of a node when the cell was ended, by name (`train.standing`)."""
         write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
 
     def read_standing(self) -> dict[str, dict[str, Any]]:
@@ -303,7 +310,7 @@ class RunFolder:
         return _read_all(self.path.glob("standing*.json"))
 
     def write_places(self, node: int, places: dict[str, Any]) -> None:
-        """Keep where each process of a node runs, by name: its host, and a worker's GPU."""
+        """Store where each process of a node runs, by name: its host, and a worker's GPU."""
         write_atomic(self.path / f"places{node}.json", json.dumps(places))
 
     def read_places(self) -> dict[str, dict[str, Any]]:

@@ -21,13 +21,15 @@ EACH = "each value"
 
 
 def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
-    """A field of `Settings`, or of an extension's keys, that config.yaml gives.
+    """Return a field of `Settings`, or of an extension's keys, that config.yaml sets.
 
-    MISSING as default: it must.
-
-    `limits`: keywords of JSON Schema beside the type. `planned`: what the plan of memory and traffic depends
-    on: EACH value; or, as the value that stands for all others, whether it is set at all (not null, 0 or
-    false); None: neither.
+    Args:
+        default: Default value; MISSING if config.yaml must set it.
+        help: Meaning, as shown in the configuration's reference.
+        planned: How the plan of memory and traffic depends on it. EACH: on each value. Any other value:
+            on whether the setting is set at all (not null, 0 or false), and this value represents all
+            that are. None: not.
+        limits: Keywords of JSON Schema besides the type.
     """
     metadata = {"given": True, "rule": limits | {"description": help}, "planned": planned}
     if isinstance(default, dict | list):  # a dataclass takes no mutable default
@@ -40,7 +42,11 @@ def derived(
 ) -> Any:
     """Return a field of `Settings` that follows from the cell and the study.
 
-    `planned` as of a `setting`.
+    Args:
+        help: Meaning.
+        default: Default value, if any.
+        planned: As of a `setting`.
+        default_factory: Makes the default value, if any.
     """
     rule = {"description": help}
     metadata = {"given": False, "rule": rule, "planned": planned}
@@ -71,14 +77,17 @@ SLOWDOWN = {
 
 
 class Keys:
-    """Base of an extension's keys at a place of config.yaml: a dataclass of `setting` fields."""
+    """Base of an extension's keys in a block of config.yaml: a dataclass of `setting` fields."""
 
     #: The extension's name, for keys of an experiment.
     extension: ClassVar[str]
 
     @classmethod
     def settled(cls, given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        """What `Settings.more` holds of an experiment with these `values`, of which some are `given`."""
+        """Return the extension's part of `Settings.more` for an experiment.
+
+        `values` are the experiment's, and `given` those of them that the config sets.
+        """
         return given
 
     @classmethod
@@ -220,18 +229,18 @@ class Settings:
         return replace(self, more={k: v for k, v in self.more.items() if k != extension})
 
     def share_of_lr(self, step: int, steps: int) -> float:
-        """What the learning rate is multiplied by in `step` (from 0) of `steps`."""
+        """Return the factor on the learning rate in `step` (from 0) of `steps`."""
         return share_of_lr(
             self.schedule, step, steps, self.lr_warmup_steps, self.final_lr / self.lr
         )
 
     @property
     def changes_lr(self) -> bool:
-        """Whether the learning rate is not the same in all steps."""
+        """Whether the learning rate differs between steps."""
         return self.schedule != "constant" or self.lr_warmup_steps > 0
 
     def total_steps(self, train_samples: int) -> int:
-        """Return steps of the whole training, on a set of so many samples."""
+        """Return the steps of the whole training on a set of `train_samples` samples."""
         return self.steps or self.epochs * (train_samples // self.global_batch)
 
     def passes(self, train_samples: int) -> int:
@@ -239,7 +248,7 @@ class Settings:
         return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings as a record states them: `more` only where there is some."""
+        """Return the settings as in a record: `more` only if it is not empty."""
         values = asdict(self)
         return values if self.more else {k: v for k, v in values.items() if k != "more"}
 
@@ -277,7 +286,10 @@ OF_A_VARIANT = (
 
 
 def schema_of_settings() -> dict[str, Any]:
-    """Return the JSON Schema of a record's settings: all are stated, of extensions what was given."""
+    """Return the JSON Schema of a record's settings.
+
+    A record has all settings of the core, and those of extensions that were set.
+    """
     rules = rules_of(Settings)
     more = {
         name: {

@@ -23,7 +23,10 @@ def is_here() -> bool:
 
 
 def trained(record: Mapping[str, Any]) -> bool:
-    """Whether a record's cell was trained on the software GPU: its launcher says so, or a GPU's UUID."""
+    """Return whether a record's cell was trained on the software GPU.
+
+    Its launcher states so, or a GPU's UUID.
+    """
     if (record.get("provenance") or {}).get("software_gpu"):
         return True
     gpus = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())

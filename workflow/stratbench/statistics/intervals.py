@@ -1,7 +1,7 @@
-"""Statistics for tables, figures and claims: medians, ranges, ratios with their intervals and texts.
+"""Statistics for tables, figures and conclusions: medians, ranges, ratios and their intervals.
 
-Times are compared by their logarithms, in pairs of equal repeats: half a percent is half a percent for
-steps of any length, and a mean of logarithms is a ratio.
+Times are compared by their logarithms, in pairs of equal repeats. Half a percent is then the same for steps
+of any length, and a mean of logarithms is a ratio.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class IntervalEstimate(NamedTuple):
     high: float | None = None
 
     def excludes(self, value: float) -> bool:
-        """Return whether there is an interval and `value` lies outside of it."""
+        """Return whether there is an interval and `value` is not in it."""
         return self.low is not None and not self.low <= value <= self.high
 
     def mapped(self, change: Callable[[float], float]) -> IntervalEstimate:
-        """Return the value and its ends, changed by a function that grows with them, such as exp."""
+        """Return the estimate with an increasing function, such as exp, applied to value and ends."""
         return IntervalEstimate(*(None if x is None else change(x) for x in self))
 
     def text(self, shown: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
@@ -49,10 +49,10 @@ class IntervalEstimate(NamedTuple):
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
-    """Return the median of `values`, the low and high end of their spread, and the kind of these ends.
+    """Return the median of `values`, the ends of their spread, and the kind of these ends.
 
-    The kind is `quartiles` (first and third, with linear interpolation), or with fewer than
-    QUARTILES_FROM values the `range`, from the lowest to the highest.
+    The kind is `quartiles` (first and third, with linear interpolation), or with fewer than QUARTILES_FROM
+    values the `range`, from the lowest to the highest.
     """
     name = "quartiles" if len(values) >= QUARTILES_FROM else "range"
     at = [25, 50, 75] if name == "quartiles" else [0, 50, 100]
@@ -71,10 +71,13 @@ def paired_ratios(
 ) -> list[IntervalEstimate]:
     """Return the geometric mean ratio of each pair, with its 95 % interval by moderated t on logarithms.
 
-    A pair has shape [2, repeats]: values and those that they are divided by. Column k of both comes from
-    repeat k, so that effects of the repeat's seed on both cancel. A single repeat has no interval. The
-    variances of all `pairs` are pooled as in `moderated_variances`; `served`: where parameter servers take
-    part. Each interval holds by itself. With `together` > 1, as many as that hold at once (Bonferroni).
+    Column k of both rows comes from repeat k, so that effects of the repeat's seed cancel. A single repeat
+    has no interval. The variances of all `pairs` are pooled as in `moderated_variances`.
+
+    Args:
+        pairs: Arrays of shape [2, repeats]: values, and those that they are divided by.
+        served: Whether parameter servers take part, by pair.
+        together: How many intervals hold simultaneously (Bonferroni). With 1 each holds by itself.
     """
     if not pairs:
         return []

@@ -1,9 +1,9 @@
-"""Paired comparisons from a handful of repeats: moderated t on logarithms.
+"""Paired comparisons from a few repeats: moderated t on logarithms.
 
-A handful of repeats gives a poor estimate of its own variance. So the variances of a study's
-comparisons are pooled, as far as they look alike: Smyth, Linear models and empirical Bayes methods
-for assessing differential expression, 2004. Everything works on arrays, so that a simulation can run
-it a hundred thousand times.
+A few repeats give a poor estimate of their own variance. So the variances of a study's comparisons are
+pooled, as far as they are similar: Smyth, Linear models and empirical Bayes methods for assessing
+differential expression, 2004. Everything works on arrays, so that a simulation can run it a hundred thousand
+times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_GROUPS, FEW_DOF_OF_GROUPS = 2, 4.0
 
 
 class Differences(NamedTuple):
-    """Differences of paired repeats: mean, variance (divisor n - 1) and number n; arrays of equal shape."""
+    """Paired differences as arrays of equal shape: mean, variance (divisor n - 1) and number n."""
 
     mean: np.ndarray
     variance: np.ndarray
@@ -57,7 +57,7 @@ def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
 
 
 class Prior(NamedTuple):
-    """A prior for variances: their common value, and how many degrees of freedom it is worth."""
+    """A prior for variances: their common value, and its degrees of freedom."""
 
     dof: np.ndarray
     variance: np.ndarray
@@ -70,13 +70,17 @@ def variance_prior(
     fewest: int = MIN_VARIANCES,
     few_dof: float = FEW_DOF,
 ) -> Prior:
-    """Return the prior of `variances` with `dof` degrees of freedom, both shape [..., G].
+    """Return the prior of variances, shape [...].
 
-    Shape [...].
+    Its `dof` is infinite if the variances differ no more than estimates of one common variance do. It is at
+    most `few_dof` for fewer than ENOUGH_VARIANCES of them, and 0 for fewer than `fewest`.
 
-    Only variances in the mask `known` count. The prior's `dof` is infinite where they scatter no more than
-    estimates of one common variance do, at most `few_dof` below ENOUGH_VARIANCES of them, and 0 below
-    `fewest`.
+    Args:
+        variances: Shape [..., G].
+        dof: Their degrees of freedom, shape [..., G].
+        known: Mask of the variances to use, shape [..., G].
+        fewest: Minimum number of variances for a prior.
+        few_dof: Maximum degrees of freedom from few variances.
     """
     count = known.sum(-1)
     if np.all(count < fewest):
@@ -123,13 +127,15 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 
 
 def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variances drawn towards those of their kind, and their degrees of freedom.
+    """Return variances shrunk towards those of their kind, and their degrees of freedom.
 
-    Both shape [..., G].
+    Both have the shape [..., G]. A kind with too few variances borrows from all kinds. Variances of 0 are not
+    used for the prior. Where there is no variance the result is NaN, with 0 degrees.
 
-    `kinds`, shape [G] or [..., G]: whether a parameter server takes part, since servers scatter differently.
-    A kind with too few variances borrows from all kinds. Variances of 0 are not used for the prior. Where
-    there is no variance the result is NaN, with 0 degrees.
+    Args:
+        found: Differences of repeats.
+        kinds: Whether a parameter server takes part, since servers have another variance; shape [G] or
+            [..., G].
     """
     own_dof = np.maximum(found.dof, 0)
     known = (own_dof > 0) & (np.nan_to_num(found.variance) > 0)
@@ -142,9 +148,14 @@ def prior_of_kind(
 ) -> Prior:
     """Return the prior of each variance, from those of its kind, else of all kinds.
 
-    All shape [..., G].
+    All arrays have the shape [..., G].
 
-    `few`: as `variance_prior` takes them.
+    Args:
+        variances: The variances.
+        dof: Their degrees of freedom.
+        known: Mask of the variances to use.
+        kinds: Kind of each variance.
+        few: Passed on to `variance_prior`.
     """
     kinds = np.broadcast_to(kinds, known.shape)
     d0, s0 = np.zeros(known.shape), np.zeros(known.shape)
@@ -167,7 +178,7 @@ def drawn_to(prior: Prior, found: Differences) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Scatter(NamedTuple):
-    """The variance of each group of repeats, and its degrees of freedom, which may be fractions."""
+    """The variance of each group of repeats, and its degrees of freedom, which may be fractional."""
 
     variance: np.ndarray
     dof: np.ndarray
@@ -183,9 +194,9 @@ class Scatter(NamedTuple):
 def scatter_of_groups(logs: np.ndarray) -> Scatter:
     """Return the variance of each group of repeats around its mean, shape [..., groups].
 
-    `logs`: shape [..., groups, repeats], NaN for a repeat that is missing. It is that of every group,
-    whatever it is compared with. What a repeat has in common (an allocation, a drift) is taken off
-    first, by the median of the groups, which one restless group does not move.
+    It does not depend on what the group is compared with. Effects that a repeat has in common (an allocation,
+    a drift) are subtracted first, by the median of the groups, which is robust to one noisy group. `logs` has
+    the shape [..., groups, repeats], with NaN for a missing repeat.
     """
     there = np.isfinite(logs)
     n, groups = there.sum(-1), there.sum(-2)
@@ -215,11 +226,16 @@ def _median_of_known(values: np.ndarray) -> np.ndarray:
 def moderated_by_groups(
     found: Differences, groups: Scatter, served: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Variances of differences drawn towards those of a study's groups, and their degrees of freedom.
+    """Return variances of differences shrunk towards those of the groups, and their degrees of freedom.
 
-    All shape [..., G]. `found`: the differences of group i from group `first`[i], an index into the
-    last axis; `served`: groups with a parameter server. The prior of a difference is the sum of its
-    groups'; it counts no more than what the others know, and little where a difference has two repeats.
+    All arrays have the shape [..., G]. The prior of a difference is the sum of its groups' priors. It counts
+    no more than what the others know, and little if a difference has two repeats.
+
+    Args:
+        found: Differences of group i from group `first`[i].
+        groups: Variances of the groups.
+        served: Groups with a parameter server.
+        first: Index of the other group, on the last axis.
     """
     known = (groups.dof > 0) & (np.nan_to_num(groups.variance) > 0)
     prior = prior_of_kind(
@@ -235,9 +251,13 @@ def moderated_by_groups(
 def half_widths(
     variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
 ) -> np.ndarray:
-    """Half the width of t intervals that leave out `tail` on each side.
+    """Return half the width of t intervals; infinite with 0 degrees of freedom.
 
-    Infinite without degrees.
+    Args:
+        variance: Variances of the differences.
+        dof: Their degrees of freedom.
+        repeats: Numbers of repeats.
+        tail: Probability beyond each end.
     """
     known = dof > 0
     if not known.any():
@@ -253,19 +273,19 @@ def half_widths(
 
 
 def tail_of(rivals: int | np.ndarray) -> np.ndarray:
-    """Return the probability that an interval leaves out on each side, in a comparison with `rivals` others.
+    """Return the tail probability of an interval in a comparison with `rivals` alternatives.
 
-    The allowed rate of false claims is shared between the rivals and the looks. A claim uses one end
-    of each interval, but the same repeats also chose the candidate that the rivals are compared with:
-    so at least two rivals are counted.
+    The allowed rate of false conclusions is divided between the alternatives and the interim analyses. A
+    conclusion uses one end of each interval. But the same repeats also chose the candidate that the
+    alternatives are compared with, so at least two alternatives count.
     """
     return ALPHA / (REPEATED_LOOKS * np.maximum(2, rivals))
 
 
 def tail_among(candidates: int | np.ndarray, looks: float = 1.0) -> np.ndarray:
-    """Return the probability that an interval leaves out on each side, in a decision among candidates.
+    """Return the tail probability of an interval in a decision among candidates.
 
-    The repeats that decide chose the candidate to compare with as well, so every pair counts, at either
-    end, and a little more. `looks`: 1 if the number of repeats was fixed before, else REPEATED_LOOKS.
+    The repeats that decide chose the candidate to compare with as well, so every pair counts, at either end,
+    and a little more. `looks`: 1 if the number of repeats was fixed before, else REPEATED_LOOKS.
     """
     return ALPHA / (looks * np.square(np.maximum(2, candidates), dtype=float))

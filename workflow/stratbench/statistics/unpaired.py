@@ -1,6 +1,6 @@
-"""Statistics of two sets that share no repeats: Welch's t on logarithms.
+"""Statistics of two sets without common repeats: Welch's t on logarithms.
 
-Repeats from two places share nothing but a number, so they are not paired.
+Repeats from two sites have nothing but a number in common, so they are not paired.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
 def slowdown_over_cells(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
 ) -> IntervalEstimate:
-    """Return the mean slow-down over cells, each given as the (new, old) times of its repeats, all above 0.
+    """Return the mean slow-down over cells, as the relative increase in time.
 
-    It is the share by which they got slower. The true value lies beyond each end of its interval with
-    probability `alpha`. The cells are fixed, and noise comes from the repeats: the variance is the sum of
-    theirs, with Satterthwaite's (1946) degrees of freedom.
+    The true value is beyond each end of the interval with probability `alpha`. The cells are fixed, and noise
+    comes from the repeats: the variance is the sum of theirs, with Satterthwaite's (1946) degrees of freedom.
+    `pairs` has the (new, old) times of each cell's repeats, all above 0.
     """
     logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
     mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
@@ -66,10 +66,10 @@ def _difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
 def _estimate(
     value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
 ) -> IntervalEstimate:
-    """`value` with its interval, which leaves out `alpha` on each side, from the repeats of its sides.
+    """Return `value` with its interval, which leaves out `alpha` on each side.
 
-    It is a sum or a difference of their means, divided by `cells`. There is no interval if a side has
-    fewer than two repeats, or if none scatters.
+    It is a sum or a difference of their means, divided by `cells`. There is no interval if a side has fewer
+    than two repeats, or if none scatters.
     """
     if min(map(len, sides)) < 2:
         return IntervalEstimate(value)
@@ -81,10 +81,10 @@ def _estimate(
 
 
 def _half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
-    """What a sum of independent means is off by at most, on one side, but for a chance of `alpha`.
+    """Return the half-width of the interval of a sum of independent means.
 
-    `parts`: the variance of each mean and its degrees of freedom; of the sum they are Satterthwaite's
-    (1946). The variances are not all 0.
+    `parts`: the variance of each mean and its degrees of freedom; those of the sum are Satterthwaite's
+    (1946). The variances are not all 0. `alpha` is the probability beyond one end.
     """
     from scipy.special import stdtrit  # takes 0.2 s: not for those who have no repeats
 

@@ -1,4 +1,4 @@
-"""The environment variables of jobs: where they find the package, this Python, SLURM and data files."""
+"""Environment variables of jobs: paths of the package, this Python, SLURM and data files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stratbench.workload.users_code import CODE_VARIABLE
 
 
 def add_cache_command(settings: Any, cache: Path) -> None:
-    """Have each job use the folder `cache` where its node has no HOME, without which no Snakemake starts.
+    """Have each job use the folder `cache` if its node has no HOME.
 
-    `settings`: Snakemake's on remote jobs, whose `precommand` is the profile's; None where it runs none. A
-    user's XDG_CACHE_HOME stays.
+    Snakemake does not start without one. `settings` are Snakemake's on remote jobs, with the profile's
+    `precommand`, or None if it runs none. A user's XDG_CACHE_HOME stays.
     """
     if settings is None or "XDG_CACHE_HOME" in os.environ:
         return
@@ -29,11 +29,11 @@ def add_cache_command(settings: Any, cache: Path) -> None:
 
 
 def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
-    """Set variables that this process and its jobs need, but that are no part of a result.
+    """Set variables that this process and its jobs need and that do not affect results.
 
-    Jobs find the package in `package_root` and this interpreter, however Snakemake was started (a conda
-    environment that a rule activates comes first). They find data files in the folder that the config names:
-    as a rule's parameter, that folder would cause everything to be made again when it moves.
+    Jobs find the package in `package_root` and this interpreter, even if a rule activates a conda
+    environment. They find data files in the folder that the config names: were it a rule's parameter,
+    Snakemake would make everything again when the folder moves.
     """
     os.environ["STRATBENCH_PACKAGE"] = package_root
     firsts = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": package_root}

@@ -1,8 +1,8 @@
-"""Files by which a job gets what the run had that submitted it: its values, and the whole config.
+"""Files that hand the values and config of a run to its jobs.
 
 The command of a job has `--values FILE`, and `@NAME` in place of each value that is too long for a command
-line. Both files are written before the first job starts. So a job on SLURM trains what it was submitted with,
-whatever has become of config.yaml since.
+line. Both files are written before the first job starts. So a job on SLURM uses the config of its submission,
+even if config.yaml has changed since.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIGS = Path(".snakemake/configs")
 
 
 def keep_config(workflow: Any) -> None:
-    """Have the jobs of a run be given its config, in place of files and options that name it.
+    """Make the jobs of a run use its config in place of its files and options.
 
     Args:
         workflow: Snakemake's, before its first job.
@@ -39,7 +39,7 @@ def keep_config(workflow: Any) -> None:
 
 
 def is_given_config(workflow: Any) -> bool:
-    """Return whether this process is a job that was given its run's config."""
+    """Return whether this process is a job that uses its run's config."""
     return any(
         Path(p).parent.parts[-2:] == CONFIGS.parts
         for p in internals.get_named_config_files(workflow)
@@ -59,7 +59,7 @@ def write_values(jobs: Iterable[Any]) -> None:
 
 
 def insert_values(arguments: list[str]) -> list[str]:
-    """Return a command line with the values of its file in place of their names."""
+    """Return a command line with each `@NAME` replaced by its value from the file."""
     if OPTION not in arguments:
         return arguments
     at = arguments.index(OPTION)

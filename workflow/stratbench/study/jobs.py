@@ -1,4 +1,4 @@
-"""The training jobs of a study: which cells are trained, with what settings, on what resources."""
+"""The training jobs of a study: cells, settings and resources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_MEASURED_MIB = 256
 
 
 class Jobs:
-    """The training jobs of a study. Each answer is worked out once, since Snakemake asks often."""
+    """The training jobs of a study. Results are cached, since Snakemake asks often."""
 
     def __init__(self, config: Mapping[str, Any], study: Study) -> None:
         """`config`: validated; `study`: one of its studies."""
@@ -39,7 +39,10 @@ class Jobs:
 
     @cached_property
     def skipped(self) -> dict[str, str]:
-        """Reasons why cells are skipped, by path: the plan calls them infeasible, the config skips such."""
+        """Reasons why cells are skipped, by path.
+
+        The plan calls them infeasible, and the config skips such cells.
+        """
         if not self._cluster["skip_infeasible"]:
             return {}
         reasons = {
@@ -49,7 +52,7 @@ class Jobs:
         return {path: reason for path, reason in reasons.items() if reason}
 
     def record_paths(self) -> list[str]:
-        """Return the records of all cells that are not skipped, in the order of the config."""
+        """Return the record paths of all cells that are not skipped, in the config's order."""
         return [
             str(cell.record_path(self.results))
             for path, cell in self._cells.items()
@@ -57,10 +60,10 @@ class Jobs:
         ]
 
     def links_request(self, offered: Sequence[Node]) -> JobRequest:
-        """Of the measurement of links to a scheduler: what any of the study's cells on full nodes asks for.
+        """Return the scheduler request for measuring links: the maximum over the study's cells on full nodes.
 
-        On two nodes, so that what is between them is measured, too, or on one where no partition of
-        `offered` has two that can hold it.
+        It has two nodes, so that the interconnect between them is measured, too. It has one node if no
+        partition of `offered` has two that are large enough.
         """
 
         def asked(nodes: int) -> JobRequest:
@@ -75,11 +78,11 @@ class Jobs:
         return asked(2 if most_nodes(asked(2), offered) > 1 else 1)
 
     def links_arguments(self) -> list[str]:
-        """Of the measurement of links: all that the study's strategies exchange by on one node.
+        """Return the arguments for measuring links: everything that the strategies exchange on one node.
 
-        Its counts and those of groups of workers within them, the kinds of collectives that the strategies
-        name, the servers' transports, tensors up to the largest model. A study of single workers measures
-        two. On several nodes the measurement adds what is between them.
+        They are the worker counts and those of groups of workers within them, the kinds of collectives that
+        the strategies name, the servers' transports, and tensors up to the largest model. A study of single
+        workers measures two. On several nodes the measurement adds the interconnect.
         """
         most = self._cluster["gpus_per_node"]
         counts, kinds, transports = set(), set(), set()

@@ -1,4 +1,4 @@
-"""The question of `stratbench plan --model NAME --gpus N`, and its options on a command line."""
+"""The request of `stratbench plan --model NAME --gpus N`, and its command-line options."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Question:
-    """A model, GPUs, and what of a training is given.
+    """A model, its GPUs, and the known properties of a training.
 
     Attributes:
-        model: Its name in `models` of the config, or one of ours or of torchvision's.
+        model: Its name in `models` of the config, or a built-in or torchvision name.
         gpus: Number of GPUs.
-        gpu: Their name as people write it, such as `H100 80GB`; None: the config's.
-        dataset: Name of the data set; None: data of a usual size.
-        sequence: Tokens of a text; None: those of the data set.
-        tokens: Of the whole training; None: a usual number.
-        samples: The same of images.
-        price: Of a GPU for an hour; None: the config's, if any.
+        gpu: Their product name, such as `H100 80GB`, or None for the config's.
+        dataset: Name of the data set, or None for data of a usual size.
+        sequence: Tokens per text sample, or None for that of the data set.
+        tokens: Tokens of the whole training, or None for a usual number.
+        samples: Images of the whole training, or None for a usual number.
+        price: Price of a GPU per hour, or None for the config's, if any.
     """
 
     model: str
@@ -34,7 +34,7 @@ class Question:
 
 
 def add_question(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a question beside its model and data set."""
+    """Add the options of a request, except for its model and data set."""
     add = parser.add_argument
     add(
         "--gpus",
@@ -54,7 +54,7 @@ def add_question(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:
-    """Return the options of a question that are given, as texts, without its model and data set."""
+    """Return the options of a request that are set, as texts, without its model and data set."""
     names = [f.name for f in fields(Question) if f.name not in ("model", "dataset")]
     return {f"--{n}": str(v) for n in names if (v := getattr(args, n)) is not None}
 

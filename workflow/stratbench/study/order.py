@@ -1,6 +1,6 @@
-"""The order in which the cells of a study are trained: repeat after repeat, shuffled within.
+"""The order of training of a study's cells: repeat after repeat, shuffled within.
 
-A machine that changes while a study runs, by heat or by its neighbours, then changes all strategies alike.
+If a machine changes during a study, by heat or by its neighbours, all strategies then change equally.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ REPEATS, COMPARISONS, PLACES = 1000, 1000, 1000
 
 
 def priority(cell: Cell) -> int:
-    """Snakemake's priority of a cell's job, above 0: the highest is trained first.
+    """Return Snakemake's priority of a cell's job, above 0; the highest is trained first.
 
-    An earlier repeat comes first. Within a repeat the cells that are compared, those of one experiment and
-    model, follow one another; their order, and that of the comparisons, is another in each repeat. It
-    is drawn from the cell's names alone: the same whoever asks, and for a cell that is added later.
+    An earlier repeat comes first. Within a repeat, the compared cells (of one experiment and model) follow
+    one another. Their order, and that of the comparisons, differs between repeats. It depends on the cell's
+    names alone: it is always the same, also for a cell that is added later.
     """
     comparison = drawn(COMPARISONS, cell.study, cell.experiment, cell.model, cell.repeat)
     place = drawn(PLACES, cell.study, cell.path)
@@ -29,7 +29,7 @@ def priority(cell: Cell) -> int:
 
 
 def drawn(below: int, *names: str | int) -> int:
-    """Return a whole number from 0 to `below` - 1 that looks like chance and depends on `names` alone."""
+    """Return a pseudo-random integer from 0 to `below` - 1 that depends on `names` alone."""
     digest = hashlib.sha256("\n".join(map(str, names)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % below
 

@@ -42,11 +42,14 @@ class PlanFile:
         return self._needs(cell).get("servers_mem_mib") or 0
 
     def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
-        """Return the upper estimate of the cell's time, in seconds.
+        """Return the upper estimate of the cell's time, in seconds, or None if unknown.
 
-        Return None if it is not known.
+        It is unknown also if the plan is for other settings or another GPU, on which a cell may take longer.
 
-        None also if the plan is for other settings or another GPU, on which a cell may take longer.
+        Args:
+            cell: The cell.
+            settings: Its settings.
+            cluster: The `cluster` block of the config.
         """
         planned = self._needs(cell)
         return planned.get("cell_time_high_s") if self._is_of(planned, settings, cluster) else None
@@ -57,6 +60,11 @@ class PlanFile:
         """Return the reason why the cell cannot run, or None if there is none.
 
         None also if the plan is for other settings or another GPU.
+
+        Args:
+            cell: The cell.
+            settings: Its settings.
+            cluster: The `cluster` block of the config.
         """
         planned = self._needs(cell)
         return planned.get("infeasible") if self._is_of(planned, settings, cluster) else None
@@ -67,7 +75,10 @@ class PlanFile:
         return self.gpu == cluster["gpu"] and planned.get("settings") == digest_of(settings)
 
     def _needs(self, cell: Cell) -> Mapping[str, Any]:
-        """The planned needs of the cell, else of its first repeat: a verdict adds repeats and blocks."""
+        """Return the planned needs of the cell, else of its first repeat.
+
+        A verdict adds repeats and blocks, which have no plan of their own.
+        """
         return self.cells.get(cell.path) or self.cells.get(replace(cell, repeat=0).path, {})
 
 
@@ -99,5 +110,5 @@ def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(settings: Settings) -> str:
-    """Return a digest of a cell's settings, the same for all repeats, to see whether they were planned."""
+    """Return a digest of a cell's settings, the same for all repeats. It shows whether they were planned."""
     return hashlib.sha256(replace(settings, seed=0).as_json().encode()).hexdigest()

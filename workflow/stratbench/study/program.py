@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def split(arguments: list[str]) -> list[list[str]]:
-    """What stands before the first -m, between one and the next, and after the last."""
+    """Return the arguments before the first -m, between one and the next, and after the last."""
     parts: list[list[str]] = [[]]
     for argument in arguments:
         if argument == "-m":
@@ -68,7 +68,15 @@ def main_of(name: str):
 
 
 def stop(pid: int, signum: int, frame: object) -> None:
-    """Signal action of process `pid`: end the processes that a program has started, and clean up."""
+    """End the processes that a program has started, and clean up.
+
+    Signal handler of process `pid`.
+
+    Args:
+        pid: Process that has set the handler; a fork of it does nothing.
+        signum: The signal.
+        frame: Unused.
+    """
     import psutil
 
     if os.getpid() != pid:  # forked from it

@@ -1,4 +1,4 @@
-"""Reasons why cells are not trained, or have failed, as text: one line per reason."""
+"""Texts on why cells are not trained, or have failed: one line per reason."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ MAX_LINES = 12
 
 
 def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: float) -> Iterator[str]:
-    """Yield the lines that say what failed in a run of Snakemake.
-
-    None if nothing did.
+    """Yield the lines on failures in a run of Snakemake, none if nothing failed.
 
     Args:
-        failed: What each failed job trained, a cell or a block of a verdict, and the job's log.
+        failed: The trained cell or block of each failed job, and the job's log.
         results: The folder of the results.
-        since_s: When the run began, in seconds since the epoch: older evidence is of another run.
+        since_s: When the run began, in seconds since the epoch: older evidence belongs to another run.
     """
     cells: list[tuple[Cell, str]] = []
     blocks: list[str] = []
@@ -47,7 +45,7 @@ def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: floa
 
 
 def _reason(log_dir: Path, since_s: float) -> str:
-    """Why a job failed, by the evidence that it has left in its log folder."""
+    """Return why a job failed, by the evidence in its log folder."""
     try:
         is_of_this_run = (log_dir / record.FAILURE_FILE).stat().st_mtime >= since_s
     except OSError:
@@ -57,7 +55,7 @@ def _reason(log_dir: Path, since_s: float) -> str:
 
 
 def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
-    """Why cells are not trained, or were not: a line for each reason, with all of its cells."""
+    """Return a line for each reason why cells are not trained, with all of its cells."""
     groups: dict[str, list[Cell]] = {}
     for cell, reason in reasons:
         groups.setdefault(without_subject(reason), []).append(cell)
@@ -74,7 +72,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def without_subject(reason: str) -> str:
-    """Return a reason beside the names of its model and strategy, which need not be told again."""
+    """Return a reason without the model and strategy that its line already names."""
     return reason.partition(" cannot train it: ")[2] or reason
 
 

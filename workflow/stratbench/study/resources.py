@@ -1,4 +1,4 @@
-"""The request of a cell to a scheduler, shared by the rules, which make it, and the plan, which shows it.
+"""The request of a cell to a scheduler, made by the rules and shown by the plan.
 
 Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is config.yaml's block.
 """
@@ -25,12 +25,11 @@ SEGMENT_ALLOWANCE_S = 180
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A cell's request: nodes; GPUs, CPU cores and memory on each of them; and the time.
+    """A cell's request: nodes, their GPUs, CPU cores and memory, and the time.
 
-    `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
-    of `cpus` are asked for because of parameter servers. `workers`: of an elastic cell, how many jobs of
-    their own the workers are at most, each of which asks for what `worker` does. `gpu_type`: SLURM's
-    name of the GPUs; None: any.
+    `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many of
+    `cpus` are for parameter servers. `workers`: maximum number of worker jobs of an elastic cell, each of
+    which requests `worker`. `gpu_type`: SLURM's name of the GPUs, or None for any.
     """
 
     nodes: int
@@ -46,7 +45,7 @@ class JobRequest:
 
     @property
     def gres(self) -> str:
-        """The GPUs of a node, as SLURM writes them; empty if none are asked for."""
+        """The GPUs of a node in SLURM's syntax, or empty if none are requested."""
         of_type = f"{self.gpu_type}:" if self.gpu_type else ""
         return f"gpu:{of_type}{self.gpus}" if self.gpus else ""
 
@@ -61,7 +60,7 @@ class JobRequest:
 
     @property
     def sbatch(self) -> str:
-        """The command that makes this request to SLURM, and of an elastic cell that of its workers."""
+        """The sbatch command of this request, and of the workers' if the cell is elastic."""
         each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
         return f"sbatch {' '.join(self.options)}{each}"
 
@@ -75,13 +74,21 @@ def job_request(
     longest_s: float | None = None,
     servers_mem_mib: int = 0,
 ) -> JobRequest:
-    """Return the request of a cell. The last three are the plan's; 0 and None without a plan.
+    """Return the request of a cell.
 
-    `host_mem_mib`: of the processes on the fullest node; `servers_mem_mib`: of all servers together.
+    A cell on GPUs requests its GPUs' shares of a node, and more memory if the plan says so. A cell on CPUs
+    requests its threads, and the plan's memory or a small default. An elastic cell requests only its servers,
+    for longer: its workers wait in the queue. The last three arguments are the plan's, 0 and None without a
+    plan.
 
-    A cell on GPUs asks for its GPUs' shares of a node, and for more memory if the plan says so. A cell
-    on CPUs asks for its threads, and for the plan's memory or a small default. An elastic cell asks for
-    its servers alone, and for longer: its workers wait in the queue.
+    Args:
+        cell: The cell.
+        settings: Its settings.
+        cluster: The `cluster` block of the config.
+        time_limit_s: Time limit of the cell.
+        host_mem_mib: Host memory of the processes on the fullest node.
+        longest_s: Upper estimate of the cell's time.
+        servers_mem_mib: Host memory of all servers together.
     """
     minutes = runtime_min(time_limit_s, cluster, longest_s)
     of_node = workers_of_node(cell, cluster)
@@ -130,7 +137,7 @@ def job_request(
 def _servers_request(
     settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
 ) -> JobRequest:
-    """The request of an elastic cell's own job: its servers, if it has any, and who looks after workers."""
+    """Return the request of an elastic cell's own job: its servers and the supervisor of its workers."""
     servers = settings.options.get("servers", 0)
     cpus, mem_mib = servers * (settings.threads or 1), servers * cluster["mem_mib_per_cpu_worker"]
     if servers and cluster["request_gpus"] and settings.device != "cpu":
@@ -164,9 +171,15 @@ def workers_of_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
 def runtime_min(
     time_limit_s: float | None, cluster: Mapping[str, Any], planned_s: float | None = None
 ) -> int:
-    """The scheduler's limit in minutes: the cell's own plus an allowance, so that the cell's ends first.
+    """Return the scheduler's limit in minutes.
 
-    A cell without a limit of its own uses the upper estimate of the plan, if there is one.
+    It is the cell's own plus an allowance, so that the cell's ends first. A cell without a limit of its own
+    uses the upper estimate of the plan, if there is one.
+
+    Args:
+        time_limit_s: Limit of the cell, if any.
+        cluster: The `cluster` block of the config.
+        planned_s: Upper estimate of the plan, if any.
     """
     time_limit_s = planned_s if time_limit_s is None else time_limit_s
     if time_limit_s is None:
@@ -175,7 +188,7 @@ def runtime_min(
 
 
 def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequest:
-    """Return the request of a job that can hold any of several cells, and runs for `runtime_min` minutes."""
+    """Return the request of a job that can hold any of several cells for `runtime_min` minutes."""
     requests = list(requests)
     return JobRequest(
         nodes=max(r.nodes for r in requests),
@@ -192,9 +205,14 @@ def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequ
 def segment_limit_s(
     time_limit_s: float | None, steps: int, total_steps: int | None
 ) -> float | None:
-    """Return the limit of a segment of `steps` steps: SEGMENT_ALLOWANCE_S, and its share of the cell's limit.
+    """Return the limit of a segment: SEGMENT_ALLOWANCE_S, and its fraction of the cell's limit.
 
     A segment that reaches it belongs to a cell that would reach its own. None if the cell has no limit.
+
+    Args:
+        time_limit_s: Limit of the cell, if any.
+        steps: Steps of the segment.
+        total_steps: Steps of the cell, if known.
     """
     if time_limit_s is None:
         return None
@@ -203,10 +221,15 @@ def segment_limit_s(
 
 
 def block_min(limit_s: float | None, strategies: int, cluster: Mapping[str, Any]) -> int:
-    """Return the scheduler's limit in minutes of a block whose segments have the limit `limit_s`.
+    """Return the scheduler's limit of a block, in minutes.
 
-    Each strategy may take a third of `limit_s` for each of its segments, or all of it once; the burn-in
-    may take as much.
+    Each strategy may take a third of `limit_s` for each of its segments, or all of it once; the burn-in may
+    take as much.
+
+    Args:
+        limit_s: Limit of the block's segments, if any.
+        strategies: Number of strategies.
+        cluster: The `cluster` block of the config.
     """
     if limit_s is None:
         return UNLIMITED_MIN

@@ -17,14 +17,12 @@ _told: set[str] = set()
 
 
 def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
-    """Makes Snakemake note the finished training `jobs`.
+    """Make Snakemake record the finished training `jobs`, and restart it if it would train one again.
 
-    Starts it anew if it would train one again.
-
-    If Snakemake was killed while a cell trained, it takes the cell's record for incomplete and would delete
-    it; but a record is always written as a whole. A cell that finished on SLURM meanwhile counts as finished
-    with unknown settings: Snakemake would keep it when the settings change. Does nothing, and returns, if all
-    is noted. `workflow` and the jobs are Snakemake's.
+    If Snakemake was killed while a cell trained, it regards the cell's record as incomplete and would delete
+    it; but a record is always written completely. Snakemake does not know the settings of a cell that
+    finished on SLURM meanwhile, and would keep it when they change. If all is recorded, this does nothing and
+    returns. `workflow` and the jobs are Snakemake's.
     """
     again = False
     for job in jobs:
@@ -47,10 +45,16 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
 
 
 def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
-    """Has Snakemake make `path` anew, a record or a block's result, if it is of other data than `wanted`.
+    """Have Snakemake make a record or a block's result again if its data differ from `wanted`.
 
-    It does so by itself where it remembers the settings: not in a copy of the folder, nor where another
-    folder with the same results has made the file since. Called as it plans the job, also in a dry run.
+    Snakemake does so by itself if it remembers the settings. It does not in a copy of the folder, or if
+    another folder with the same results has made the file since. Called as it plans the job, also in a dry
+    run.
+
+    Args:
+        workflow: Snakemake's.
+        path: The record or the block's result.
+        wanted: Settings of the config.
     """
     if wanted.data_spec is None or internals.is_forced(workflow, str(path)):
         return

@@ -1,4 +1,4 @@
-"""Snakemake's undocumented names that rules and the study use: an upgrade of Snakemake opens this file first.
+"""Undocumented names of Snakemake, in one module that an upgrade has to check.
 
 Two things of Snakemake are replaced while it runs: the class of its executor and the `run` of its scheduler.
 In each function `workflow` is Snakemake's, and so are `job` and `rule`; a rule is `rules.NAME`.
@@ -108,12 +108,12 @@ def lacks_output(workflow: Any, job: Any) -> bool:
 
 
 def is_forced(workflow: Any, path: str) -> bool:
-    """Return whether the file `path` is to be made anew in any case."""
+    """Return whether Snakemake must make the file `path` again in any case."""
     return path in workflow.dag.forcefiles
 
 
 def force(workflow: Any, path: str) -> None:
-    """Have the file `path` made anew. Called while the jobs are planned."""
+    """Have Snakemake make the file `path` again. Called while the jobs are planned."""
     workflow.dag.forcefiles.add(path)
 
 
@@ -151,16 +151,18 @@ def run_with(handler: logging.Handler) -> None:
 
 
 def restart(workflow: Any) -> None:
-    """Start Snakemake again in this process's place: it plans by the files that now exist."""
+    """Restart Snakemake in this process, so that it plans with the files that now exist."""
     workflow.persistence.unlock()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
 
 
 def end_run(workflow: Any) -> None:
-    """End the run as Snakemake does at a SIGTERM. Callable from a signal handler.
+    """End the run as Snakemake does at a SIGTERM.
 
-    Snakemake's own handler takes a lock, for which its main thread, which may hold it, would wait for ever.
+    Callable from a signal handler.
+
+    Snakemake's own handler takes a lock, and would deadlock if its main thread holds it.
     """
     Thread(target=workflow.scheduler.exit_gracefully).start()
 

@@ -28,10 +28,16 @@ def render(
     values: dict[str, Any],
     filters: dict[str, Callable[..., Any]] | None = None,
 ) -> str:
-    """Return the page that `template`, a file in one of the folders, gives with these values.
+    """Return a page: the template filled in with these values.
 
-    Templates may include those of SHARED.
-    Of a template `*.txt.j2` a text for a terminal, in which nothing is escaped.
+    Templates may include those of SHARED. A template `*.txt.j2` gives a text for a terminal, in which nothing
+    is escaped.
+
+    Args:
+        template: File name of the template.
+        folders: Folders to search it in.
+        values: Values by name.
+        filters: Filters of templates by name.
     """
     import jinja2  # not where workers train
 
@@ -50,12 +56,12 @@ def render(
 
 
 def unbroken(text: str) -> str:
-    """Return a printable text in which no line ends between a number and its `%`, or in `ddp × 8`."""
+    """Return a printable text with no line break between a number and its `%`, or in `ddp × 8`."""
     return re.sub(r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", printable(text))
 
 
 def breakable(name: str) -> Markup:
-    """Return a name in which a line may end after `_`, `.` and `/`, as it may after a hyphen."""
+    """Return a name that may be broken after `_`, `.` and `/`, as after a hyphen."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(printable(name)))))
@@ -68,5 +74,5 @@ def as_json(data: Any) -> str:
 
 
 def hash_of_script(script: str) -> str:
-    """What a page's Content-Security-Policy names its one script by."""
+    """Return the hash by which a page's Content-Security-Policy allows its one script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

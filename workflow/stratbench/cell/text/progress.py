@@ -11,9 +11,13 @@ from typing import Any
 def progress_bar(total: int, unit: str, description: str) -> Any:
     """Return a tqdm bar on stderr, shown after two seconds.
 
-    Seldom redrawn if stderr is a log file.
+    It is seldom redrawn if stderr is a log file. Without tqdm (if only the engine is installed) it shows
+    nothing.
 
-    Without tqdm (where only the engine is installed) the bar shows nothing.
+    Args:
+        total: Number of units.
+        unit: Name of a unit.
+        description: Text before the bar.
     """
     try:
         from tqdm import tqdm

@@ -17,7 +17,7 @@ WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 def unit_for(n_bytes: float) -> tuple[str, int]:
     """Return the unit in which an amount is at least one, and its bytes.
 
-    KiB for less.
+    The smallest unit is KiB.
     """
     return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
 
@@ -29,7 +29,7 @@ def bytes_text(n_bytes: float) -> str:
 
 
 def hours_text(hours: float) -> str:
-    """Hours as text: two digits, and from 10 on whole ones."""
+    """Return hours as text: two digits, and from 10 on integers."""
     return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
@@ -43,14 +43,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Return a time as text with three digits at most, from microseconds on: `86 µs`, `1.2 ms`, `3.5 s`."""
+    """Return a time as text with three digits at most, from microseconds on."""
     unit, name = next(((u, n) for u, n in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "µs"))
     value = seconds / unit
     return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
 
 
 def counted(count: int, noun: str) -> str:
-    """Return the count with its noun, which ends in a plural unless the count is one: `4 CPU processes`."""
+    """Return the count with its noun, in the plural unless it is one: `4 CPU processes`."""
     return f"{count} {noun if count == 1 else plural(noun)}"
 
 
@@ -62,10 +62,7 @@ def plural(noun: str) -> str:
 
 
 def names_text(names: Sequence[str], most: int = 4) -> str:
-    """Return names in a sentence.
-
-    Of more than `most` the first: `a, b, c, d and 2 more`.
-    """
+    """Return names in a sentence, at most `most` of them: `a, b, c, d and 2 more`."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -77,7 +74,10 @@ def joined_with_and(values: Iterable[object]) -> str:
 
 
 def worker_noun(device_kinds: Iterable[object]) -> str:
-    """What workers on these kinds of device are called: `worker` where kinds differ or none is known."""
+    """Return the noun for workers on these kinds of device.
+
+    It is `worker` where kinds differ or none is known.
+    """
     nouns = [WORKER_NOUNS[kind] for kind in WORKER_NOUNS.keys() & set(device_kinds)]
     return nouns[0] if len(nouns) == 1 else "worker"
 
@@ -87,10 +87,7 @@ COLUMNS = 100
 
 
 def folded(lines: Iterable[str]) -> str:
-    """Return lines for a terminal, each broken at COLUMNS.
-
-    What is broken goes on two columns further in.
-    """
+    """Return lines for a terminal, each broken at COLUMNS, with a hanging indent of two."""
     wrapped: list[str] = []
     for line in "\n".join(lines).split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
@@ -106,20 +103,23 @@ def folded(lines: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """A text that may be from others, with `?` for what could steer a terminal, or turn its order round."""
+    """Return a foreign text with `?` for characters that could control a terminal or reverse text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def shortened(text: str) -> str:
-    """Return a text that may be from others, as `printable` has it and short enough for a table."""
+    """Return a foreign text, as `printable` does, short enough for a table."""
     text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def repr_of(value: Any) -> str:
-    """Return a wrong value as a message shows it: null, true and false as in YAML, and cut if it is long."""
+    """Return a wrong value as a message shows it.
+
+    Null, true and false are as in YAML, and a long one is cut.
+    """
     names = {None: "null", True: "true", False: "false"}
     text = next((name for known, name in names.items() if value is known), repr(value))
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

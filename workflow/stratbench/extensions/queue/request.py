@@ -1,4 +1,4 @@
-"""What `decide` is told of a queue: `decide.queue` of config.yaml, each key declared once."""
+"""Keys of `decide.queue` in config.yaml, each declared once."""
 
 from __future__ import annotations
 

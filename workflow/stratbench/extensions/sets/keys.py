@@ -1,4 +1,4 @@
-"""The sets of a config that `stratbench compare` puts side by side, and the checks on them."""
+"""The sets of a config that `stratbench compare` compares, and the checks on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sets(Keys):
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
-        """Yield why sets cannot be compared, and which prices do not fit them."""
+        """Yield why sets cannot be compared, and which prices do not match them."""
 
         def wrong(*of: Any) -> str:
             return wrong_value_message(*of).removeprefix("config: ")

@@ -35,12 +35,18 @@ SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 def segment_steps(
     start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
 ) -> int:
-    """Return the steps of a segment that tell most for their time, between MIN_STEPS and MAX_STEPS.
+    """Return the steps of a segment that are most informative per second of run time.
 
-    Where a start costs much, a segment is long; where starts differ more than steps do, it is short:
-    sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013.
-    `step_cv`: standard deviation of a step's time over its mean; `correlation` r of neighbouring
-    steps; `process_sd`: standard deviation between starts, of logarithms.
+    A segment is long where a start is expensive, and short where starts differ more than steps do:
+    sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013. The result
+    is between MIN_STEPS and MAX_STEPS.
+
+    Args:
+        start_s: Seconds of a start.
+        step_s: Seconds per step.
+        step_cv: Standard deviation of a step's time over its mean.
+        correlation: Correlation r of neighbouring steps.
+        process_sd: Standard deviation between starts, of logarithms.
     """
     if not (start_s > 0 and step_s > 0 and process_sd > 0):
         return MIN_STEPS
@@ -55,31 +61,40 @@ def discarded_steps(steps: int) -> int:
 
 
 def disagreement_limit(differences: Sequence[float]) -> float:
-    """From which difference on a third segment is asked for.
+    """Return the difference from which on a third segment is run.
 
-    `differences`: absolute ones, between the logarithms of a strategy's two segments.
+    Args:
+        differences: Absolute differences between the logarithms of a strategy's two segments.
     """
     typical = statistics.median(differences) if differences else 0.0
     return max(MIN_DISAGREEMENT, DISAGREEMENT * typical)
 
 
 def value_of_segments(logs: Sequence[float]) -> float:
-    """What a block says of a strategy, from the logarithms of its two or three segments' step times.
+    """Return a strategy's value in a block: the median of its segments' log step times.
 
-    The median: of two their mean, and of three, after two that disagree, the one in the middle.
+    This is the mean of two segments. If these disagree and a third was run, it is the middle one.
     """
     return statistics.median(logs)
 
 
 def segment_s(start_s: float, step_s: float, steps: int) -> float:
-    """Return seconds of one segment: its start, and its steps with the discarded ones."""
+    """Return the seconds of one segment: its start, and its steps with the discarded ones.
+
+    Args:
+        start_s: Seconds of a start.
+        step_s: Seconds per step.
+        steps: Timed steps.
+    """
     return start_s + (steps + discarded_steps(steps)) * step_s
 
 
 def expected_cost(segments: Sequence[float], full_cells: Sequence[float]) -> tuple[float, float]:
-    """What a comparison's blocks, and the full cells for its scores, will cost about.
+    """Return the expected cost of a comparison's blocks, and of the full cells for its scores.
 
-    Of each strategy what a segment and what a full cell costs, in any one unit.
+    Args:
+        segments: Cost of a segment of each strategy, in any unit.
+        full_cells: Cost of a full cell of each strategy, in the same unit.
     """
     trained = max(1.0, len(full_cells) / STRATEGIES_PER_FULL_CELL)
     return SEGMENTS_PER_STRATEGY * sum(segments), trained * sum(full_cells) / len(full_cells)

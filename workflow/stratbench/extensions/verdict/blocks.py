@@ -39,11 +39,13 @@ class BlockError(ValueError):
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What a block shall run. `order`: the strategies of the first pass; the second is its mirror.
+    """The segments that a block runs.
 
-    `steps` and `discard`: steps of a segment that are timed, and that come before; None: they follow
-    from its burn-in. Strategies whose two segments differ by more than `disagreement` (natural
-    logarithm of the ratio) run a third; None: it follows from the differences of the block.
+    `order`: the strategies of the first pass; the second is its mirror.
+
+    `steps` and `discard`: steps of a segment that are timed, and that come before, or None if they follow
+    from its burn-in. A strategy runs a third segment if its first two differ by more than `disagreement`
+    (natural logarithm of the ratio), or by a limit that follows from the block's differences if that is None.
     """
 
     study: str
@@ -92,22 +94,28 @@ class BlockPlan:
         return BLOCK_PATTERN.format(**vars(self))
 
     def folder(self, results: str | Path) -> Path:
-        """Where the block's results lie below the results folder."""
+        """Return the folder of the block's results below the results folder."""
         return Path(results) / self.study / "blocks" / self.path
 
     def log_dir(self, results: str | Path) -> Path:
-        """Where the logs of its segments and the evidence of a failure lie."""
+        """Return the folder of the logs of its segments and the evidence of a failure."""
         return Path(results) / self.study / "logs" / "blocks" / self.path
 
     def cell(self, strategy: str) -> Cell:
-        """Return the coordinates that the records of a strategy's segments carry: the repeat is the block."""
+        """Return the coordinates in the records of a strategy's segments, with the block as repeat."""
         return Cell(
             self.study, self.experiment, strategy, self.model, self.dataset, self.gpus, self.block
         )
 
 
 def segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Settings:
-    """What a segment of a cell with these settings is trained with, for `steps` steps in all."""
+    """Return the settings of a segment of a cell with these settings.
+
+    Args:
+        settings: Settings of the full cell.
+        plan: The block.
+        steps: Number of steps, discarded ones included.
+    """
     return replace(settings, steps=steps, epochs=None, seed=plan.seed, profile=False)
 
 
@@ -118,7 +126,7 @@ def trained_with(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_digest(settings: Settings | Mapping[str, Any]) -> str:
-    """Return a short name of what `trained_with` says: equal ones have equal names."""
+    """Return a short digest of `trained_with`, the same for equal settings."""
     text = json.dumps(trained_with(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -128,7 +136,7 @@ def trained_digest(settings: Settings | Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, order=True)
 class ComparisonKey:
-    """Which comparison: its experiment, model and number of workers."""
+    """Identity of a comparison: its experiment, model and number of workers."""
 
     experiment: str
     model: str
@@ -146,10 +154,12 @@ class ComparisonKey:
 
 @dataclass(frozen=True)
 class Segment:
-    """What came of a segment. Times are in seconds.
+    """Result of a segment.
 
-    `mean_step_s`, and `step_cv` (the standard deviation of a step's time over its mean) are None unless
-    it ended well; `start_s` is all of `wall_s` but the steps.
+    Times are in seconds.
+
+    `mean_step_s`, and `step_cv` (the standard deviation of a step's time over its mean) are None unless it
+    ended well. `start_s` is all of `wall_s` but the steps.
     """
 
     slot: int
@@ -163,7 +173,7 @@ class Segment:
     wall_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """As block.json lists it."""
+        """Return the entry of block.json."""
         return {"pass" if key == "in_pass" else key: value for key, value in vars(self).items()}
 
     @classmethod
@@ -214,7 +224,7 @@ class PairedBlock:
         return value_of_segments(logs) if logs else math.nan
 
     def status(self, strategy: str) -> str | None:
-        """How the strategy's first segment that did not end well ended; None: all did."""
+        """Return how the strategy's first segment that failed ended, or None if all ended well."""
         bad = (s.status for s in self.segments if s.strategy == strategy and s.status != "ok")
         return next(bad, None)
 
@@ -250,7 +260,7 @@ def read_block(path: str | Path) -> PairedBlock:
 
 
 def _faults(result: Mapping[str, Any]) -> Iterator[str]:
-    """What is missing or impossible in a block's result."""
+    """Yield a message for each value that is missing or impossible in a block's result."""
     for key, kind in _FIELDS.items():
         if not isinstance(result.get(key), kind):
             yield f"{key} is {str(result.get(key))[:40]!r}"
@@ -290,9 +300,10 @@ _FIELDS: dict[str, Any] = {
 
 
 def with_seal(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of verdict.json with the digest of all else in it.
+    """Return the content of verdict.json with the digest of everything else in it.
 
-    It shows a slip of an editor or of a merge. It stops no forger: whoever can write the file can seal it.
+    The digest shows an accidental change by an editor or a merge. It does not prevent forgery: the digest can
+    be computed again by anyone.
     """
     return {**verdict, "digest": digest_of(verdict)}
 
@@ -306,11 +317,9 @@ def digest_of(verdict: Mapping[str, Any]) -> str:
 
 
 def why_broken(verdict: Mapping[str, Any], path: str | Path) -> str | None:
-    """Why the content of the verdict.json at `path` is not to be believed.
+    """Return why the content of the verdict.json at `path` is not valid, or None if it is.
 
-    None if nothing says so.
-
-    Its step times are worked out again from the blocks beside it, where they are.
+    Step times are computed again from the blocks next to the file, if these exist.
     """
     if verdict.get("digest") != digest_of(verdict):
         return "it has been changed since it was written"

@@ -1,7 +1,7 @@
-"""A round of a verdict for the rules: which blocks and full runs, on what resources.
+"""A round of a verdict for the rules: its blocks, full runs and resources.
 
-A command prints the next round. It is run when the workflow is started; the jobs of the round read
-its output from a file.
+A command prints the next round. It is run when the workflow is started; the jobs of the round read its output
+from a file.
 """
 
 from __future__ import annotations
@@ -48,9 +48,14 @@ class Round:
         command: Sequence[str],
         is_job: bool,
     ) -> None:
-        """`command` prints the next round, given the config.
+        """Prepare a round, which `command` prints as JSON.
 
-        `is_job`: whether this process runs a job of the round, and so must not choose another round.
+        Args:
+            config: The validated config.
+            study: The study.
+            jobs: Its jobs.
+            command: Prints the next round, given the config.
+            is_job: Whether this process runs a job of the round, and so must not choose another round.
         """
         self.config, self._study, self._jobs = config, study, jobs
         self._command, self._is_job = command, is_job
@@ -70,7 +75,7 @@ class Round:
 
     @property
     def outlook(self) -> str:
-        """What the round may cost, and how many may follow: a sentence."""
+        """A sentence on the maximum cost of the round, and how many may follow."""
         return self.content["outlook"]
 
     def keep(self) -> None:
@@ -87,7 +92,7 @@ class Round:
 
     @cached_property
     def full_runs(self) -> list[Cell]:
-        """The cells to train as a whole."""
+        """The full cells to train."""
         cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
         return [cell for cell in cells if cell.path not in self._jobs.skipped]
 
@@ -116,7 +121,10 @@ class Round:
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """The settings that a block shares with full runs, by strategy: all but length, seed and profile."""
+        """Return the settings that a block shares with full runs: all but length, seed and profile.
+
+        They are by strategy.
+        """
         return {name: trained_with(self._jobs.settings_of(plan.cell(name))) for name in plan.order}
 
     def limit_s(self, plan: BlockPlan) -> float | None:
@@ -137,7 +145,7 @@ class Round:
         return sum(strategy.own_length(discarded_steps(timed), timed))
 
     def request_of(self, plan: BlockPlan) -> JobRequest:
-        """Return the request of a block to the scheduler: the most that one of its strategies needs."""
+        """Return the scheduler request of a block: the maximum over its strategies."""
         cells = [plan.cell(name) for name in plan.order]
         minutes = block_min(self.limit_s(plan), len(cells), self.config["cluster"])
         return largest_request(map(self._jobs.request_of, cells), minutes)
@@ -167,7 +175,7 @@ class Round:
 
     @cached_property
     def has_current_verdict(self) -> bool:
-        """Whether verdict.json exists, for strategies that the config still trains the same way."""
+        """Whether verdict.json exists for strategies whose settings have not changed since."""
         try:
             comparisons = read_json(self.file.with_name("verdict.json"))["comparisons"]
             trained = {

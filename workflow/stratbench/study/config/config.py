@@ -68,7 +68,7 @@ class Study:
         return sorted({e.values["dataset"] for e in self.experiments.values()})
 
     def base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Return the strategy behind a name in the study, and the options given (without the defaults)."""
+        """Return the strategy behind a name in the study, and its options without the defaults."""
         if name in REGISTRY:
             return name, {}
         variant = dict(self._study["variants"][name])
@@ -110,9 +110,9 @@ class Study:
         )
 
     def why_refused(self, config: Mapping[str, Any], cell: Cell) -> str | None:
-        """Why a cell that the study need not have could not be in it.
+        """Return why a cell that the study need not have could not be in it.
 
-        None if it could. `config`: its own.
+        Return None if it could. `config` is the cell's own.
         """
         values = config["studies"][self.name]
         asked = {"gpus": [cell.gpus], "strategies": [cell.strategy], "models": [cell.model]}
@@ -124,22 +124,19 @@ class Study:
         return None
 
     def own_model(self, name: str) -> dict[str, Any] | None:
-        """Return the spec of a model that is not built in: its call, its sharding and its code.
+        """Return the spec of a model that is not built in, or None.
 
-        Else None.
+        It has the model's call, its sharding and its code.
         """
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
     def _own_model_on(self, name: str, data: Dataset | None) -> dict[str, Any] | None:
-        """The same with the data's vocabulary, where that is another number than that of the classes."""
+        """Return the spec of a model with the data's vocabulary, if that differs from the number of classes."""
         spec, vocabulary = self.own_model(name), data and data.vocabulary
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:
-        """Return the spec of a task that is not built in: its call and its code.
-
-        Else None.
-        """
+        """Return the spec of a task that is not built in, with its call and code, or None."""
         if name is None or name in tasks.TASKS:
             return None
         return self._with_fingerprint(f"task {name}", {"call": name})
@@ -164,7 +161,7 @@ class Study:
         return self._own_code[key]
 
     def own_code(self) -> dict[str, dict[str, Any]]:
-        """Return the specs of the study's models and tasks that are not built in, with their code, by name.
+        """Return the specs and code of the study's own models and tasks, by name.
 
         Given as `own_code` in a config, they save `Study` from reading the code again.
         """
@@ -176,7 +173,7 @@ class Study:
         return {name: spec for name, spec in self._own_code.items() if spec}
 
     def faults_of_code(self, cells: Iterable[Cell]) -> list[str]:
-        """A sentence for each model and task of some cells whose files show that they cannot be imported."""
+        """Return a sentence for each own model and task that cannot be imported, as its files show."""
         faults = {}
         for cell in cells:
             task = self.own_task(self.experiments[cell.experiment].values["task"])
@@ -199,10 +196,10 @@ class Study:
         return self._data.facts(name)
 
     def data_specs(self) -> dict[str, dict[str, Any]]:
-        """What decides the samples of the study's data sets, as settings hold it, by name.
+        """Return the identity of the study's data sets, as in settings, by name.
 
-        Without those whose name says all. Given as `data_specs` in a config, they stand for its
-        `datasets`, and save `Study` from hashing a user's files again.
+        Data sets that the name identifies are left out. As `data_specs` in a config, the result replaces its
+        `datasets`, and saves `Study` from hashing a user's files again.
         """
         specs = {name: self._data.identity(name) for name in self.datasets}
         return {name: identity for name, identity in specs.items() if identity}
@@ -268,7 +265,13 @@ def _given_to_extensions(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def cell_seed(study_seed: int, model: str, repeat: int) -> int:
-    """Return the seed of a cell: the same for every strategy and worker count of a model and repeat."""
+    """Return the seed of a cell, the same for every strategy and worker count.
+
+    Args:
+        study_seed: Seed of the study.
+        model: Name of the model.
+        repeat: Number of the repeat.
+    """
     digest = hashlib.sha256(f"{study_seed}/{model}/{repeat}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -276,9 +279,14 @@ def cell_seed(study_seed: int, model: str, repeat: int) -> int:
 def load_config(
     raw: Mapping[str, Any], files: Iterable[str | Path] = ()
 ) -> tuple[dict[str, Any], Study]:
-    """Return the validated config and its chosen study. `raw`: the config as read from the YAML `files`.
+    """Return the validated config and its chosen study.
 
-    Raises ConfigError with all mistakes that can be told at once.
+    Args:
+        raw: The config as read from YAML.
+        files: The YAML files, for messages.
+
+    Raises:
+        ConfigError: With all mistakes that can be found at once.
     """
     for file in files:
         check_duplicate_keys(file)

@@ -28,7 +28,10 @@ MAX_NAME_BYTES = 240
 
 
 def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each variant with a strategy's name or an unknown one, and each wrong option."""
+    """Yield a message for each wrong name or option of a variant.
+
+    A name is wrong if it is a strategy's, or if the base is unknown.
+    """
     for name, variant in values["variants"].items():
         where = f"studies.{study}.variants.{name}"
         if name in REGISTRY:
@@ -56,7 +59,13 @@ def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the names of a cell are together longer than a file's name may be."""
+    """Raise ConfigError if a cell's names together exceed the length limit of file names.
+
+    Args:
+        study: Name of the study.
+        experiment: Name of the experiment.
+        block: The experiment's block of the config.
+    """
     longest = {
         "study": study,
         "experiment": experiment,
@@ -76,7 +85,9 @@ def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) ->
 
 
 def check_models(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the name or call of a user's model cannot be one. Imports nothing.
+    """Raise ConfigError if the name or call of a user's model is invalid.
+
+    Import nothing.
 
     Entries that name a model of a library become calls, in place.
     """
@@ -122,7 +133,14 @@ def check_model(wanted: str | None, there: Iterable[str]) -> None:
 def iter_name_faults(
     where: str, block: Mapping[str, Any], study: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a message for each data set, strategy and model of an experiment that there is not."""
+    """Yield a message for each unknown data set, strategy and model of an experiment.
+
+    Args:
+        where: Path of the experiment in the config, for messages.
+        block: The experiment's block.
+        study: The study's block.
+        config: The whole config.
+    """
     for key, what, known in (
         ("dataset", "data set", [*DATASETS, *config["datasets"]]),
         ("strategies", "strategy or variant", [*REGISTRY, *study["variants"]]),
@@ -146,10 +164,16 @@ def check_experiment(
     config: Mapping[str, Any],
     facts: Callable[[str], Dataset],
 ) -> None:
-    """Raises ConfigError for the first value of an experiment that contradicts another.
+    """Raise ConfigError for the first value of an experiment that contradicts another.
 
-    `facts`: returns what is known of a data set; what is unknown is judged once it is prepared. All names
-    are known (`iter_name_faults`).
+    All names must be known (`iter_name_faults`).
+
+    Args:
+        where: Path of the experiment in the config, for messages.
+        block: The experiment's block.
+        study: The study's block.
+        config: The whole config.
+        facts: Returns the known metadata of a data set. Anything unknown is checked once it is prepared.
     """
     try:
         dataset = facts(block["dataset"])
@@ -225,13 +249,13 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
 
 
 def _all_at_once(where: str, faults: Iterator[str]) -> Iterator[str]:
-    """Independent faults as one fault, so that all refused strategies are reported together."""
+    """Combine independent messages, so that all unsupported strategies are reported together."""
     if each := list(dict.fromkeys(faults)):
         yield f"\nconfig: {where}".join(each)
 
 
 def settle_optimizer(block: dict[str, Any]) -> None:
-    """Before the defaults: for AdamW, sets momentum to 0, and betas and eps to torch's, where not given."""
+    """Set AdamW's momentum to 0, and its betas and eps to torch's if not set. Run before the defaults."""
     if block.get("optimizer") == "adamw":
         for key, value in (("momentum", 0.0), ("betas", [0.9, 0.999]), ("eps", 1e-8)):
             if block.get(key) is None:
@@ -281,7 +305,7 @@ def strategies_of(
 
 
 def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
-    """How the experiment's strategies divide their work among `n` workers, as far as they can."""
+    """Return how the experiment's strategies divide their work among `n` workers, as far as they can."""
     meshes = set()
     for _, base, options in strategies_of(block, study):
         with suppress(ValueError):  # said by `_strategy_faults`
@@ -422,7 +446,7 @@ def _model_faults(
 
 
 def _head_fault(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
-    """Why a class of transformers has a head for another task than the experiment's, if it has."""
+    """Return why a class of transformers has a head for another task, or None if it fits."""
     learns = libraries.tasks_of_head(call)
     task = block["task"] or dataset.task or (dataset.shape and tasks.natural_task(dataset.shape))
     if not learns or task not in tasks.TASKS or task in learns:

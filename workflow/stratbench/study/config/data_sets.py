@@ -1,4 +1,4 @@
-"""The data sets of a config: the facts of each, and its identity: what decides its samples."""
+"""Metadata of a config's data sets, and the identity of each: what determines its samples."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ class DataSets:
         self._facts: dict[str, Dataset] = {}
 
     def identity(self, name: str) -> dict[str, Any] | None:
-        """What decides a data set's samples, as settings hold it.
+        """Return what determines a data set's samples, as in settings, or None if its name does.
 
-        None where its name says all.
-
-        Files of a user's own that changed are hashed again. DataError if one cannot be read.
+        Files of a user that changed are hashed again. DataError if one cannot be read.
         """
         if name not in self._identities:
             spec = self._specs.get(name)
@@ -40,7 +38,7 @@ class DataSets:
         return self._identities[name]
 
     def as_configured(self, name: str) -> Dataset:
-        """Return the facts that the config gives of a data set, without looking at what was prepared."""
+        """Return the metadata that the config has on a data set, whether or not it is prepared."""
         return describe(name, self._specs.get(name))
 
     def made(self, name: str) -> Dataset | None:
@@ -52,10 +50,7 @@ class DataSets:
         return None if is_own(identity) else describe(name, identity)
 
     def facts(self, name: str) -> Dataset:
-        """Return the facts of a data set.
-
-        Of a user's own, as far as its present state was prepared.
-        """
+        """Return the metadata of a data set; of a user's own, those of its prepared state."""
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own(spec):

@@ -1,4 +1,4 @@
-"""Messages about mistakes in config.yaml: one line with the place, the value and what is allowed."""
+"""Messages on mistakes in config.yaml: the key, the value, and the allowed values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ class ConfigError(ValueError):
 
 
 def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
-    """Return the message for a value that is not one of `allowed`."""
+    """Return the message for a value that is not one of `allowed`.
+
+    Args:
+        where: Path of the key.
+        value: The wrong value.
+        what: Noun for the value.
+        allowed: Allowed values.
+    """
     allowed = list(allowed)
     listed = f"Allowed: {', '.join(allowed) or 'none'}."
     return f"config: {where} = {repr_of(value)}: {what}.{did_you_mean(value, allowed)} {listed}"
@@ -78,12 +85,10 @@ RENAMED = {
 
 
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
-    """Return the closest of `allowed`, as a question after a blank.
+    """Return the closest of `allowed` as a question with a leading blank, or an empty text.
 
-    Empty if none is close.
-
-    A key that another trainer calls so, or that was called so, is closest; then the shortest one that begins
-    with what was given.
+    A name that another trainer or an older version used comes first, then the shortest one that begins with
+    the wrong name.
     """
     text, allowed = str(given), list(allowed)
     if (ours := ELSEWHERE.get(text, RENAMED.get(text))) in allowed:

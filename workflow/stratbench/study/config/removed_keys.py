@@ -1,4 +1,4 @@
-"""Keys and values of config.yaml that were removed, each with what took its place."""
+"""Keys and values that were removed from config.yaml, each with its replacement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REMOVED_KEYS: dict[str, str] = {
 
 
 def removed_key_reason(place: tuple[str | int, ...], key: str) -> str | None:
-    """Return what took the place of a removed key, or None if the key never existed.
+    """Return the replacement of a removed key, or None if the key never existed.
 
     Args:
         place: The path through the config to the mapping that holds the key.

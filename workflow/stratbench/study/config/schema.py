@@ -66,10 +66,10 @@ def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def typed(value: Any, rule: Mapping[str, Any]) -> Any:
-    """`value` with each text read as the number, truth value or null that its rule of the schema asks for.
+    """Return `value` with each text parsed to the type that its schema rule requires.
 
-    Snakemake passes values nested in --config as text, and YAML reads 1e-3 as text. Any other text
-    stays as it is, and is refused later.
+    Types are number, truth value and null. Snakemake passes values nested in --config as text, and YAML reads
+    1e-3 as text. Any other text stays as it is, and is rejected later.
     """
     rule = resolved(rule)
     if isinstance(value, Mapping):
@@ -87,7 +87,7 @@ def typed(value: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def read_as(text: str, types: Iterable[str]) -> Any:
-    """`text` as a value of one of the JSON types.
+    """Return `text` as a value of one of the JSON types, or unchanged.
 
     Unchanged if it is none, or if text is wanted.
     """
@@ -125,7 +125,7 @@ def check_structure(config: Mapping[str, Any]) -> None:
 
 
 def _refuse(faults: Iterable[Any]) -> None:
-    """Raise ConfigError with a line for each unknown or missing key, and for each wrong value."""
+    """Raise ConfigError with a line for each unknown or missing key and each wrong value."""
     lines: dict[Any, str] = {}
     for fault in sorted(faults, key=lambda e: (len(e.path), str(e.path))):
         for key in _keys_of(fault):
@@ -136,7 +136,7 @@ def _refuse(faults: Iterable[Any]) -> None:
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config, changed in place: missing keys get the schema's defaults."""
+    """Fill in the schema's defaults of missing keys, in place, and return the config."""
 
     def fill(block: dict[str, Any], properties: Mapping[str, Any]) -> None:
         for key, rule in properties.items():
@@ -162,7 +162,13 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what contradicts the keys of extensions in the block `place`, or at the `top`."""
+    """Raise ConfigError if a block contradicts the keys of extensions.
+
+    Args:
+        place: Name of the block, or `top`.
+        block: The block.
+        config: The whole config.
+    """
     where = "" if place == "top" else place
     faults = [
         f"config: {where}{f}" for _, keys in keys_of(place) for f in keys.faults(block, config)
@@ -194,10 +200,7 @@ _BOUNDS = {
 
 
 def _keys_of(fault: Any) -> list[str | None]:
-    """Return the unknown or missing keys of a fault.
-
-    Return None in place of keys where a value is wrong.
-    """
+    """Return the unknown or missing keys of a schema error, or None for a wrong value."""
     value, rule = fault.instance, fault.validator_value
     match fault.validator:
         case "additionalProperties":
@@ -208,9 +211,9 @@ def _keys_of(fault: Any) -> list[str | None]:
 
 
 def _explain(fault: Any, key: str | None) -> str:
-    """A sentence that explains a fault of the JSON Schema.
+    """Return a sentence that explains a schema error.
 
-    `key`: the one that is unknown or missing.
+    `key` is the unknown or missing key, if that is the error.
     """
     where = place_of(fault.absolute_path)
     at = f"config: {where}" if where else "config"

@@ -90,7 +90,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each study, strategy, option, data set and model that there is not."""
+    """Yield a message for each unknown study, strategy, option, data set and model."""
     if config["study"] not in config["studies"]:
         yield wrong_value_message("study", config["study"], "is not a study", config["studies"])
     for study, values in config["studies"].items():
@@ -101,9 +101,10 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _folder(key: str, path: str) -> str:
-    """Return a folder as all rules write it: without `~`, `./`, `//` and a slash at its end.
+    """Return a folder in the form that all rules use: without `~`, `./`, `//` and a final slash.
 
-    ConfigError for a path that Snakemake or a command line would read as something else.
+    Raises:
+        ConfigError: For a path that Snakemake or a command line would misread.
     """
     folder = os.path.normpath(os.path.expanduser(path))
     folder = "/" + folder.lstrip("/") if folder.startswith("/") else folder

@@ -1,4 +1,4 @@
-"""Refuses what a JSON Schema does not see: no YAML, a key given twice, dates, NaN, control characters."""
+"""Rejects config errors that JSON Schema cannot see: duplicate keys, dates, NaN, control characters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratbench.study.config.messages import ConfigError, place_of
 
 
 def check_syntax(path: str | Path) -> None:
-    """Raises ConfigError with the line at which a file stops being YAML.
+    """Raise ConfigError with the line at which a file stops being YAML.
 
     A missing file is left to others.
     """
@@ -33,7 +33,7 @@ def check_syntax(path: str | Path) -> None:
 
 
 def check_duplicate_keys(path: str | Path) -> None:
-    """Raises ConfigError if a YAML file gives a key twice (YAML readers silently keep the last)."""
+    """Raise ConfigError if a YAML file has a key twice; YAML readers silently use the last."""
     import yaml
 
     def walk(node: yaml.Node, where: str) -> None:
@@ -60,7 +60,7 @@ def check_duplicate_keys(path: str | Path) -> None:
 
 
 def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
-    """Raises ConfigError for values that the schema does not see: keys that are not text, NaN, dates."""
+    """Raise ConfigError for values that the schema does not see: NaN, dates, keys that are not text."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):

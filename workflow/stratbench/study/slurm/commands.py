@@ -1,4 +1,4 @@
-"""SLURM's own commands, and what they say of jobs."""
+"""SLURM's own commands, and the parsing of their output."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 def ask_slurm(
     command: list[str], text: str | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run one of SLURM's commands.
+    """Run one of SLURM's commands, without SLURM's own environment variables.
 
-    None where it does not answer, exit code NOT_THERE where it is not there.
+    Variables that SLURM set for a job would act as options, and a user's for squeue, sinfo and sacct would
+    hide jobs. Others, such as SLURM_CLUSTERS, stay.
 
-    What SLURM told a process of its own job would be taken for options, and a user's own for squeue, sinfo
-    and sacct would hide jobs; other options outside of jobs, as SLURM_CLUSTERS, are kept.
+    Returns:
+        Result, with the exit code NOT_THERE if the command is missing. None if it does not answer.
     """
     unwanted = _FILTERS + (("SLURM_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ())
     kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
@@ -40,9 +41,6 @@ def ask_slurm(
 
 
 def printed_by(command: list[str]) -> str | None:
-    """What one of SLURM's commands prints.
-
-    None where it is not there, fails, or does not answer.
-    """
+    """Return the output of one of SLURM's commands, or None if it fails or does not answer."""
     done = ask_slurm(command)
     return done.stdout if done is not None and done.returncode == 0 else None

@@ -1,7 +1,7 @@
-"""Follows a run's jobs on SLURM: submits them patiently, and judges each by SLURM's answer and by its files.
+"""Follows a run's jobs on SLURM: retries submissions, and finds each job's outcome.
 
-Snakemake's SLURM plugin loses all jobs when one request for their states fails, fails a cell at once where
-SLURM is busy, waits for ever for a preempted job, and takes a cell that ran out of memory for a crash.
+Snakemake's SLURM plugin loses all jobs when one request for their states fails, fails a cell at once when
+SLURM is busy, waits forever for a preempted job, and takes a cell that ran out of memory for a crash.
 `FollowsJobs` overrides methods that Snakemake's executor interface documents, and leaves the plugin the rest.
 """
 
@@ -40,14 +40,14 @@ OMITTED_S = 30.0
 
 
 class FollowsJobs(RemoteExecutor):
-    """The methods that take the place of those of the plugin's executor. To be put in front of its class."""
+    """Methods that override those of the plugin's executor, as the first base class."""
 
     followed: FollowedJob
 
     # ------------------------------------------------------------ submission
 
     def run_job(self, job: Any) -> None:
-        """Submit a job, or postpone it where SLURM has just refused another for now."""
+        """Submit a job, or postpone it if SLURM has just rejected another temporarily."""
         now, f = time.monotonic(), self.followed
         if f.ends.is_set():
             return
@@ -76,7 +76,7 @@ class FollowsJobs(RemoteExecutor):
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: Any, msg: str | None = None, **kwargs: Any) -> None:
-        """Report a failed job, unless SLURM has refused it for a reason that passes."""
+        """Report a failed job, unless SLURM has rejected it temporarily."""
         f = self.followed
         if job_info.external_jobid is None and (reason := submission.refusal_by_sbatch(msg or "")):
             if self._postpone(job_info.job, reason):
@@ -107,7 +107,7 @@ class FollowsJobs(RemoteExecutor):
             f.postponed.not_before = 0.0  # under a limit there is room for one more
 
     def _postpone(self, job: Any, reason: str) -> bool:
-        """Keep a refused job for later; returns whether that makes sense."""
+        """Postpone a rejected job; return whether that makes sense."""
         f, now = self.followed, time.monotonic()
         kind = submission.kind_of_refusal(reason)
         if kind is None or (kind == "limit" and job_states.has_live_jobs() is False):
@@ -133,7 +133,7 @@ class FollowsJobs(RemoteExecutor):
         )
 
     def _submit_postponed(self) -> None:
-        """Try the jobs that were refused, until one is refused again."""
+        """Submit the postponed jobs, until one is rejected again."""
         f = self.followed
         while not f.ends.is_set():
             now = time.monotonic()
@@ -160,7 +160,7 @@ class FollowsJobs(RemoteExecutor):
             self.report_job_error(SubmittedJobInfo(job), msg=f"{reason}: sbatch failed each time. ")
 
     def _until_reported(self, job: Any) -> None:
-        """Wait a moment until the plugin has reported a submission from its other thread."""
+        """Wait until the plugin has reported a submission from its other thread."""
         until = time.monotonic() + 1.0
         while time.monotonic() < until and not self.followed.ends.is_set():
             with self.followed.lock:
@@ -231,10 +231,7 @@ class FollowsJobs(RemoteExecutor):
         self.next_seconds_between_status_checks = pause_s
 
     def _failure(self, info: Any, state: JobState | None) -> str | None:
-        """Return why a job has failed.
-
-        An empty text where it has succeeded, None while it has not ended.
-        """
+        """Return why a job has failed: empty if it succeeded, None if it has not ended."""
         job, word = info.external_jobid, state.word if state else ""
         if state:
             self.followed.omitted.pop(job, None)
@@ -266,7 +263,7 @@ class FollowsJobs(RemoteExecutor):
         return f"SLURM job {job} failed: {said}. " + (f"{unstarted}. " if unstarted else "")
 
     def _has_left_all(self, job: Any) -> bool:
-        """Return whether all files of a job are there, and are not those from before its submission."""
+        """Return whether all files of a job exist, and are newer than its submission."""
         before = self.followed.before.get(job) or {}
         now = signatures_of(job.output)
         return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
@@ -309,7 +306,7 @@ class FollowsJobs(RemoteExecutor):
     # ------------------------------------------------------------ the end
 
     def cancel_jobs(self, active_jobs: list[Any]) -> None:
-        """Cancel all jobs of the run: also those that Snakemake does not know at the moment."""
+        """Cancel all jobs of the run, including those that Snakemake does not know yet."""
         self.followed.ends.set()
         self._cancel()
 

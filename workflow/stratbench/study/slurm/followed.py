@@ -1,4 +1,4 @@
-"""State of a run's jobs on SLURM: those to submit, those that run, and how many have ended."""
+"""State of a run's jobs on SLURM: those to submit, those running, and the number ended."""
 
 from __future__ import annotations
 
@@ -71,10 +71,7 @@ def first_output(job: Any) -> str:
 
 
 def signatures_of(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
-    """By path what tells a file from another one of that name.
-
-    None where there is none.
-    """
+    """Return a signature of each file by path, which differs if it was replaced; None if missing."""
     signatures: dict[str, tuple[int, int, int] | None] = {}
     for path in map(str, paths):
         try:

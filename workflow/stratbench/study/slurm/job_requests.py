@@ -1,4 +1,4 @@
-"""Tells the user before the first submission which jobs no node can hold, and follows the others."""
+"""Reports before the first submission which jobs no node can hold, and follows the others."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ class Submission:
 
 
 def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
-    """Return sentences on why no node can hold some jobs.
-
-    If there are none, follow the jobs from now on.
+    """Return sentences on why no node can hold some jobs; if there are none, follow all jobs.
 
     `workflow` is Snakemake's, about to submit to SLURM.
     """
@@ -75,7 +73,13 @@ def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[s
 def refusals(
     submissions: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
 ) -> dict[Cell, str]:
-    """Return why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
+    """Return why no node can hold a job, by its cell.
+
+    Args:
+        submissions: Jobs to submit.
+        offered: Nodes of the cluster.
+        anywhere: Whether a job may run in any partition.
+    """
     reasons = {}
     for s in submissions:
         resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.asked

@@ -51,7 +51,7 @@ class JobState:
 def states_of_run(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:
     """Return the states of all jobs with the name `run`, ended ones too, by id.
 
-    Return None without an answer.
+    Return None if SLURM does not answer.
     """
     names = ",".join(sorted(set(clusters)))
     shown = printed_by(
@@ -73,10 +73,7 @@ def states_of_run(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState]
 
 
 def accounted_state(job: str) -> str | None:
-    """Return the state of a job that squeue does not show any more.
-
-    Return None where no accounting knows it.
-    """
+    """Return the state of a job that left squeue, or None without accounting."""
     shown = printed_by(
         ["sacct", "--allocations", "--noheader", f"--jobs={job}", "--format=State%30"]
     )

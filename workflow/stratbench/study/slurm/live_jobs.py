@@ -20,12 +20,12 @@ POLL_S = 15
 
 
 def comment_of(rule: str, wildcards: list[str]) -> str:
-    """Return the comment that Snakemake's SLURM plugin gives to the job of a rule with these wildcards."""
+    """Return the comment that Snakemake's SLURM plugin sets on a job of a rule and wildcards."""
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
 
 def live_jobs(directory: Path) -> dict[str, str] | None:
-    """Return the user's queued and running SLURM jobs that were started from `directory`: comment by job id.
+    """Return the comments of the user's queued and running SLURM jobs of `directory`, by job id.
 
     Empty on a machine without SLURM; None if SLURM does not answer.
     """
@@ -40,10 +40,10 @@ def live_jobs(directory: Path) -> dict[str, str] | None:
 
 
 def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
-    """Wait, before the first submission, for those of the `planned` jobs that SLURM already queues or runs.
+    """Wait, before the first submission, for those `planned` jobs that are queued or running on SLURM.
 
-    Then start Snakemake again in this process's place, since what they finished need not be planned.
-    Return at once if no planned job is live. `workflow` and the jobs are Snakemake's.
+    Then restart Snakemake in this process, since their results need not be planned. Return at once if no
+    planned job is live. `workflow` and the jobs are Snakemake's.
     """
     cells = {comment_of(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned}
     if wait_for_live(cells, Path.cwd()):
@@ -51,9 +51,13 @@ def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
 
 
 def wait_for_live(cells: Mapping[str, str], directory: Path) -> bool:
-    """Wait until none of `cells` (the file that a job makes, by its comment) is queued or runs.
+    """Wait until none of `cells` is queued or running.
 
-    If SLURM does not answer at first, the user is told; while waiting, SLURM is asked again.
+    If SLURM does not answer at first, the user gets a message; while waiting, SLURM is asked again.
+
+    Args:
+        cells: The file that a job makes, by its comment.
+        directory: Working directory of the jobs.
 
     Returns:
         Whether it had to wait.

@@ -1,4 +1,4 @@
-"""The nodes of a SLURM cluster: what they offer, and why a cell's request fits on none of them.
+"""Nodes of a SLURM cluster: what they offer, and why a cell's request does not fit.
 
 Used by `pending` before anything is submitted, and by the plan.
 """
@@ -39,11 +39,11 @@ class Node:
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
     def gpus_of(self, gpu_type: str | None) -> int:
-        """Return the number of its GPUs of a type; None: of any."""
+        """Return the number of its GPUs of a type, or of all if it is None."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
     def lacks(self, asked: JobRequest) -> list[str]:
-        """Return the resources of which the node has too little for the request: cpus, memory, gpus, time."""
+        """Return the resources of which the node has too little: cpus, memory, gpus, time."""
         short = {
             "gpus": self.gpus_of(asked.gpu_type) < asked.gpus,
             "cpus": self.cpus < asked.cpus,
@@ -59,10 +59,10 @@ def cluster_nodes() -> list[Node]:
 
 
 def parse_sinfo(text: str) -> list[Node]:
-    """Return the nodes in sinfo's output; none if a node's line cannot be parsed.
+    """Return the nodes in sinfo's output, or none if a node's line cannot be parsed.
 
-    A node that cannot be read may be the one that can hold a cell. Lines without figures (`n/a`) are
-    left out.
+    A node that cannot be parsed may be the one that can hold a cell. Lines without numbers (`n/a`) are left
+    out.
     """
     nodes = []
     for line in text.splitlines():
@@ -101,9 +101,9 @@ def gpu_types(gres: str) -> dict[str, int]:
 
 
 def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
-    """Return a sentence where a request on GPUs names no type, and the nodes have several.
+    """Return a sentence if a request on GPUs names no type while the nodes have several.
 
-    Else None.
+    Otherwise, return None.
     """
     if all(r.gpu_type is not None or not r.gpus for r in requests):
         return None
@@ -148,7 +148,7 @@ def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> li
 
 
 def most_nodes(asked: JobRequest, offered: Iterable[Node]) -> int:
-    """How many nodes of one partition can hold what is asked of each, at most."""
+    """Return the maximum number of nodes in one partition that can hold the request."""
     able = Counter(node.partition for node in offered if not node.lacks(asked))
     return max(able.values(), default=0)
 
@@ -160,12 +160,17 @@ def refusal(
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
-    """Return a sentence that says why no node can hold the cell.
+    """Return a sentence on why no node can hold the cell, or None if one can.
 
-    Return None if one can, or if no node is known.
+    It has the cell's request, the largest node, and the key of config.yaml to change. None also if no node is
+    known.
 
-    It says what the cell asks for, what the largest node has, and which key of config.yaml to change.
-    `in_profile`: the request comes from the profile, not from the config.
+    Args:
+        cell: The cell.
+        settings: Its settings.
+        asked: Its request.
+        nodes: Nodes of the cluster.
+        in_profile: Whether the request comes from the profile, not from the config.
     """
     by_partition: dict[str, list[Node]] = {}
     for node in nodes:
@@ -215,7 +220,7 @@ def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: 
 def _remedies(
     lacks: Iterable[str], cell: Cell, settings: Settings, asked: JobRequest, largest: Node
 ) -> Iterator[str]:
-    """Advice on which key to change, for each resource that is lacking."""
+    """Yield the key to change for each resource that is missing."""
     block = f"studies.{cell.study}.experiments.{cell.experiment}"
     served = "servers" in settings.options
     spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
@@ -244,7 +249,7 @@ def _remedies(
 
 
 def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
-    """Return lines for the user: the first cell of each reason, and how many cells share it."""
+    """Return lines for the user: the first cell of each reason, and the number of others."""
     by_reason: dict[str, list[Cell]] = {}
     for cell, sentence in refusals.items():
         by_reason.setdefault(sentence.removeprefix(str(cell)), []).append(cell)

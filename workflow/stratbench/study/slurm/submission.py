@@ -1,6 +1,6 @@
-"""Submissions that SLURM has refused for now: they are tried again, later and later.
+"""Submissions that SLURM has rejected temporarily, which are retried with growing pauses.
 
-Two kinds of refusals pass: SLURM does not answer, or one's own jobs reach a limit on their number.
+There are two temporary reasons: SLURM does not answer, or a user's jobs reach a limit on their number.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ Kind = Literal["limit", "silence"]
 
 
 def refusal_by_sbatch(message: str) -> str | None:
-    """Return the reason why sbatch refused a job, from the SLURM plugin's report.
-
-    Return None for other messages.
-    """
+    """Return why sbatch rejected a job, from the SLURM plugin's report, or None for other messages."""
     match = _REPORT.match(message)
     return reason_of(match[1]) if match else None
 
@@ -50,7 +47,7 @@ def reason_of(printed: str) -> str:
 
 
 def kind_of_refusal(reason: str) -> Kind | None:
-    """Return why a refusal passes, or None where it stays however often one asks."""
+    """Return the kind of a temporary rejection, or None for a permanent one."""
     if _LIMITS.search(reason):
         return "limit"
     return "silence" if _SILENCE.search(reason) else None
@@ -74,11 +71,17 @@ class Postponed:
     _pause_s: float = SHORTEST_PAUSE_S
 
     def waits(self, now: float) -> bool:
-        """Return whether no submission is tried now, since one was refused shortly before."""
+        """Return whether no submission is tried now, because one was rejected shortly before."""
         return bool(self.jobs) and now < self.not_before
 
     def add(self, job: Any, kind: Kind, now: float) -> None:
-        """Keep a refused job, and let the pause grow."""
+        """Store a rejected job, and double the pause.
+
+        Args:
+            job: Snakemake's job.
+            kind: Kind of the rejection.
+            now: Monotonic time in seconds.
+        """
         self.jobs.append(job)
         if kind == "limit":
             self.silent_since = None
@@ -89,7 +92,7 @@ class Postponed:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def is_over(self, now: float) -> bool:
-        """Return whether SLURM has not answered for so long that the jobs are given up."""
+        """Return whether SLURM has been silent for so long that the jobs are given up."""
         return self.silent_since is not None and now - self.silent_since >= SILENCE_S
 
     def hurry(self) -> None:

@@ -1,4 +1,4 @@
-"""Tells the user why a SLURM job ended before its rule began: the node, the missing path, the remedy."""
+"""Explains why a SLURM job ended before its rule began: the node, the missing path, the remedy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MISSING = re.compile(
 
 
 def describe_unstarted(logs: Sequence[Path]) -> str | None:
-    """Return why a SLURM job ended before its rule began, naming the node and what is not there.
+    """Return why a SLURM job ended before its rule began, or None if it began.
 
-    Else None.
+    The text names the node and the missing path.
 
     Args:
-        logs: The rule's log, and behind it SLURM's of the job, whose name is the job's number.
+        logs: The rule's log, followed by SLURM's log of the job, whose name is the job's number.
     """
     *own, slurm_log = logs or [Path()]
     if not slurm_log.stem.isdecimal() or any(log.exists() for log in own):

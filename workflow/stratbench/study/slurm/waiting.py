@@ -1,4 +1,4 @@
-"""Tells the user why jobs wait in SLURM's queue, and from time to time how far the run is."""
+"""Reports why jobs wait in SLURM's queue, and the progress of the run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Waiting:
 def describe_progress(
     planned: int, done: int, failed: int, to_submit: int, states: Mapping[str, JobState]
 ) -> str:
-    """Return a line on how far the run is.
+    """Return a line on the progress of the run.
 
     Args:
         planned: The number of the run's jobs on SLURM.

@@ -1,4 +1,4 @@
-"""What a worker job of an elastic cell asks SLURM for, from the rules to the launcher that submits it."""
+"""The SLURM request of an elastic cell's worker, as the rules hand it to the launcher."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NAMED = {
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """One worker's request: GPUs, CPU cores, MiB and minutes; `options` are sbatch's, of the profile.
+    """One worker's request: GPUs, CPU cores, MiB and minutes; `options` are sbatch's, from the profile.
 
-    `mem_mib` 0: no memory is asked for by node.
+    If `mem_mib` is 0, no memory per node is requested.
     """
 
     gpus: int
@@ -37,9 +37,12 @@ class WorkerJob:
     def of(
         cls, asked: JobRequest, resources: Mapping[str, Any], partition: str | None
     ) -> WorkerJob:
-        """Return the request with what the cell's own job has of the profile: Snakemake's `resources`.
+        """Return the worker's request, completed from the profile of the cell's own job.
 
-        `partition`: in place of the profile's.
+        Args:
+            asked: Request of a worker.
+            resources: Snakemake's resources of the cell's job.
+            partition: Overrides the profile's partition, unless None.
         """
         named = {option: resources.get(name) for name, option in _NAMED.items()}
         named["partition"] = partition or named["partition"]
