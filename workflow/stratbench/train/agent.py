@@ -44,7 +44,7 @@ LOOK_S = 60.0
 
 
 class Stopped(BaseException):
-    """The agent was told to stop by a signal."""
+    """A signal asked the agent to stop."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -53,7 +53,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """How one process of a cell ended. `exit_code` is negative for a signal; None: ended by us."""
+    """Exit of one process of a cell. `exit_code` is negative for a signal, and None if the agent ended it."""
 
     name: str
     exit_code: int | None
@@ -68,9 +68,9 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class Exits:
-    """How the processes of a node or a cell exited, and whether the cell's time limit did it.
+    """Exits of a node's or a cell's processes, and whether the time limit caused them.
 
-    `hung`: they were ended because none got on.
+    `hung`: they were ended because none made progress.
     """
 
     processes: list[ProcessExit]
@@ -141,7 +141,14 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
 def server_processes(
     fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig], entry: str = "server"
 ) -> list[Process]:
-    """Return the processes of parameter servers, not yet started; `entry`: the function that each calls."""
+    """Return the processes of parameter servers, not yet started.
+
+    Args:
+        fork_server: Folder of the fork server.
+        run: Run folder of the cell.
+        configs: Config of each server.
+        entry: The function that each process calls.
+    """
     return [
         Process(fork_server, server_name(c.server), entry, json.dumps(asdict(c)), str(run.path))
         for c in configs
@@ -168,7 +175,7 @@ def set_environment(job: Job, on_one_host: bool) -> None:
 
 
 def gpus_of(job: Job, node: int) -> dict[str, str]:
-    """Return the GPU of each worker on this node, by the worker's name, as CUDA_VISIBLE_DEVICES names it."""
+    """Return the GPU of each worker on this node by name, as in CUDA_VISIBLE_DEVICES."""
     if not job.use_cuda:
         return {}
     names = map(worker_name, job.ranks_of(node))
@@ -176,7 +183,7 @@ def gpus_of(job: Job, node: int) -> dict[str, str]:
 
 
 def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Where the processes of these names run: this host, and the GPU of those that have one."""
+    """Return where processes run, by name: this host, and the GPU of those that have one."""
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
     return {
@@ -186,7 +193,7 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
 
 
 def servers_of(job: Job, node: int) -> list[ServerConfig]:
-    """What the parameter servers on this node are told; empty for a collective strategy."""
+    """Return the configs of the parameter servers on this node, empty for a collective strategy."""
     if not job.has_servers:
         return []
     from stratbench.strategies.ps import node_of_server, server_configs
@@ -202,13 +209,17 @@ def supervise(
     workers: Sequence[Process],
     watch: PauseWatch,
 ) -> Exits:
-    """Wait for the end of the processes or the deadline; returns how they exited.
+    """Wait for the end of the processes or the deadline; return how they exited.
 
-    Pauses, which `watch` sees, count towards no limit.
+    Once the rest cannot continue, they have GRACE_S to end. Workers of a collective cannot continue without
+    each other. Workers of a parameter server can, as long as the servers run. A worker that the servers have
+    given up is killed: it may be stopped for good.
 
-    Once the rest cannot go on, they have GRACE_S to end. Workers of a collective cannot go on without
-    each other. Workers of a parameter server can, as long as the servers live. A worker that the
-    servers have given up is killed: it may be stopped for good.
+    Args:
+        job: The cell's.
+        servers: Processes of servers.
+        workers: Processes of workers.
+        watch: Detects pauses, which count towards no limit.
     """
     processes = [*servers, *workers]
     ended: dict[str, int] = {}
@@ -242,10 +253,7 @@ def supervise(
 
 
 def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
-    """When the time limit is reached, by this node's monotonic clock, pauses left out.
-
-    None without one.
-    """
+    """Return the deadline on this node's monotonic clock, extended by pauses, or None without a limit."""
     if job.deadline_s is None:
         return None
     if time.monotonic() >= job.deadline_s + watch.stopped_s:
@@ -261,7 +269,11 @@ def stuck(
 ) -> bool:
     """Return whether the processes that still run can no longer reach an orderly end.
 
-    This node's servers may still have the workers of other nodes.
+    Args:
+        job: The cell's.
+        servers: This node's servers, which may still have the workers of other nodes.
+        workers: This node's workers.
+        ended: Exit codes of ended processes, by name.
     """
     if not job.has_servers:
         return any(code != 0 for code in ended.values())
@@ -303,10 +315,7 @@ def end_all(processes: Sequence[Process]) -> None:
 
 
 def on_signals(action: Callable[[int], None]) -> None:
-    """Call `action` when the process is asked to stop.
-
-    What `nohup` has it ignore stays ignored.
-    """
+    """Call `action` when the process is asked to stop, except for signals that `nohup` ignores."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, lambda number, frame: action(number))

@@ -1,4 +1,4 @@
-"""Makes a cell's record and its timeline from what its processes left in the run folder."""
+"""Assembles a cell's record and its timeline from the files of its processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,13 @@ def make_record(job: Job, ending: Ending) -> Record:
 
 
 def strategy_entry(s: Settings, worker: dict[str, Any], is_gang: bool) -> dict[str, Any]:
-    """Return the record's `strategy`; `worker`: what one says of it."""
+    """Return the record's `strategy`.
+
+    Args:
+        s: Settings of the cell.
+        worker: Results of a worker.
+        is_gang: Whether all workers are there from beginning to end.
+    """
     details = worker.get("strategy", {}).get("details", {})
     by_zeros = bool(details.get("moved_by_zeros"))
     adds_up = worker.get("task", {}).get("loss_adds_up") is not False
@@ -96,7 +102,13 @@ def strategy_entry(s: Settings, worker: dict[str, Any], is_gang: bool) -> dict[s
 
 
 def batch_entry(s: Settings, meta: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return the record's `batch`."""
+    """Return the record's `batch`.
+
+    Args:
+        s: Settings of the cell.
+        meta: Metadata of the data set.
+        run: Totals of the run.
+    """
     return {
         "global_batch": s.global_batch,
         "per_worker_batch": s.per_worker_batch,
@@ -115,9 +127,14 @@ def time_figures(
     run: dict[str, Any],
     is_gang: bool,
 ) -> dict[str, Any]:
-    """The record's `time`, but for the breakdown of a step and the whole.
+    """Return the record's `time`, except for the breakdown of a step and the total.
 
-    `first`: whose set-up counts.
+    Args:
+        job: The cell's.
+        workers: Results of the workers.
+        first: Results of the worker whose set-up time counts.
+        run: Totals of the run.
+        is_gang: Whether all workers are there from beginning to end.
     """
     s = job.settings
     train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
@@ -141,7 +158,14 @@ def time_figures(
 def score_entry(
     ending: Ending, worker: dict[str, Any], per_epoch: list[dict[str, Any]], better: str
 ) -> dict[str, Any]:
-    """Return the record's `score`; `worker`: which evaluated. `better`: `higher` or `lower` scores."""
+    """Return the record's `score`.
+
+    Args:
+        ending: How the cell ended.
+        worker: Results of the worker that evaluated.
+        per_epoch: Results of the epochs.
+        better: Whether `higher` or `lower` scores are better.
+    """
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     return {
@@ -153,7 +177,7 @@ def score_entry(
 
 
 def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
-    """What the record says of one worker."""
+    """Return the record's entry of one worker."""
     keys = ("rank", "steps", "samples", "train_time_s", "epoch_starts_s", "memory", "provenance")
     entry = {key: w[key] for key in keys}
     if own := w.get("own_ms"):
@@ -166,10 +190,10 @@ def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
-    """How much later the last worker started than the first, in ms, for each start of their clocks.
+    """Return the lag between first and last worker in ms, for each start of their clocks.
 
-    Only workers on one node share a clock: with several nodes it is the largest difference within
-    a node. None if no two workers share a node.
+    Only workers on one node share a clock: with several nodes it is the largest difference within a node.
+    None if no two workers share a node.
     """
     nodes: dict[str, list[list[float]]] = {}
     for w in workers:
@@ -180,10 +204,7 @@ def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
 
 
 def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the servers' statistics, with what each lost worker says itself.
-
-    Without the time of every step, of which there may be any number.
-    """
+    """Return the servers' statistics, with each lost worker's own report, without single step times."""
     workers = job.folder.read_workers(job.world_size)
     entries = []
     for server in servers:
@@ -216,8 +237,12 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
 def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | None:
     """Return seconds for process start, imports, rendezvous, and building and wrapping the model.
 
-    Without the first two where a worker may have started at any time. `spent_s`: of the attempts before
-    the worker's.
+    The first two are left out if a worker may have started at any time.
+
+    Args:
+        worker: Results of the worker.
+        is_gang: Whether all workers are there from beginning to end.
+        spent_s: Time of the attempts before the worker's.
     """
     if not worker:
         return None
@@ -237,15 +262,12 @@ def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """Return the longest time that a worker spent in a phase, in seconds.
-
-    Return None where nobody says so.
-    """
+    """Return the maximum time of a worker in a phase, in seconds, or None if unknown."""
     return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
 
 
 def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of the rank that used most memory."""
+    """Return the memory results of the rank that used most memory."""
     if not workers:
         return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
     worst = max(workers, key=lambda w: w["memory"]["peak_bytes"])["memory"]
@@ -273,7 +295,7 @@ def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any
 
 
 def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
-    """What the launcher knows about the run: versions, times, nodes, other load."""
+    """Return what the launcher knows about the run: versions, times, nodes, other load."""
     first_unix_s = job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
     return {
         "stratbench": __version__,

@@ -1,7 +1,7 @@
 """Throughput in context: operations against the device's peak, traffic, energy.
 
-Everything follows from what the workers, the servers and the sampler of a finished cell left. What
-that does not tell is absent.
+Everything follows from the files of a finished cell's workers, servers and sampler. Unknown values are
+absent.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_st
 def compute_figures(
     job: Job, workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Return operations a second of all workers together, and their share of the devices' peak (MFU).
+    """Return operations per second of all workers together, and their fraction of the devices' peak (MFU).
 
-    Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B. These are the
-    model's operations: what activation checkpointing computes again does not count. There is no peak where
-    a worker is there for a part of the time (`is_gang`: none is).
+    Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B. These are the model's
+    operations: recomputation by activation checkpointing does not count.
+
+    Args:
+        job: The cell's.
+        workers: Results of the workers.
+        run: Totals of the run.
+        is_gang: Whether all workers are there from beginning to end. If not, there is no peak.
     """
     counted = next((w for w in workers if w.get("forward_flops_per_sample")), None)
     if counted is None:
@@ -65,9 +70,16 @@ def communication_figures(
     run: dict[str, Any],
     is_gang: bool = True,
 ) -> dict[str, Any] | None:
-    """Return bytes that a worker sends and receives in a step, and the bandwidth and times that follow.
+    """Return the bytes that a worker sends and receives per step, with bandwidth and times.
 
-    None if no worker states its traffic.
+    Return None if no worker reports its traffic.
+
+    Args:
+        job: The cell's.
+        workers: Results of the workers.
+        servers: Statistics of the servers.
+        run: Totals of the run.
+        is_gang: Whether all workers are there from beginning to end.
     """
     stated = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
     steps = sum(n for _, n in stated)
@@ -93,9 +105,9 @@ def communication_figures(
 
 
 def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Bytes that stay on a node, and those over the busiest link between nodes, as the workers counted.
+    """Return the bytes that stay on a node, and those over the busiest link between nodes.
 
-    Workers of which nothing is known, being lost, are left out.
+    Workers count them. Lost workers, of which nothing is known, are left out.
     """
     sent, received, local = [0] * job.n_nodes, [0] * job.n_nodes, 0
     steps = 0
@@ -183,15 +195,15 @@ def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Inte
 def energy_figures(
     job: Job, run: dict[str, Any], intervals: Intervals | None
 ) -> dict[str, float] | None:
-    """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
+    """Return the joules of the cell's GPUs during training steps, in total and per sample applied.
 
-    CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown, as is that
-    of attempts before the last.
+    CPUs, host memory and the rest of the machine are not included. None if a GPU's energy is unknown; that of
+    attempts before the last is.
 
     Args:
         job: The cell's.
         run: Its totals.
-        intervals: When each GPU trained; None: not known of all.
+        intervals: When each GPU trained, or None if not known for all.
     """
     if not run.get("samples_applied") or intervals is None or job.attempts:
         return None
@@ -202,10 +214,7 @@ def energy_figures(
 
 
 def profile_entry(job: Job) -> dict[str, Any] | None:
-    """Where the profiler's trace is, relative to the cell's log folder.
-
-    None without a trace.
-    """
+    """Return the path of the profiler's trace, relative to the cell's log folder, or None."""
     trace = job.folder.profile_trace
     if not trace.exists():
         return None

@@ -1,4 +1,4 @@
-"""How a cell ended: with a result (ok, oom, timeout, diverged, unsupported), or with an error, and why."""
+"""Classification of how a cell ended: with a result (such as ok, oom or timeout), or an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stratbench.workload.users_code import calls_differ
 
 @dataclass(frozen=True)
 class Ending:
-    """How a cell ended: a record's status, or `error`; and why, when it is not `ok`."""
+    """How a cell ended: a record's status or `error`, and the reason if it is not `ok`."""
 
     status: str
     reason: str | None
@@ -32,11 +32,15 @@ KILLED_FOR_MEMORY = Ending("oom", "the kernel killed a process because the host 
 
 
 def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
-    """How a cell ended, from what its processes left and how they exited.
+    """Return how a cell ended, from the files of its processes and their exits.
 
-    `kills_before`: what `oom_kills` counted before the cell; None: unknown. A cause wins over its
-    consequences: when one worker is out of memory or killed, its peers fail too, because their partner
-    is gone. A worker's own report wins over the deadline.
+    A cause takes precedence over its consequences: when one worker is out of memory or killed, its peers fail
+    too, because their partner is gone. A worker's own report takes precedence over the deadline.
+
+    Args:
+        job: The cell's.
+        exits: How its processes exited.
+        kills_before: Count of `oom_kills` before the cell, or None if unknown.
     """
     workers = job.folder.read_workers(job.world_size)
     if refused := first_reason(workers, "unsupported"):
@@ -49,7 +53,7 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
 
 
 def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
-    """Why the first of the workers with this status ended so; None: none has it."""
+    """Return the reason of the first worker with this status, or None if none has it."""
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
@@ -60,14 +64,12 @@ _LOST_PEER = re.compile(
 
 
 def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
-    """Return the first worker's error that is not the loss of another worker.
-
-    Else the first error.
+    """Return the first worker's error that is not the loss of another worker, else the first.
 
     Args:
         workers: The workers' results by rank.
-        was_ended: Whether the cell reached its limit: then the loss of a worker is no error. On several nodes
-            one is ended a moment before the others.
+        was_ended: Whether the cell reached its limit: then the loss of a worker is no error. On several
+            nodes one is ended shortly before the others.
     """
     errors = [w["reason"] for w in workers.values() if w["status"] == "error"]
     causes = [reason for reason in errors if not _LOST_PEER.search(reason)]
@@ -75,7 +77,13 @@ def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) ->
 
 
 def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """How a cell ended whose workers need one another, and none of whom lacked memory."""
+    """Return how a cell of interdependent workers ended, none of which was out of memory.
+
+    Args:
+        job: The cell's.
+        exits: How its processes exited.
+        workers: Results of the workers by rank.
+    """
     s, step = job.settings, unlike_step(standings_of(job))
     if step is not None:  # whatever came of it: gloo aborts, and NCCL waits
         return Ending("unsupported", calls_differ(s.model, s.strategy, f"step {step}"))
@@ -100,7 +108,13 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
 
 def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """Return the same of a cell with parameter servers: they decide whether a lost worker matters."""
+    """Return how a cell with parameter servers ended: they decide whether a lost worker matters.
+
+    Args:
+        job: The cell's.
+        exits: How its processes exited.
+        workers: Results of the workers by rank.
+    """
     servers = job.folder.read_servers(job.n_servers)
     if diverged := first_reason(workers, "diverged"):
         return Ending("diverged", diverged)
@@ -124,24 +138,24 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
 
 
 def hung_or_slow(job: Job, exits: Exits) -> Ending:
-    """How a cell ended that was ended at its limit, or because it hung: slowness alone is a result."""
+    """Return how a cell ended that reached its limit or hung. Only slowness is a result."""
     if exits.hung:
         return Ending("error", why_hung(standings_of(job)) or "it hangs: no worker got on")
     return failed_or_slow(job, why_no_timeout(job))
 
 
 def failed_or_slow(job: Job, why_failed: str | None) -> Ending:
-    """How a cell ended at its limit: slow, where nothing says why it failed."""
+    """Return how a cell at its limit ended: as slow, unless there is a reason why it failed."""
     return Ending("error", why_failed) if why_failed else slow(job.time_limit_s)
 
 
 def slow(limit_s: float) -> Ending:
-    """How a cell ended that reached its limit, and did not fail."""
+    """Return the ending of a cell that reached its limit without failing."""
     return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
 
 
 def own_reason(worker: Mapping[str, Any] | None) -> str | None:
-    """What a lost worker says itself, unless it only repeats what the servers told it."""
+    """Return a lost worker's own reason, unless it only repeats that of the servers."""
     reason = worker is not None and worker["status"] == "error" and worker["reason"]
     return (
         reason
@@ -159,11 +173,9 @@ _WATCHDOG_SAYS = (
 
 
 def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Why NCCL's watchdog ended the first of the processes that it did end.
+    """Return why NCCL's watchdog ended the first of the processes that it ended, or None.
 
-    None if it ended none.
-
-    An error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
+    The reason is an error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
     """
     for process in killed:
         path = job.folder.log(process.name)
@@ -177,7 +189,10 @@ def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
 
 
 def out_of_memory(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """How a cell ended of which a worker had no memory left: a result, if it had its GPU to itself."""
+    """Return the ending of a cell with a worker out of memory.
+
+    It is a result if the cell had its GPU to itself.
+    """
     lacking = {rank: w for rank, w in workers.items() if w["status"] == "oom"}
     for worker in lacking.values():
         if not worker.get("others"):
@@ -204,10 +219,7 @@ def _in_gib(held_bytes: int | None) -> str:
 
 
 def has_killed(kills_before: int | None) -> bool:
-    """Whether the control group counts more kills for memory than before.
-
-    Not where that is unknown.
-    """
+    """Return whether the control group counts more memory kills than before; not if unknown."""
     return kills_before is not None and oom_kills() > kills_before
 
 

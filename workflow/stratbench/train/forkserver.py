@@ -1,14 +1,13 @@
-"""The fork server: imports PyTorch once and forks the processes of cells, so that they start at once.
+"""The fork server: imports PyTorch once and forks the processes of cells for a fast start.
 
 A launcher starts one for its cell. Cells on the CPUs of one machine share the import, whatever number of
-threads they have: Snakemake starts a server for them and names its folder in STRATBENCH_FORK_SERVER.
-That server imports PyTorch when the first cell asks. So do cells in one SLURM job. A cell on GPUs has a
-server of its own, started with its choice of GPUs, unless the shared one was started with the same.
+threads they have: Snakemake starts a server for them and names its folder in STRATBENCH_FORK_SERVER. That
+server imports PyTorch when the first cell asks. So do cells in one SLURM job. A cell on GPUs has a server of
+its own, started with its choice of GPUs, unless the shared one was started with the same.
 
-Each process has its own connection between its launcher and the server: a socket in a folder that only
-their user can open. A line of JSON asks for the process; its pid and, at the end, its exit code come
-back. If the launcher's end of the connection closes, the process is killed. If the server dies, its
-processes die too.
+Each process has its own connection between its launcher and the server: a socket in a folder that only their
+user can open. A line of JSON asks for the process; its pid and, at the end, its exit code come back. If the
+launcher's end of the connection closes, the process is killed. If the server dies, its processes die too.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class Process:
 
 @contextmanager
 def fork_server(may_share: bool) -> Iterator[Path]:
-    """Address of the fork server that the cells of this run share, or of one for this block only."""
+    """Yield the address of the fork server that this run's cells share, or of one for this block."""
     shared = _shared() if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
@@ -164,7 +163,7 @@ def shared_server() -> Iterator[None]:
 
 
 def shares_gpus() -> bool:
-    """Return whether the shared server was started with this process's choice of GPUs, and with a choice."""
+    """Return whether the shared server was started with a choice of GPUs, and with this process's."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 
@@ -180,7 +179,7 @@ def share_until_exit() -> None:
 
 
 def address(folder: str | Path) -> Path:
-    """Where the server listens; another Python environment has another address."""
+    """Return where the server listens. Each Python environment has an address of its own."""
     return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}"
 
 
@@ -306,7 +305,7 @@ class _Server:
             connection.sendall(_ANSWER.pack(number))
 
     def _be_child(self, request: dict[str, Any]) -> None:
-        """Become the process asked for. Never returns."""
+        """Become the requested process. Never returns."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -343,7 +342,7 @@ def entries() -> dict[str, Callable[..., Any]]:
 
 
 def function_of(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The function of an entry: one that is listed, or `module:name` of one that the process imports."""
+    """Return the function of an entry: a listed one, or `module:name`, which is imported."""
     module, _, name = entry.partition(":")
     return listed[entry] if entry in listed else getattr(import_module(module), name)
 

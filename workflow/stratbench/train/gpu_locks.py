@@ -1,4 +1,4 @@
-"""Which devices a cell uses: GPUs are taken under a file lock, so that no two cells share one."""
+"""Reservation of a cell's GPUs: under a file lock, so that no two cells share one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
 class DeviceError(RuntimeError):
-    """The machine does not have what a cell needs; the message says what to change."""
+    """The machine lacks a device that a cell needs; the message says what to change."""
 
 
 def visible_gpus() -> list[str]:
@@ -54,10 +54,7 @@ def visible_gpus() -> list[str]:
 
 
 def unknown_gpu() -> str | None:
-    """What ends CUDA_VISIBLE_DEVICES for CUDA, in words.
-
-    None where it names GPUs of this machine alone.
-    """
+    """Return a text on the entry at which CUDA stops reading CUDA_VISIBLE_DEVICES, or None."""
     library, given = nvml.Nvml(), os.environ.get(VARIABLE, "")
     for name in _names(given):
         if _identity(name, library) is None:
@@ -66,18 +63,16 @@ def unknown_gpu() -> str | None:
 
 
 def _names(given: str) -> list[str]:
-    """Return the names in CUDA_VISIBLE_DEVICES up to the one that hides what follows: -1, or an empty one."""
+    """Return the names in CUDA_VISIBLE_DEVICES up to -1 or an empty one, which hides the rest."""
     names = [name.strip() for name in given.split(",")]
     ends = [i for i, name in enumerate(names) if name in ("", "-1")]
     return names[: ends[0]] if ends else names
 
 
 def _identity(name: str, library: nvml.Nvml) -> str | None:
-    """What tells a GPU from all others, whatever it is called.
+    """Return a GPU's unique identity whatever it is called, or None for something else.
 
-    None for what is no GPU.
-
-    Its UUID; where NVML does not answer, or does not know the name, as much as can be told from it.
+    It is the UUID. If NVML does not answer or does not know the name, it is whatever the name says.
     """
     if not _NAME.fullmatch(name):
         return None
@@ -90,9 +85,11 @@ def _identity(name: str, library: nvml.Nvml) -> str | None:
 
 
 def wants_cuda(device: str, gpus: list[str]) -> bool:
-    """Return whether a cell with this `device` setting (auto, cpu, cuda) trains on the GPUs that are here.
+    """Return whether a cell with this `device` setting (auto, cpu, cuda) trains on GPUs.
 
-    Raises DeviceError if it asks for GPUs and none can be used, or if one seems to be here that cannot.
+    Raises:
+        DeviceError: If it requires GPUs and none can be used, or if a GPU seems to be here but cannot be
+            used.
     """
     if device == "cpu" or gpus:
         return device != "cpu"
@@ -113,10 +110,7 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
 
 
 def unseen_gpu() -> str | None:
-    """Why a GPU that is named or seems to be here cannot be used.
-
-    None if none is, or it is hidden.
-    """
+    """Return why a visible GPU cannot be used, or None if none is visible."""
     if VARIABLE in os.environ:
         named = _names(os.environ[VARIABLE])[:1]
         return unknown_gpu() if named and _NAME.fullmatch(named[0]) else None
@@ -128,10 +122,13 @@ def unseen_gpu() -> str | None:
 
 @contextmanager
 def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
-    """Hold `wanted` of `gpus` until the block ends, waiting for other cells on this node.
+    """Lock `wanted` of `gpus` until the block ends, waiting for other cells on this node.
 
-    The locks lie in the user's own folder on this node and vanish with the process: a killed cell
-    leaves none behind, and no other user can hold one. Raises DeviceError when the node has too few.
+    The locks are in the user's own folder on this node and end with the process. A killed cell leaves none
+    behind, and no other user can hold one.
+
+    Raises:
+        DeviceError: When the node has too few.
     """
     if wanted > len(gpus):
         seen = "; ".join(filter(None, [", ".join(gpus) or "none", unknown_gpu()]))
@@ -167,16 +164,16 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
 
 
 def lock_names(gpus: list[str]) -> dict[str, str]:
-    """Return a file name for each GPU: its whole UUID where NVML knows it.
+    """Return a file name for each GPU: its full UUID if NVML knows it.
 
-    A scheduler may show every job its own GPU as number 0; the numbers of two jobs say nothing.
+    A scheduler may show every job its own GPU as number 0, so that numbers of two jobs cannot be compared.
     """
     library = nvml.Nvml()
     return {gpu: (_identity(gpu, library) or gpu).replace("/", "_") for gpu in gpus}
 
 
 def show_only(gpus: list[str]) -> None:
-    """Make `gpus` the only ones that this process's children see, as devices 0, 1 and so on."""
+    """Make only `gpus` visible to this process's children, as devices 0, 1 and so on."""
     os.environ[VARIABLE] = ",".join(gpus)
 
 
@@ -197,11 +194,16 @@ def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
 
 
 def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
-    """Return CPU threads of each of `workers` on this node: as configured, or else their share of its cores.
+    """Return CPU threads of each worker on this node: as configured, or its fraction of the cores.
 
-    The same for all strategies of a cell. `cpus`: the cores that the cell has asked for on the node,
-    `server_cpus` of them for parameter servers. Where a SLURM job has just these, those of the servers are
-    not lent to the workers; on a whole machine nobody has cores that others lack.
+    It is the same for all strategies of a cell. In a SLURM job with just the requested cores, those of the
+    servers are not lent to the workers; on a full machine nothing else needs them.
+
+    Args:
+        settings: Settings of the cell.
+        workers: Number of workers on this node.
+        cpus: Cores that the cell has requested on the node.
+        server_cpus: How many of them are for parameter servers.
     """
     cores = len(usable_cores())
     if "SLURM_JOB_ID" in os.environ and cores == cpus:

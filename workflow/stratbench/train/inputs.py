@@ -1,6 +1,4 @@
-"""What a cell is trained on, the data, the network and its task: whether they are what its settings say, and
-what a record says of them.
-"""
+"""Checks a cell's data, model and task against its settings, and describes them in its record."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from stratbench.workload.users_code import ModelError
 
 
 def check_inputs(data: Path, s: Settings) -> None:
-    """ModelError or DataError where a user's code or the prepared data are not those of the settings."""
+    """Raise ModelError or DataError if a user's code or the prepared data do not match the settings."""
     files = strategy_class(s.strategy).files(s.options)
     if files and users_code.digest_of(files) != s.options["sha256"]:
         names = names_text(list(files))
@@ -37,9 +35,9 @@ def check_inputs(data: Path, s: Settings) -> None:
 
 
 def check_data(folder: Path, s: Settings) -> None:
-    """DataError where the prepared data are not those of the settings, or do not suit them.
+    """Raise DataError if the prepared data do not match or do not suit the settings.
 
-    To built-in data the config has been held; of a user's own little was known then.
+    Built-in data were checked with the config. Little was known then of a user's own data.
     """
     meta = prepared.read_meta(folder)
     check_spec(meta, folder, s)
@@ -57,9 +55,14 @@ def check_data(folder: Path, s: Settings) -> None:
 
 
 def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
-    """DataError where the meta data in `folder` are those of another data set than the settings'.
+    """Raise DataError if the metadata in `folder` are of another data set than the settings'.
 
-    That may have the same name: another config's with the same results, or an earlier state of it.
+    The other may have the same name: another config's with the same results, or an earlier state of it.
+
+    Args:
+        meta: Metadata of the prepared data set.
+        folder: Its folder.
+        s: Settings of the cell.
     """
     wanted = {"format": prepared.FORMAT, "name": s.dataset, "spec": s.data_spec}
     if other := [key for key, value in wanted.items() if meta.get(key) != value]:
@@ -104,9 +107,9 @@ def unbuilt_model(job: Job) -> dict[str, Any]:
 
 
 def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the record's `model`: of a user's own, too, which files it comes from and their git revision.
+    """Return the record's `model`, with the files and git revision of a user's own.
 
-    `built`: what a worker says of it; None if none lived long enough.
+    `built` has the results of building it in a worker, or None if none got so far.
     """
     built, spec = built or unbuilt_model(job), job.settings.own_model
     if spec is None:
@@ -116,7 +119,13 @@ def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the record's `task`: of a user's own, too, which files it comes from and their git revision."""
+    """Return the record's `task`, with the files and git revision of a user's own.
+
+    Args:
+        job: The cell's.
+        worker: Results of a worker.
+        meta: Metadata of the data set.
+    """
     s, shape = job.settings, job.data_shape
     facts = worker.get("task") or tasks.facts_of_task(
         tasks.task_of(s, shape),
@@ -129,19 +138,19 @@ def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[s
 
 
 def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
-    """What a record says of a user's code: what is called, its hash, its files, their git revision."""
+    """Return the record's entry of a user's code: its call, hash, files and git revision."""
     files = users_code.sources(spec["call"], users_code.code_folders())
     return {key: spec[key] for key in ("call", "sha256", "version")} | files_entry(files)
 
 
 def files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
-    """What a record says of a user's files: their names, and their git revision."""
+    """Return the record's entry of a user's files: their names and git revision."""
     git = git_state(next(iter(files.values())).parent) if files else None
     return {"files": list(files), "git": git}
 
 
 def own_data_entry(job: Job) -> dict[str, Any]:
-    """Return the record's `data.own` where the data set is a user's: its files, or the code that made it."""
+    """Return the record's `data.own` of a user's data set: its files, or the code that made it."""
     spec = job.settings.data_spec
     if not is_own(spec):
         return {}

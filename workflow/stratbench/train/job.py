@@ -1,4 +1,4 @@
-"""The job: everything the processes of one cell are told by the launcher, as one JSON text."""
+"""The job: everything that a cell's processes get from the launcher, as one JSON text."""
 
 from __future__ import annotations
 
@@ -56,15 +56,12 @@ class Job:
 
     @property
     def train_samples(self) -> int:
-        """How many samples there are to train on."""
+        """Number of training samples."""
         return self.data["train_samples"]
 
     @property
     def deadline_s(self) -> float | None:
-        """When the time limit is reached, by this node's monotonic clock.
-
-        None without a limit.
-        """
+        """Time limit on this node's monotonic clock, or None without a limit."""
         return None if self.time_limit_s is None else self.origin_s + self.time_limit_s
 
     @property
@@ -73,7 +70,7 @@ class Job:
         return time.monotonic() - self.origin_s
 
     def on_another_node(self, spent_s: float, local: Path) -> Job:
-        """The same job by this node's clock, which was called after `spent_s`, and in its folder `local`.
+        """Return the job on this node's clock, with its folder `local`, `spent_s` after the call.
 
         If the dates of both nodes agree, they correct it by the seconds that the call took.
         """
@@ -95,17 +92,17 @@ class Job:
 
     @property
     def n_servers(self) -> int:
-        """How many parameter servers the cell has, or 0 for a collective strategy."""
+        """Number of parameter servers, or 0 for a collective strategy."""
         return self.settings.options["servers"] if self.has_servers else 0
 
     @property
     def world_size(self) -> int:
-        """How many workers the cell has, on all nodes."""
+        """Number of workers on all nodes."""
         return self.cell.gpus
 
     @property
     def n_nodes(self) -> int:
-        """How many nodes the cell spans."""
+        """Number of nodes."""
         return -(-self.world_size // self.workers_per_node)
 
     def ranks_of(self, node: int) -> range:
@@ -118,7 +115,7 @@ class Job:
         return rank // self.workers_per_node
 
     def workers_beside(self, rank: int) -> int:
-        """How many workers run on the node of worker `rank`, itself included."""
+        """Return the number of workers on the node of worker `rank`, itself included."""
         return len(self.ranks_of(self.node_of(rank)))
 
     def to_json(self) -> str:

@@ -1,9 +1,10 @@
-"""The launcher: runs one cell and writes its record, or leaves the evidence of its failure.
+"""The launcher: runs one cell and writes its record, or stores the evidence of its failure.
 
-    python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
+python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
 
 Exit code 0: the record is written (ok, oom, timeout, diverged and unsupported are results). Exit code 1: the
-cell failed; the end of every process's log is printed and kept, with exit codes, in the cell's log folder.
+cell failed. The end of every process's log is then printed and stored, with exit codes, in the cell's log
+folder.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ EVIDENCE_LINES = 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the cell; returns the exit code. The cell is held until its result or its evidence is kept."""
+    """Run the cell; return the exit code. The cell is locked until its result or evidence is stored."""
     args = parse_arguments(argv)
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
@@ -95,10 +96,16 @@ def run_to_end(
     work: Callable[[ExitStack], None],
     logs: Callable[[], Path],
 ) -> int:
-    """Do the work of a cell's or a block's launcher; returns the exit code.
+    """Do the work of a cell's or a block's launcher; return the exit code.
 
-    What the work holds is held until the evidence of a failure is kept, in the folder that `logs` names
-    then. `begun`: what is printed first. `parent`: the process with which this one ends.
+    Locks that the work takes are held until the evidence of a failure is stored.
+
+    Args:
+        of: The cell or block.
+        begun: First line to print.
+        parent: Process with which this one ends.
+        work: The work, which enters its contexts in a stack.
+        logs: Returns the folder for evidence.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
     print(begun, flush=True)
@@ -130,9 +137,10 @@ def title_of(of: Launched) -> str:
 
 
 def begin_log(logs: Path, first_line: str) -> None:
-    """Begin anew the log of the cell or block with this log folder, where this launcher's output goes there.
+    """Truncate this launcher's log, if its output goes to the log of this cell or block.
 
-    Its shell appends, and it begins the log once it holds the cell: while it waits, the log is another's.
+    Its shell appends, and the launcher truncates once it holds the cell: while it waits, the log is
+    another's.
     """
     with contextlib.suppress(OSError):
         is_log = os.path.samestat(os.fstat(1), logs.with_name(f"{logs.name}.log").stat())
@@ -143,7 +151,15 @@ def begin_log(logs: Path, first_line: str) -> None:
 
 
 def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None:
-    """Train a cell that is held, and write its record. Failure where that has no result."""
+    """Train a cell that is locked, and write its record.
+
+    Raise Failure if it has no result.
+
+    Args:
+        args: The launcher's command line.
+        cell: The cell.
+        settings: Its settings.
+    """
     if not record.can_validate():
         print(
             "fastjsonschema is not installed: the record will not be validated here, but where it is read",
@@ -190,7 +206,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def launchers_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of what a cell's and a block's launcher are both told: what to train, and on what."""
+    """Return a parser of the options that a cell's and a block's launcher share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -222,9 +238,17 @@ def job_of(
     logs: Path | None = None,
     in_block: bool = False,
 ) -> Iterator[Job]:
-    """The job, on the devices that are held for it. Its time limit (0: none) counts from here.
+    """Yield the job, on the devices that are reserved for it.
 
-    `args`: a launcher's command line. `logs`: instead of the folder that it names.
+    Its time limit counts from here.
+
+    Args:
+        cell: The cell.
+        settings: Its settings, with a time limit (0: none).
+        use_cuda: Whether it trains on GPUs.
+        args: The launcher's command line.
+        logs: Log folder in place of that of `args`.
+        in_block: Whether it is a segment of a block.
     """
     meta = prepared.verified_meta(args.data)
     check_spec(meta, args.data, settings)
@@ -255,9 +279,17 @@ def fail(
     processes: list[str],
     trace: Sequence[str] = (),
 ) -> int:
-    """Keep and print the evidence of a failure, as far as the disk allows.
+    """Store and print the evidence of a failure, as far as the disk allows.
 
-    Return the exit code.
+    Args:
+        log_dir: Folder for the evidence.
+        cell: The cell or block.
+        reason: Why it failed.
+        processes: A line per process.
+        trace: Lines of a traceback.
+
+    Returns:
+        The exit code.
     """
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
     logs = {p.name: last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}

@@ -26,9 +26,10 @@ _MAX_SOCKET_PATH = 103
 
 
 def own_folder(parent: str | Path | None = None) -> Path:
-    """Return a folder below `parent` (default: the temporary folder) that no other user can read or write.
+    """Return a folder below `parent` that no other user can read or write.
 
-    It is the same one for all of the user's processes. Names that others have taken are skipped.
+    The default parent is the temporary folder. It is the same one for all of the user's processes. Names that
+    other users have taken are skipped.
     """
     stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
     paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
@@ -58,9 +59,10 @@ def _is_own(path: Path) -> bool:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for sockets and other short-lived files of this process, short enough for their names.
+    """Yield a folder for sockets and other short-lived files of this process.
 
-    Also removes the folders that killed processes have left.
+    Its path is short enough for the names of sockets. Also remove the folders that killed processes have
+    left.
     """
     base = own_folder()
     if len(os.fsencode(base)) + len("/job-12345678/12345678-999") > _MAX_SOCKET_PATH:
@@ -99,7 +101,7 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def _own_name() -> str:
-    """This process, in words, for launchers that wait for it."""
+    """Return a text on this process for launchers that wait for it."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
 

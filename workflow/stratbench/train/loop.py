@@ -39,7 +39,7 @@ from stratbench.workload.torch_internals import wait_for_collectives
 
 @dataclass
 class Progress:
-    """The results of the finished epochs, with a copy in `folder`, so that a timeout loses nothing."""
+    """Results of the finished epochs, with a copy in `folder`, so that a timeout loses none."""
 
     folder: RunFolder | None
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Progress:
 
 @dataclass
 class Result:
-    """What one worker measured."""
+    """The measurements of one worker."""
 
     status: str
     reason: str | None
@@ -79,9 +79,18 @@ def train(
 ) -> Result:
     """Warm up, then train and evaluate all epochs; `strategy.setup` has been called.
 
-    `besides`: what happens beside it. A loss that is not finite, in training or on the test set, ends the run
-    after its epoch with status `diverged`. With `steps` there is no evaluation, and the last epoch ends where
-    they do.
+    A loss that is not finite, in training or on the test set, ends the run after its epoch with status
+    `diverged`. With `steps` there is no evaluation, and the last epoch ends with them.
+
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        worker: This worker.
+        phases: Phases of the worker's time.
+        log: Log of the phases.
+        memory: Meter of peak memory.
+        progress: Results of the finished epochs.
+        besides: Activities next to the training.
     """
     s = worker.settings
     with phases("warmup"):
@@ -130,18 +139,18 @@ def train(
 
 
 def next_stop(besides: Sequence[Beside]) -> int | None:
-    """After how many steps of the training the clock stands next for any of them.
-
-    None: for none.
-    """
+    """Return the step after which the clock stops next for any of them, or None."""
     stops = [beside.next_stop() for beside in besides]
     return min((stop for stop in stops if stop is not None), default=None)
 
 
 def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
-    """Let those act that have the clock stand after `step`.
+    """Call the activities that need the clock to stop after `step`.
 
-    `losses`: of the epoch in progress.
+    Args:
+        besides: Activities next to the training.
+        step: Step of the training.
+        losses: Losses of the epoch in progress.
     """
     for beside in besides:
         if beside.next_stop() == step:
@@ -168,11 +177,20 @@ def train_with_server(
     memory: MemoryMeter,
     progress: Progress,
 ) -> Result:
-    """Warm up, then train on the tickets that the servers hand out until none are left.
+    """Warm up, then train on the tickets of the servers until none are left.
 
-    No epoch is waited for: the servers keep their state at the end of each, and after the training
-    one worker evaluates these. That worker's result holds the epochs. A worker of an elastic cell evaluates
-    what the servers ask it to, while it trains, and may be asked to leave.
+    There is no wait for an epoch: the servers save their state at the end of each, and after the training one
+    worker evaluates these. Its result has the epochs. A worker of an elastic cell evaluates during the
+    training, at the servers' request, and may be asked to leave.
+
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        worker: This worker.
+        phases: Phases of the worker's time.
+        log: Log of the phases.
+        memory: Meter of peak memory.
+        progress: Results of the finished epochs.
     """
     s = worker.settings
 
@@ -248,11 +266,14 @@ def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """Return the tables of each of `epochs`, by its number, on the device.
+    """Return a function that gives the tables of an epoch by its number, on the device.
 
-    All are drawn here.
+    All are drawn in this call, since there is no pause between two epochs to draw the next one's in.
 
-    There is no pause between two epochs in which the next one's could be.
+    Args:
+        data: The data set.
+        s: Settings of the cell.
+        epochs: Number of epochs.
     """
     drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in range(epochs)]
 
@@ -266,7 +287,14 @@ def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], 
 def evaluate_epoch(
     strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int
 ) -> dict[str, float | None]:
-    """What the servers' state after an epoch is worth, as `Channel.score` takes it."""
+    """Return the evaluation of the servers' state after an epoch, as `Channel.score` takes it.
+
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        worker: This worker.
+        epoch: Number of the epoch.
+    """
     with strategy.holding_epoch(epoch) as train_time_s:
         entry = served_entry(strategy, data, worker, epoch, train_time_s)
     return {key: entry[key] for key in ("test_loss", "score", "score_error")}
@@ -275,7 +303,14 @@ def evaluate_epoch(
 def evaluate_epochs(
     strategy: ParameterServer, data: DeviceData, worker: Worker, progress: Progress
 ) -> list[str]:
-    """Evaluate the servers' state after each epoch; returns what was not a finite number."""
+    """Evaluate the servers' state after each epoch; return the names of values that were not finite.
+
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        worker: This worker.
+        progress: Results of the finished epochs.
+    """
     diverged = []
     for epoch in range(worker.settings.epochs):
         entry = served_entry(strategy, data, worker, epoch, strategy.load_epoch(epoch))
@@ -289,9 +324,16 @@ def evaluate_epochs(
 def served_entry(
     strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
-    """Return the entry of an epoch whose state of the servers the model has.
+    """Return the entry of an epoch whose server state the model has loaded.
 
-    The launcher has all losses.
+    Its training loss is missing: only the launcher has all losses.
+
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        worker: This worker.
+        epoch: Number of the epoch.
+        train_time_s: Training time until its end.
     """
     found = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
     entry = epoch_entry(epoch, train_time_s, None, found)
@@ -306,7 +348,14 @@ def served_entry(
 def epoch_entry(
     epoch: int, train_time_s: float, train_loss: float | None, found: Evaluated
 ) -> dict[str, Any]:
-    """What a record holds of an epoch, counted from 0 here; `found`: what `evaluate` gave."""
+    """Return the record's entry of an epoch.
+
+    Args:
+        epoch: Its number, from 0.
+        train_time_s: Training time until its end.
+        train_loss: Mean training loss, if known.
+        found: Its evaluation.
+    """
     return {
         "epoch": epoch + 1,
         "train_time_s": train_time_s,
@@ -327,7 +376,13 @@ def describe_score(task: Task, score: float | None) -> str:
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
-    """Take a few steps that leave no trace: all that they change is put back."""
+    """Take a few steps that leave no trace: everything that they change is restored.
+
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        worker: This worker.
+    """
     s = worker.settings
     saved, generators = strategy.save(), Generators.now(worker.device)
     batch = data.practice_batches(strategy.samples_per_step(s), s)
@@ -347,10 +402,11 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
 
 
 def let_go_of_collectives(device: torch.device) -> None:
-    """Free what the warm-up's collectives still hold, such as DDP's first buckets, before it is measured.
+    """Free the tensors that the warm-up's collectives hold before memory is measured.
 
-    PyTorch keeps the tensors of a collective until its watchdog has seen the end and another one is
-    called; after a quick warm-up they would lie in the peak, as large as all gradients.
+    These include DDP's first buckets. PyTorch keeps the tensors of a collective until its watchdog has seen
+    the end and another collective runs. After a quick warm-up they would count in the peak, as large as all
+    gradients.
     """
     torch.cuda.synchronize(device)
     wait_for_collectives()  # which the watchdog has not seen
@@ -368,12 +424,21 @@ def train_epoch(
     besides: Sequence[Beside] = (),
     taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Return one timed epoch, or its first `most` steps.
+    """Train one timed epoch, or its first `most` steps; return each step's loss, on the device.
 
-    Return each step's loss, still on the device.
+    It is timed in stretches, between which the clock stops for activities next to it. Those due after the
+    last step run once the epoch was evaluated.
 
-    It is timed in stretches, between which the clock stands for what happens beside it. What follows the last
-    step is done once the epoch was evaluated. `taken`: the losses of its first steps, taken before.
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        worker: This worker.
+        clock: Clock of the steps.
+        log: Log of the phases.
+        epoch: Number of the epoch.
+        most: Maximum number of steps, or None for all.
+        besides: Activities next to the training.
+        taken: Losses of its first steps, which were taken before.
     """
     s = worker.settings
     order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
@@ -402,11 +467,15 @@ def timed_steps(
     augmentation: Augmentation | None = None,
     goes_on: bool = False,
 ) -> list[torch.Tensor]:
-    """Time a step for each of `batches` (sample numbers).
+    """Time one step per entry of `batches`; return the losses, still on the device.
 
-    Return the losses, still on the device.
-
-    `goes_on`: with the epoch whose steps were timed last.
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        clock: Clock of the steps.
+        batches: Sample numbers of each batch.
+        augmentation: Augmentation of the epoch, if any.
+        goes_on: Whether it continues the epoch whose steps were timed last.
     """
     losses = []
     clock.begin(goes_on)
@@ -460,9 +529,17 @@ def evaluate(
 ) -> Evaluated:
     """Return mean loss and score on the whole test set.
 
-    The copies of the network divide the test set among them. Each worker calls the model equally often,
-    since a sharded forward is a collective. The task sees what counts and nothing else: no batch beyond
-    the end, and of the workers that share a copy one worker's.
+    The copies of the model divide the test set. Each worker calls the model equally often, since a sharded
+    forward is a collective. The task sees only what counts: no batch beyond the end, and only one of the
+    workers that share a copy.
+
+    Args:
+        strategy: The strategy.
+        data: The data set.
+        task: The task.
+        rank: Rank of this worker.
+        mesh: Division of the workers.
+        heartbeat: Heartbeat to update, if any.
     """
     total, batch = data.test_samples, eval_batch(data.meta["shape"])
     rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
@@ -483,9 +560,11 @@ def evaluate(
 
 
 def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
-    """Return the mean of a scalar over the copies of the network (synchronises; between epochs only).
+    """Return the mean of a scalar over the model's copies.
 
-    Of the workers of a copy one knows it.
+    It synchronizes, so only between epochs.
+
+    One of the workers of a copy knows the value.
     """
     if worker.world_size > 1:
         if not worker.mesh.speaks(worker.rank):
@@ -495,9 +574,13 @@ def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
 
 
 def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
-    """Print one line of progress of a cell that is not evaluated.
+    """Print one line of progress of a cell without evaluation, on rank 0.
 
-    Only rank 0 does.
+    Args:
+        done: Steps done.
+        in_all: Steps of the training.
+        clock: Clock of the steps.
+        worker: This worker.
     """
     if worker.rank == 0:
         rate = done * worker.settings.global_batch / clock.train_time_s
@@ -505,7 +588,14 @@ def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> No
 
 
 def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int) -> None:
-    """Print one line of progress; only rank 0 does."""
+    """Print one line of progress, on rank 0.
+
+    Args:
+        entry: The epoch's entry.
+        clock: Clock of the steps.
+        worker: This worker.
+        samples: Training samples of an epoch.
+    """
     if worker.rank:
         return
     epochs, done = worker.settings.epochs, entry["epoch"]

@@ -1,4 +1,4 @@
-"""How those who run out of memory say so. Importing this file imports no torch: the launcher reads logs."""
+"""Detection of out-of-memory errors. It imports no torch, since the launcher reads logs with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
 def line_out_of_memory(lines: list[str]) -> str | None:
-    """Return the last line of a log that says so, or None without one."""
+    """Return the last line of a log on a lack of memory, or None without one."""
     matching = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
     return next(matching, None)
 
@@ -36,7 +36,7 @@ def is_out_of_memory(e: BaseException) -> bool:
 
 
 def _gpu_is_full() -> bool:
-    """Return whether PyTorch's allocator was refused memory, or has less than a tenth of the GPU left."""
+    """Return whether PyTorch's allocator failed, or has less than a tenth of the GPU left."""
     import torch
 
     if not torch.cuda.is_initialized():

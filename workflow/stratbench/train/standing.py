@@ -1,8 +1,8 @@
-"""Where the workers were when a cell was ended: whether it was slow, or hung.
+"""Diagnosis of the workers when a cell was ended: slow, or hung.
 
 The agent of each node reads its workers' heartbeats: at the time limit, when a worker has failed, and now and
-then. Where none has got on for too long, it has each process write the stacks of its threads. The launcher
-judges what all agents found.
+then. If none has made progress for too long, it has each process write the stacks of its threads. The
+launcher evaluates the results of all agents.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ _CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a worker was; times are those of `telemetry.heartbeat.HeartbeatReading`, None before it had a
-    heartbeat.
-    """
+    """Last state of a worker. Times are those of `HeartbeatReading`, and None before its first."""
 
     #: Training steps that it had begun to take, the device perhaps behind them.
     steps: int
@@ -61,9 +59,14 @@ class Standing:
 
 
 def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
-    """Return whether every worker of this node that runs has trained, and has been quiet for HUNG_S.
+    """Return whether every running worker of this node has trained, and been quiet for HUNG_S.
 
-    Before the first step there is no pace to judge by. A server's workers on other nodes may go on.
+    Before the first step there is no pace to compare with. A server's workers on other nodes may continue.
+
+    Args:
+        job: The cell's.
+        workers: Processes of this node's workers.
+        awake_since_s: End of the node's last pause.
     """
     if job.has_servers and job.n_nodes > 1:
         return False
@@ -83,11 +86,14 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
 def note_standing(
     job: Job, node: int, processes: Sequence[Process], at_limit: bool, awake_since_s: float
 ) -> None:
-    """Keep where the workers of this node are now.
+    """Write the state of this node's workers.
 
-    `processes`: all of the cell on it, ended or not.
-
-    `awake_since_s`: the end of the node's last pause.
+    Args:
+        job: The cell's.
+        node: Number of the node.
+        processes: All processes of the cell on it, ended or not.
+        at_limit: Whether the time limit was reached.
+        awake_since_s: End of the node's last pause.
     """
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
@@ -180,9 +186,7 @@ def innermost_call(path: Path) -> str | None:
 
 
 def why_no_timeout(job: Job) -> str | None:
-    """Why a cell that was ended at its time limit failed.
-
-    None if it was slow, which is a result.
+    """Return why a cell that was ended at its time limit failed, or None if it was just slow.
 
     It failed if no worker had taken a step, or if it hung (`why_hung`).
     """
@@ -197,7 +201,7 @@ def why_no_timeout(job: Job) -> str | None:
 
 
 def standings_of(job: Job) -> dict[int, Standing]:
-    """Where each worker was, by rank, as far as the agents kept it."""
+    """Return the last state of each worker by rank, as far as the agents wrote it."""
     return {rank_of(name): Standing(**entry) for name, entry in job.folder.read_standing().items()}
 
 
@@ -217,11 +221,9 @@ def unlike_step(standings: Mapping[int, Standing]) -> int | None:
 
 
 def why_hung(standings: Mapping[int, Standing]) -> str | None:
-    """Say who waits for whom, if all that ran were quiet for over `HeartbeatReading.patience_s`.
+    """Return which ranks wait for which, if all were quiet for over `HeartbeatReading.patience_s`.
 
-    Else None.
-
-    They wait for one another, or for something that does not come.
+    Otherwise, return None. They wait for one another, or for something that does not come.
     """
     running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
     if not running or not all(standing.hangs for standing in running.values()):
@@ -237,7 +239,7 @@ def why_hung(standings: Mapping[int, Standing]) -> str | None:
 def _has_stepped(
     job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None
 ) -> bool:
-    """Return whether a worker is known to have taken a step. An agent that is gone left no standing."""
+    """Return whether a worker is known to have taken a step. A lost agent has written no state."""
     if standing is not None:
         return standing.steps > 0
     if result is not None and result["status"] in ("ok", "diverged"):
@@ -246,7 +248,7 @@ def _has_stepped(
 
 
 def _ranks_text(standings: Mapping[int, Standing]) -> str:
-    """Where ranks are, those with the fewest steps first: the others wait for them."""
+    """Return the state of ranks, those with the fewest steps first: the others wait for them."""
     alike: dict[str, list[int]] = {}
     for rank, standing in sorted(standings.items(), key=lambda item: (item[1].steps, item[0])):
         alike.setdefault(str(standing), []).append(rank)

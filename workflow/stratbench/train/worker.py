@@ -1,7 +1,7 @@
-"""One worker process of a cell: joins the others, trains, and writes what it measured as JSON.
+"""One worker process of a cell: joins the others, trains, and writes its measurements as JSON.
 
-The fork server imports this module once, so that the processes that it forks share the cost of
-importing torch; nothing here may allocate a tensor or start a thread at import.
+The fork server imports this module once, so that the processes that it forks share the cost of importing
+torch; nothing here may allocate a tensor or start a thread at import.
 """
 
 from __future__ import annotations
@@ -68,7 +68,15 @@ COLLECTIVE_S = 600
 
 
 def main(job_json: str, rank: int, local_rank: int) -> None:
-    """Entry point of the process. Exits 0 with a result, 3 out of memory, 1 on any other error."""
+    """Run the process.
+
+    It exits with 0 and a result, with 3 out of memory, and with 1 on other errors.
+
+    Args:
+        job_json: The job.
+        rank: Rank of the worker.
+        local_rank: Rank on its node.
+    """
     job = Job.from_json(job_json)
     log_to(job.folder.log(worker_name(rank)))
     tell_stacks(job.folder.stack(worker_name(rank)))
@@ -98,7 +106,13 @@ def serve_parameters(config_json: str, run_dir: str) -> None:
 def serve_as_process(
     config: ServerConfig, run_dir: str, serve: Callable[[Any, bytes], dict[str, Any]]
 ) -> None:
-    """Run one server in this process, which ends with it."""
+    """Run one server in this process, which ends with it.
+
+    Args:
+        config: Config of the server.
+        run_dir: Run folder of the cell.
+        serve: Runs the server, given its config and the secret.
+    """
     folder = RunFolder(Path(run_dir))
     log_to(folder.log(server_name(config.server)))
     tell_stacks(folder.stack(server_name(config.server)))
@@ -121,20 +135,23 @@ def log_to(path: Path) -> None:
 
 
 def tell_stacks(path: Path) -> None:
-    """Write the stacks of all threads to `path` whenever the agent asks for them."""
+    """Write the stacks of all threads to `path` whenever the agent requests them."""
     file = path.open("w", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
 def leave(code: int) -> None:
-    """End at once: after an error a peer may be gone, and an orderly shutdown would wait for it."""
+    """End the process at once.
+
+    After an error a peer may be gone, and an orderly shutdown would wait for it.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 class WorkerStart(NamedTuple):
-    """What a worker has before its data and its network: its strategy, and what measures it."""
+    """State of a worker before its data and model: its strategy, clocks and meters."""
 
     strategy: Strategy
     device: torch.device
@@ -147,9 +164,12 @@ class WorkerStart(NamedTuple):
 
 
 def begin(job: Job, number: int, local_rank: int) -> WorkerStart:
-    """Set up torch in the process of a worker, and what measures it.
+    """Set up torch in the process of a worker, and its measurements.
 
-    `number`: its rank, or its job's.
+    Args:
+        job: The cell's.
+        number: Its rank, or the number of its worker job.
+        local_rank: Rank on its node.
     """
     s = job.settings
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
@@ -162,7 +182,7 @@ def begin(job: Job, number: int, local_rank: int) -> WorkerStart:
 
 
 class Built(NamedTuple):
-    """What a worker trains, before its strategy has it."""
+    """A worker's model and task, before the strategy wraps the model."""
 
     network: str | models.Model
     model: nn.Module
@@ -181,7 +201,13 @@ class Built(NamedTuple):
 
 
 def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
-    """Train the cell as worker `rank`; returns the worker's part of the record."""
+    """Train the cell as worker `rank`; return the worker's part of the record.
+
+    Args:
+        job: The cell's.
+        rank: Rank of the worker.
+        local_rank: Rank on its node.
+    """
     s, start = job.settings, begin(job, rank, local_rank)
     strategy, device, memory, heartbeat, log, phases, _ = start
     watch = watch_compiling(job) if s.compile else None
@@ -235,10 +261,17 @@ def set_up(
     slowed_as: int,
     **place: Any,
 ) -> Ready:
-    """Build the network and set it up. `slowed_as`: its number in `slowdown.workers`.
+    """Build the model and set it up.
 
-    `place`: the fields of Worker that do not follow from the settings and the network. Refused where the
-    strategy cannot train a user's network.
+    Raises Refused if the strategy cannot train a user's model.
+
+    Args:
+        s: Settings of the cell.
+        strategy: The strategy.
+        data: The data set.
+        device: Device of the worker.
+        slowed_as: Its number in `slowdown.workers`.
+        place: Fields of Worker that do not follow from the settings and the model.
     """
     built = build(s, strategy, data, device)
     slowdown = Slowdown.of(s, slowed_as, built.model, built.shape, data.meta["classes"], device)
@@ -281,7 +314,14 @@ def check_one_start(worker: Worker) -> None:
 
 
 def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData) -> None:
-    """Add to what a worker measured what the record says of its network, its device and its delays."""
+    """Add the description of model, device and delays to a worker's measurements.
+
+    Args:
+        measured: The measurements, changed in place.
+        ready: The model as it was set up.
+        strategy: The strategy.
+        data: The data set.
+    """
     built, s = ready.built, ready.worker.settings
     name, classes = tasks.name_of_task(s, built.shape), built.facts["classes"]
     least, kind = data.meta.get("least_loss"), built.loss_kind
@@ -299,7 +339,7 @@ def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: D
 
 
 def watch_compiling(job: Job) -> CompileWatch:
-    """What counts compilations from now on; the compiled code is of this cell alone."""
+    """Return a counter of compilations; the compiled code is of this cell alone."""
     if job.folder.local is not None:  # so that every cell compiles
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.local / "compiled")
     return CompileWatch()
@@ -322,7 +362,14 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
 
 
 def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.device) -> Built:
-    """Return the network with its initial weights, its task, and what the record says of both."""
+    """Return the model with its initial weights, its task, and their entries of the record.
+
+    Args:
+        s: Settings of the cell.
+        strategy: The strategy.
+        data: The data set.
+        device: Device of the worker.
+    """
     network, classes = models.model_of(s), data.meta["classes"]
     shape = models.input_shape(network, tuple(data.meta["shape"]))
     model = models.for_training(
@@ -363,9 +410,9 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
 
 
 def flops_of(s: Settings, built: Built) -> dict[str, int]:
-    """The operations of a sample.
+    """Return the operations per sample.
 
-    Nothing of a user's network that needs real numbers to be counted.
+    It is empty for a user's model that needs real numbers to be counted.
     """
     classes, shape = built.facts["classes"], built.shape
     try:
@@ -380,7 +427,13 @@ def flops_of(s: Settings, built: Built) -> dict[str, int]:
 
 
 def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
-    """Set threads, TensorFloat-32 and seeds, in the same way for every strategy."""
+    """Set threads, TensorFloat-32 and seeds, in the same way for every strategy.
+
+    Args:
+        s: Settings of the cell.
+        device: Device of the worker.
+        threads: CPU threads.
+    """
     torch.set_num_threads(threads)
     seed_generators(s.seed)
     tf32 = s.precision == "tf32"
@@ -392,7 +445,13 @@ def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
 
 
 def join_group(job: Job, rank: int, device: torch.device) -> None:
-    """Join the process group: through a file on one node, through rank 0's port on several."""
+    """Join the process group: through a file on one node, through rank 0's port on several.
+
+    Args:
+        job: The cell's.
+        rank: Rank of the worker.
+        device: Device of the worker.
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
     if alone:
@@ -422,7 +481,13 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
 
 
 def worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[str, Any]:
-    """What the worker measured, as its file in the run folder holds it."""
+    """Return the worker's measurements in the form of its file in the run folder.
+
+    Args:
+        result: Measurements of the loop.
+        start: State of the worker before its model.
+        rank: Rank of the worker.
+    """
     clock, strategy = result.clock, start.strategy
     return {
         "status": result.status,
@@ -451,7 +516,7 @@ def worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[st
 
 
 def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
-    """What a worker that fails writes of its error, and its exit code."""
+    """Return a failed worker's file content on its error, and its exit code."""
     reason = str(e) if isinstance(e, Refused) else first_line(e)
     if is_out_of_memory(e):
         return {"status": "oom", "reason": reason}, EXIT_OOM
@@ -460,8 +525,9 @@ def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
 
 
 def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
-    """Who else uses this worker's GPU (`telemetry.machine.foreign_processes.others_on`); None: nobody, or it
-    is not known.
+    """Return foreign processes on this worker's GPU, or None if there are none or it is not known.
+
+    See `telemetry.machine.foreign_processes.others_on`.
     """
     place = job.folder.read_places().get(worker_name(rank), {}).get("gpu", {})
     gpu = gpu_at(Nvml(), place)

@@ -1,7 +1,7 @@
-"""The attempts of a cell that keeps checkpoints: which one a new attempt goes on from, and what it cost.
+"""The attempts of a cell with checkpoints: where a new one resumes, and what it cost.
 
-Each worker keeps its own, in a folder beside the run folder, which the next launcher empties. What an
-attempt that was killed has left is known by the dates of its files. Nothing here imports torch.
+Each worker writes its own checkpoints, in a folder next to the run folder, which the next launcher empties.
+The dates of its files show when a killed attempt ended. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stratbench.train.job import Job
 
 
 def folder_of(run: RunFolder, rank: int) -> Path:
-    """Where worker `rank` keeps its checkpoints."""
+    """Return the folder of the checkpoints of worker `rank`."""
     return run.kept / worker_name(rank)
 
 
@@ -34,18 +34,21 @@ def common_step(run: RunFolder, workers: int) -> int | None:
 
 
 def forget_older(run: RunFolder, rank: int, workers: int) -> None:
-    """Delete a worker's checkpoints before the newest one that all have.
+    """Delete a worker's checkpoints before the newest one that all workers have.
 
     No worker waits for another here: one that is behind has not written what others have.
+
+    Args:
+        run: Run folder of the cell.
+        rank: Rank of this worker.
+        workers: Number of workers.
     """
     if (step := common_step(run, workers)) is not None:
         forget(folder_of(run, rank), below=step)
 
 
 def last_sign(run: RunFolder) -> float | None:
-    """Return the date at which the attempt that used a run folder last wrote to it.
-
-    Return None where none did.
+    """Return the date at which an attempt last wrote to its run folder, or None.
 
     The sampler of each node writes every second.
     """
@@ -54,9 +57,9 @@ def last_sign(run: RunFolder) -> float | None:
 
 
 def begin(job: Job, ended_unix_s: float | None) -> Job:
-    """Return the same job as the next attempt of its cell: its times count from the first attempt's start.
+    """Return the job as the next attempt of its cell, with times from the first attempt's start.
 
-    Time in which no attempt ran is left out of them. `ended_unix_s`: of the attempt before
+    Time in which no attempt ran is left out of them. `ended_unix_s` is the end of the attempt before
     (`last_sign`). Attempts of other settings, data or devices are forgotten.
     """
     folder = job.folder.kept
@@ -85,7 +88,7 @@ def begin(job: Job, ended_unix_s: float | None) -> Job:
 
 
 def identity_of(job: Job) -> dict[str, Any]:
-    """What must be the same for an attempt to go on from another's checkpoints."""
+    """Return what must be equal for an attempt to resume from another's checkpoints."""
     identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 
@@ -99,7 +102,7 @@ def _read(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _close(attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: float) -> None:
-    """Add to an attempt when it ended, what of it was lost, and where the next one goes on."""
+    """Add to an attempt its end, its lost part, and where the next one resumes."""
     step = common_step(job.folder, job.world_size)
     for rank in range(job.world_size):  # else all might have one soon, each of another attempt
         forget_beyond(folder_of(job.folder, rank), step or 0)

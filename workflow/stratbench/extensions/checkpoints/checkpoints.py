@@ -1,6 +1,6 @@
-"""Checkpoints of a training: raw tensors behind a line of JSON; nothing is ever unpickled.
+"""Checkpoints of a training: raw tensors after a line of JSON; nothing is ever unpickled.
 
-`checkpoint-<step>.bin` appears whole or not at all; those before are deleted after that.
+`checkpoint-<step>.bin` appears complete or not at all. Earlier ones are deleted after that.
 """
 
 from __future__ import annotations
@@ -53,7 +53,14 @@ def path_of(folder: Path, step: int) -> Path:
 def write(
     folder: Path, step: int, tensors: Sequence[Tensor], facts: dict[str, Any] | None = None
 ) -> None:
-    """Keep tensors of the host's memory as they are now, with `facts`, which JSON can hold."""
+    """Write tensors in host memory to a checkpoint.
+
+    Args:
+        folder: Folder of the checkpoints.
+        step: Step of the state.
+        tensors: Tensors to write as they are now.
+        facts: Further data that JSON can hold.
+    """
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(_raw(tensor), checksum)
@@ -92,7 +99,7 @@ def forget_beyond(folder: Path, step: int) -> None:
 
 
 def read_facts(folder: Path, step: int) -> dict[str, Any]:
-    """Return the facts that a checkpoint holds beside its tensors. Raises Damaged where it cannot be read."""
+    """Return the data in a checkpoint besides its tensors. Raises Damaged if it cannot be read."""
     path = path_of(folder, step)
     with path.open("rb") as file:
         return _read_head(file, path)["facts"]
@@ -115,7 +122,15 @@ def _crc_of(facts: dict[str, Any]) -> int:
 
 
 def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
-    """Fill tensors with a checkpoint's. Raises Damaged, before any is changed, where it does not fit."""
+    """Fill tensors from a checkpoint.
+
+    Raises Damaged, before any is changed, if it does not fit.
+
+    Args:
+        folder: Folder of the checkpoints.
+        step: Step of the state.
+        tensors: Tensors to fill.
+    """
     import torch
 
     path = path_of(folder, step)
@@ -139,9 +154,9 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
 
 @contextmanager
 def deleted_if_damaged(folder: Path, step: int) -> Iterator[None]:
-    """Delete the checkpoint after `step` where reading it raises Damaged: then the one before is taken.
+    """Delete the checkpoint after `step` if reading it raises Damaged; the one before is then used.
 
-    Raises Damaged where there is none any more, too.
+    Raises Damaged if there is none left.
     """
     path = path_of(folder, step)
     try:
@@ -154,7 +169,7 @@ def deleted_if_damaged(folder: Path, step: int) -> Iterator[None]:
 
 
 class Writer:
-    """Writes checkpoints on a thread of its own, from copies that a device makes without being waited for."""
+    """Writes checkpoints on its own thread, from copies that a device makes asynchronously."""
 
     def __init__(
         self,
@@ -162,9 +177,12 @@ class Writer:
         clean_up: Callable[[Path, int], None] = forget,
         counts: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`clean_up` deletes older ones, given the folder and the steps of the one that was written.
+        """Start the thread that writes.
 
-        `counts`: whether what a device has computed until now counts; else nothing is written.
+        Args:
+            folder: Folder of the checkpoints.
+            clean_up: Deletes older checkpoints, given the folder and the step of the newest.
+            counts: Returns whether the device's results so far are valid; else nothing is written.
         """
         self._folder, self._clean_up, self._counts = folder, clean_up, counts
         self._copies: list[Tensor] = []
@@ -175,7 +193,10 @@ class Writer:
         self.written_s: list[float] = []
 
     def settle(self) -> None:
-        """Wait for the one that is being written. Raises why, such as OSError, where one could not be."""
+        """Wait for the checkpoint that is being written.
+
+        Raise the error of one that failed, such as OSError.
+        """
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -189,10 +210,16 @@ class Writer:
         more: Sequence[Tensor] = (),
         facts: dict[str, Any] | None = None,
     ) -> bool:
-        """Keep the state after `step`; False if the one before is still being written.
+        """Write the state after `step`; return False if the previous one is still being written.
 
-        `wait`: until it lies on the disk. `more`: tensors of the host's memory that nobody will change.
-        Raises as `settle` where an earlier one could not be written.
+        Raises as `settle` if an earlier one could not be written.
+
+        Args:
+            step: Step of the state.
+            tensors: Tensors to copy and write.
+            wait: Whether to wait until it is on the disk.
+            more: Tensors in host memory that will not change.
+            facts: Further data that JSON can hold.
         """
         import torch
 

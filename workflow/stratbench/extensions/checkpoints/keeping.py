@@ -1,8 +1,8 @@
-"""What a worker of a synchronous cell keeps of its training, and how it goes on from there.
+"""Saves a synchronous worker's training state, and resumes from it.
 
-All that the next steps and the record depend on: weights, buffers, what the optimizer and the strategy
-keep, loss scale, counts, the generators of random numbers, the losses of the epoch in progress, the
-results of epochs, and the clock's times. The order of the samples follows from the seed and the step.
+The state is everything that the next steps and the record depend on: weights, buffers, the optimizer's and
+the strategy's state, loss scale, counts, random generators, the losses of the epoch in progress, the results
+of epochs, and the clock's times. The order of the samples follows from the seed and the step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from stratbench.workload.generators import Generators
 
 
 class CheckpointWriter(Beside):
-    """Keeps a worker's state every so many steps. All workers of a cell do so after the same ones.
+    """Saves a worker's state every so many steps, after the same ones on all workers.
 
-    A checkpoint is copied while the clock stands, and written during the training.
+    The state is copied while the clock is stopped, and written during the training.
     """
 
     strategy: Collective
@@ -89,7 +89,7 @@ class CheckpointWriter(Beside):
         self._next_due = step + self._every
 
     def facts(self) -> dict[str, Any]:
-        """How many checkpoints there were, and the seconds of holding up the training and of writing."""
+        """Return the number of checkpoints, and the seconds of blocked training and of writing."""
         writer, before = self._writer, self._before
         return {
             "count": before["count"] + len(writer.held_up_s),

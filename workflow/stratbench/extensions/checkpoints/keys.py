@@ -25,7 +25,7 @@ class Checkpoints(Keys):
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
-        """Yield why strategies of an experiment keep no checkpoints."""
+        """Yield why strategies of an experiment support no checkpoints."""
         from stratbench.strategies import strategy_class
         from stratbench.study.config.consistency import strategies_of
 

@@ -1,4 +1,4 @@
-"""Runs a cell that keeps checkpoints: as a gang, in attempts of which each goes on from the one before."""
+"""Runs a cell with checkpoints: as a gang, in attempts, each of which resumes from the one before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stratbench.train.running.runner import Runner
 
 
 class RestartRunner(Runner):
-    """What was measured before a restart counts."""
+    """Runs a cell whose measurements before a restart count."""
 
     section = "restarts"
     _ended_unix_s: float | None = None

@@ -15,7 +15,7 @@ def command_name(node: int) -> str:
 
 
 def report_path(run: RunFolder) -> Path:
-    """What the command says of its training (`stratbench.report`), one JSON object per line."""
+    """Return the file of the command's own report (`stratbench.report`), one JSON object per line."""
     return run.path / "report.jsonl"
 
 
@@ -25,12 +25,12 @@ def out_path(run: RunFolder) -> Path:
 
 
 def end_path(run: RunFolder, node: int) -> Path:
-    """How the command ended on a node (`train.commands.supervisor`)."""
+    """Return the file on how the command ended on a node (`train.commands.supervisor`)."""
     return run.path / f"{command_name(node)}.json"
 
 
 def read_ends(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
-    """Read how it ended on the nodes on which it did by itself, with their numbers."""
+    """Return how the command ended on each node where it ended by itself, with the node's number."""
     paths = {node: end_path(run, node) for node in range(n_nodes)}
     return [
         json.loads(path.read_text(encoding="utf-8")) | {"node": node}

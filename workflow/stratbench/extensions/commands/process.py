@@ -96,7 +96,7 @@ class CommandProcess:
 
 @contextmanager
 def processes_of(job: Job, node: int) -> Iterator[tuple[list[Any], list[CommandProcess]]]:
-    """What runs on a node in the place of servers and workers, not yet started."""
+    """Yield the processes of a node in place of servers and workers, not yet started."""
     yield [], [CommandProcess(job, node)]
 
 
@@ -109,7 +109,7 @@ def end_marked(mark: str) -> None:
 
 
 def environment_of(job: Job, mark: str) -> dict[str, str]:
-    """Return the environment of a command: its devices and threads are chosen, its report has a place."""
+    """Return the environment of a command, with its devices, threads and report file."""
     code = [] if INSTALLED else [os.fspath(PACKAGE.parent)]
     path = [*code, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -121,9 +121,9 @@ def environment_of(job: Job, mark: str) -> dict[str, str]:
 
 
 def values_of(job: Job, node: int) -> dict[str, Any]:
-    """What the names in braces stand for on a node.
+    """Return the values of the names in braces on a node.
 
-    Where all meet only where it is asked for.
+    The rendezvous address is determined only if a name needs it.
     """
     s, folder = job.settings, job.folder
     out_path(folder).mkdir(exist_ok=True)
@@ -154,7 +154,7 @@ def meeting_place(job: Job, node: int) -> tuple[str, int]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

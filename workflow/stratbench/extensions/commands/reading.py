@@ -1,6 +1,6 @@
-"""Reads what a user's command says of its training: the lines that `stratbench.report` writes.
+"""Reads the report of a user's command: the lines that `stratbench.report` writes.
 
-Nothing of it is trusted to have a form: whatever is no such line is one error, with its number.
+Nothing in it is trusted: anything that is no such line is one error, with its number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ReportError(RuntimeError):
 
 @dataclass(frozen=True)
 class ReportedScore:
-    """What an evaluation gave, and when it was told; `train_loss`: the mean loss since the one before."""
+    """Result of an evaluation, and its time; `train_loss` is the mean loss since the previous one."""
 
     at_s: float
     train_time_s: float

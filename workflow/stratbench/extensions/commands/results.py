@@ -1,4 +1,4 @@
-"""What a cell's command left, in the form in which a worker of ours leaves it, and how it ended."""
+"""Converts a command's report and end into the result files of a worker."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ EVALUATED_ON = "what the command says that it evaluated"
 
 
 def keep_results(job: Job) -> None:
-    """Keep what a command that has ended says of its training, as that of worker 0.
+    """Store the report of a command that has ended, as the result of worker 0.
 
-    A fault as its reason.
+    An invalid report is the reason of a failure.
     """
     try:
         report = read_report(report_path(job.folder))
@@ -43,7 +43,7 @@ def keep_results(job: Job) -> None:
 
 
 def as_worker(job: Job, report: CommandReport) -> dict[str, Any]:
-    """What a worker writes of its training, as far as the command tells it."""
+    """Return a worker's result, as far as the command's report has it."""
     origin_s = origin_of(job)
     starts = [begin - origin_s for begin, _ in report.stretches]
     evaluated_s = sum(s.at_s - e for s, e in zip(report.scores, ends_before(report), strict=True))
@@ -98,7 +98,7 @@ def said_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
 
 
 def ends_before(report: CommandReport) -> list[float]:
-    """When the clock had stopped before each score: the end of the last step, or the score before."""
+    """Return the clock's time before each score: the end of the last step, or the previous score."""
     ends, latest = [], report.stretches[0][0]
     for score in report.scores:
         done = [end for _, end in report.stretches if end <= score.at_s]
@@ -134,7 +134,7 @@ def epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
 
 
 def origin_of(job: Job) -> float:
-    """Return the origin of the cell's times by the clock of node 0, where rank 0 wrote the report."""
+    """Return the origin of the cell's times on the clock of node 0, where the report was written."""
     ends = read_ends(job.folder, 1)
     return ends[0]["origin_s"] if ends else job.origin_s
 
@@ -148,7 +148,7 @@ def write_phases(job: Job, report: CommandReport) -> None:
 
 
 def memory_of(job: Job) -> dict[str, Any]:
-    """Return the peak of the process that used most, as the kernel counted it from the process' start."""
+    """Return the peak memory of the largest process, as the kernel counted it."""
     most = max((end["max_rss_bytes"] for end in read_ends(job.folder, job.n_nodes)), default=None)
     return {
         "method": "maxrss-since-process-start",
@@ -158,7 +158,7 @@ def memory_of(job: Job) -> dict[str, Any]:
 
 
 def provenance_of(job: Job, report: CommandReport) -> dict[str, Any]:
-    """Return the node of the launcher, and what the command says of its PyTorch."""
+    """Return the node of the launcher, and the PyTorch that the command reported."""
     facts: dict[str, Any] = {
         "device": "cuda" if job.use_cuda else "cpu",
         "host": facts_of_node(),
@@ -173,7 +173,7 @@ def provenance_of(job: Job, report: CommandReport) -> dict[str, Any]:
 
 
 def program_entry(job: Job) -> dict[str, Any]:
-    """Return the record's `program`: what was measured from outside, and what it says itself."""
+    """Return the record's `program`: external measurements, and the command's own report."""
     files = strategy_class(job.settings.strategy).files(job.settings.options)
     worker = job.folder.read_worker(0) or {}
     return {
@@ -184,10 +184,7 @@ def program_entry(job: Job) -> dict[str, Any]:
 
 
 def outside(job: Job) -> dict[str, Any]:
-    """What was measured from outside of the command's processes on all nodes.
-
-    None where it is not known.
-    """
+    """Return external measurements of the command's processes on all nodes, or None if unknown."""
     ends = read_ends(job.folder, job.n_nodes)
     processes, gpus = (
         samples_of(job, "process", "rss_bytes"),
@@ -206,7 +203,13 @@ def outside(job: Job) -> dict[str, Any]:
 
 
 def samples_of(job: Job, kind: str, column: str) -> list[int]:
-    """Return all samples of a column of the cell's processes or GPUs."""
+    """Return all samples of a column of the cell's processes or GPUs.
+
+    Args:
+        job: The cell's.
+        kind: Kind of the sampled subject.
+        column: Name of the column.
+    """
     rows = (row for path in job.folder.sample_files() for row in read_samples(path))
     return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
 
@@ -215,7 +218,7 @@ def samples_of(job: Job, kind: str, column: str) -> list[int]:
 
 
 def why_failed(job: Job, exits: Sequence[Any]) -> str:
-    """Why a command failed: its exit code, and the last line of its log."""
+    """Return why a command failed: its exit code, and the last line of its log."""
     failed = next(p for p in exits if p.exit_code not in (0, None))
     lines = [line for line in log_of(job) if line.strip()]
     return f"{failed}{f'; its last line: {lines[-1].strip()[:200]}' if lines else ''}"
@@ -228,11 +231,9 @@ def log_of(job: Job) -> list[str]:
 
 
 def why_no_timeout(job: Job) -> str | None:
-    """Why a command that was ended at its limit failed.
+    """Return why a command that was ended at its limit failed, or None if it was just slow.
 
-    None if it was slow, which is a result.
-
-    Whether it got on is known by the steps that it reports alone.
+    Being slow is a result. Only the steps that it reports show progress.
     """
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     try:

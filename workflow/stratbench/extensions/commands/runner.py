@@ -1,4 +1,4 @@
-"""Runs a cell that a command of the user's trains: as a gang, but for whose processes these are."""
+"""Runs a cell that a user's command trains: as a gang, with other processes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ class CommandRunner(Runner):
         return [agent.ProcessExit(command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
-        """Say how the cell ended, once what the command reported is kept (`results`).
+        """Return how the cell ended, after storing what the command reported (`results`).
 
-        That it had no memory left is known where its log says so, or the kernel has killed one of its
-        processes.
+        It was out of memory if its log says so, or if the kernel has killed one of its processes.
+
+        Args:
+            job: The cell's.
+            exits: How its processes exited.
+            kills_before: The kernel's count of such kills before the cell, or None if unknown.
         """
         results.keep_results(job)
         worker = job.folder.read_worker(0) or {}
@@ -68,7 +72,7 @@ class CommandRunner(Runner):
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Take when the command trained, as it says, for each GPU of the cell."""
+        """Return when the command trained, by its own report, for each GPU of the cell."""
         places = [p for p in job.folder.read_places().values() if "gpu" in p]
         if any(p["gpu"].get("index") is None for p in places):
             return None

@@ -1,10 +1,10 @@
-"""The supervisor: one process on each node that starts the command of a cell, and ends all that it starts.
+"""The supervisor: one process per node that starts a cell's command and ends all its processes.
 
-    python -m stratbench.extensions.commands.supervisor --logs DIR ... -- PROGRAM ARGUMENT...
+python -m stratbench.extensions.commands.supervisor --logs DIR ... -- PROGRAM ARGUMENT...
 
-What the command starts stays below this process, even in a session of its own, and is killed when the
-command has ended, and when this process's input ends: so its agent stops it, and so it ends with a killed
-agent. At last it writes how the command ended, and what the kernel counted of all its processes.
+Processes of the command stay below this one, even in a session of their own. They are killed when the command
+has ended, and when this process's input ends: so its agent stops it, and so it ends with a killed agent.
+Finally it writes how the command ended, and the kernel's counts of all its processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _POLL_S = 0.02
 
 
 def main() -> None:
-    """Run the command to its end, or until nobody wants it any more."""
+    """Run the command to its end, or until the agent ends it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--logs", type=Path, required=True, help="the cell's log folder")
     parser.add_argument("--log", type=Path, required=True, help="where the command's output goes")
@@ -66,10 +66,16 @@ def main() -> None:
 
 
 def figures(code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
-    """How the command ended, and what it used: times by this node's monotonic clock, memory in bytes.
+    """Return how the command ended, and what it used.
 
-    `max_rss_bytes`: the high-water mark of the process that had most. All have ended and were waited for, so
-    that the kernel's counts are of all of them (getrusage(2), RUSAGE_CHILDREN).
+    Times are in seconds and memory is in bytes. `max_rss_bytes` is the high-water mark of the largest
+    process. All processes have ended and were waited for, so that the kernel's counts include all of them
+    (getrusage(2), RUSAGE_CHILDREN).
+
+    Args:
+        code: Exit code.
+        begun_s: Start on this node's monotonic clock.
+        ended_s: End on it.
     """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     kib = 1 if sys.platform == "darwin" else 1024
@@ -119,7 +125,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def _begin() -> None:
-    """In the child, before it becomes the command: it dies with its parent, and hears signals again."""
+    """Prepare the child, before it becomes the command: end it with its parent, and unblock signals."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

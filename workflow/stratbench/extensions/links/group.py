@@ -1,6 +1,6 @@
-"""The processes that time collectives: of this machine, of a SLURM job's nodes, or another launcher's.
+"""The processes that time collectives: on this machine, on a SLURM job's nodes, or by a launcher.
 
-python -m stratbench.extensions.links.group FOLDER    as `srun` starts it on each node
+python -m stratbench.extensions.links.group FOLDER as `srun` starts it on each node
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Measured = tuple[list[Time], float]
 
 @dataclass(frozen=True)
 class LinkGroup:
-    """`a_node` processes on each of `nodes`, which find each other in a `folder` that all of them see."""
+    """`a_node` processes on each of `nodes`, with a common `folder` for their rendezvous."""
 
     sweep: Sweep
     on_gpus: bool
@@ -49,7 +49,7 @@ class LinkGroup:
 
     @property
     def result(self) -> Path:
-        """Where rank 0 writes what was measured."""
+        """The file to which rank 0 writes the measurements."""
         return Path(self.folder, "result.json")
 
     def measured(self) -> Measured:

@@ -1,11 +1,11 @@
-"""Measures what links cost: collectives, servers' push and pull, and how much computing slows beside them.
+"""Measures links: collectives, servers' push and pull, and how much they slow computation down.
 
     python -m stratbench.extensions.links.measure --workers 2 4 --largest-mib 100 --out results/links
     torchrun --nnodes 2 --nproc-per-node 8 -m stratbench.extensions.links.measure --workers 16
 
-The first starts the processes of this machine itself (NCCL with --gpus, else gloo), in a SLURM job of
-several nodes as many on each; under torchrun, or any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR,
-this process is one of them. The measurements of a round come in an order of their own, so that a machine that
+The first starts the processes of this machine itself (NCCL with --gpus, else gloo), in a SLURM job of several
+nodes as many on each; under torchrun, or any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR, this
+process is one of them. The measurements of a round come in an order of their own, so that a machine that
 changes meanwhile changes all alike. Writes `times.csv` (every measurement) and `links.csv` (a row for each
 kind and level: latency of a step, rate, knee, spread).
 """
@@ -120,7 +120,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def write_links(folder: Path, times: Sequence[Time], kappa: float) -> None:
-    """`times.csv` and `links.csv`; kappa stands in the rows of the collectives."""
+    """Write `times.csv` and `links.csv`.
+
+    Args:
+        folder: Folder to write to.
+        times: All measurements.
+        kappa: Slowdown of computation during collectives, for their rows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "times.csv", _csv([f.name for f in fields(Time)], map(astuple, times)))
     rows = []

@@ -15,7 +15,8 @@ TIMEOUT_S = 1800.0
 def run_all(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
     """Run each function with its arguments in a process of its own, until all have ended.
 
-    Raises RuntimeError where one fails, after ending the others.
+    Raises:
+        RuntimeError: If one fails, after ending the others.
     """
     context = forking()
     processes = [context.Process(target=function, args=args) for function, args in work]
@@ -37,7 +38,7 @@ def run_all(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
 
 
 def forking() -> ForkServerContext:
-    """Of `multiprocessing`, a context whose processes have imported what they need."""
+    """Return a `multiprocessing` context whose processes have imported the modules they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stratbench.extensions.links.timing", "stratbench.ps.server"])
     return context

@@ -41,7 +41,7 @@ class Pushed:
 
     @property
     def pushes(self) -> int:
-        """Of each worker, timed."""
+        """Number of timed pushes of each worker."""
         return max(MIN_PUSHES, min(MAX_PUSHES, PUSHED_BYTES // self.n_bytes))
 
     def config(self, rendezvous: str) -> ServerConfig:
@@ -57,10 +57,10 @@ class Pushed:
 
 
 def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[Time]:
-    """Seconds between two pushes of a worker that computes nothing, by workers and bytes of the weights.
+    """Return the seconds between two pushes of a worker that computes nothing.
 
-    One server and the workers, on this machine. All sizes, counts and transports (`tcp`, `shm`) are
-    measured by the same processes, one after the other.
+    They are by workers and bytes of the weights, with one server on this machine. All sizes, worker counts
+    and transports (`tcp`, `shm`) are measured by the same processes, one after the other.
     """
     sizes = [s for s in sweep.sizes() if s >= SMALLEST_SERVED_BYTES] or [SMALLEST_SERVED_BYTES]
     counts = sorted({1, *sweep.workers})

@@ -1,4 +1,4 @@
-"""Times collectives, and computing beside them, in every rank of a process group."""
+"""Times collectives, and concurrent computation, in every rank of a process group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MATRIX = 256
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured: counts of workers, bytes of the largest tensor, rounds, kinds of collectives."""
+    """The measurements to make: worker counts, maximum tensor size, rounds, kinds of collectives."""
 
     workers: tuple[int, ...]
     largest_bytes: int
@@ -70,9 +70,9 @@ def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
 
 
 def _timed_ranks(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks that are timed together: the first so many, and of several nodes the first rank of each.
+    """Return the ranks to time together: the first of several counts, and the first of each node.
 
-    `nodes`: each rank's.
+    `nodes` has each rank's node.
     """
     groups = [tuple(range(n)) for n in sweep.workers]
     firsts = tuple(nodes.index(node) for node in dict.fromkeys(nodes))
@@ -82,7 +82,7 @@ def _timed_ranks(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
 def _timed(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return seconds of one call by `ranks`; `n_bytes` is the whole tensor, as in CollectiveCall."""
+    """Return seconds of one call by `ranks`; `n_bytes` is that of the full tensor, as in CollectiveCall."""
     call = _call(kind, ranks, n_bytes, group, device)
     calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)
@@ -120,7 +120,7 @@ def _call(
 
 
 def _to_and_fro(tensor: Tensor, last: int, group: dist.ProcessGroup) -> None:
-    """From rank 0 to the last and back; no other rank takes part."""
+    """Send from rank 0 to the last and back; no other rank takes part."""
     rank = dist.get_rank()
     if rank == 0:
         dist.send(tensor, last, group=group)
@@ -136,11 +136,15 @@ def _synchronise(device: torch.device) -> None:
 
 
 def kappa(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float:
-    """How many times slower matrix products are while the largest tensor is all-reduced.
+    """Return the factor by which matrix products slow down during an all-reduce of the largest tensor.
 
-    The median round.
+    It is that of the median round. On a GPU the products are queued after the collective's start, on streams
+    of their own.
 
-    On a GPU the products are queued behind the collective's start, on streams of their own.
+    Args:
+        sweep: The measurements.
+        group: The process group.
+        device: Device of the products.
     """
     if dist.get_rank() >= max(sweep.workers):
         return math.nan
@@ -181,7 +185,7 @@ def _seconds(
     device: torch.device,
     ended: Callable[[], bool] = lambda: False,
 ) -> float:
-    """Return seconds of the work; nan if what runs beside it `ended` before it did."""
+    """Return seconds of the work, or NaN if the concurrent call `ended` before it did."""
     began = time.perf_counter()
     work(count)
     if device.type == "cuda":

@@ -1,10 +1,10 @@
-"""The block: runs short segments of several strategies one after the other, on the same devices.
+"""The block: runs short segments of several strategies in turn on the same devices.
 
-    python -m stratbench.extensions.verdict.block --block JSON --settings JSON --data DIR --out DIR --logs DIR
+python -m stratbench.extensions.verdict.block --block JSON --settings JSON --data DIR --out DIR --logs DIR
 
-Each segment is a fresh set of processes. Out of memory, a time limit and divergence are results: the
-strategy drops out of the rest of the block. Exit code 0: block.json is written, last of all. Exit code
-1: a segment failed; its evidence is kept in its log folder, and the block is to be repeated whole.
+Each segment is a fresh set of processes. Out of memory, a time limit and divergence are results: the strategy
+drops out of the rest of the block. Exit code 0: block.json is written, last of all. Exit code 1: a segment
+failed; its evidence is in its log folder, and the whole block is to be repeated.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class BlockRun:
         )
 
     def _settings_of_segment(self, strategy: str) -> tuple[Settings, int, int]:
-        """What the strategy's segment trains with, the steps that it discards, and those that are timed."""
+        """Return the settings of a strategy's segment, its discarded and its timed steps."""
         timed = self._steps or block_rules.MIN_STEPS
         discarded = block_rules.discarded_steps(timed) if self._discard is None else self._discard
         s = self._settings[strategy]
@@ -230,10 +230,7 @@ class BlockRun:
         return blocks.segment_settings(s, self._plan, discarded + timed + tail), discarded, timed
 
     def _note_machines(self, job: Job) -> list[str]:
-        """Keep where a segment's workers were, as far as they told it.
-
-        Return their hosts, sorted.
-        """
+        """Record the nodes and devices of a segment's workers; return their hosts, sorted."""
         workers = job.folder.read_workers(job.world_size).values()
         provenances = [w["provenance"] for w in workers if "provenance" in w]
         hosts = sorted({p["host"]["name"] for p in provenances})
@@ -248,11 +245,16 @@ class BlockRun:
 def run_in_order(
     plan: BlockPlan, run: Callable[[str, str], Segment], after_burn_in: Callable[[Segment], None]
 ) -> list[Segment]:
-    """Run a block's segments by `run(pass, strategy)`, and return them in their order.
+    """Run a block's segments, and return them in their order.
 
-    A burn-in first, by the first strategy that ends one well; `after_burn_in` is told of it. Then every
-    strategy in the plan's order, in its mirror, and a third time where its two disagree. One that
-    ends in another way drops out of what is left.
+    A burn-in comes first, by the first strategy that ends one well. Then every strategy runs in the plan's
+    order, in its mirror, and a third time if its first two disagree. A strategy that ends in another way
+    drops out of the rest.
+
+    Args:
+        plan: The block.
+        run: Runs a segment, given the pass and the strategy.
+        after_burn_in: Called with the burn-in's segment.
     """
     done: list[Segment] = []
     dropped: set[str] = set()
@@ -279,9 +281,9 @@ def run_in_order(
 
 
 def differences_of(segments: Sequence[Segment]) -> dict[str, float]:
-    """How far each strategy's two segments are apart: the natural logarithm of the ratio of their times.
+    """Return the difference of each strategy's two segments: the log ratio of their times.
 
-    Of strategies whose two ended well.
+    Only strategies whose two segments ended well have one.
     """
     times: dict[str, list[float]] = {}
     for s in segments:
@@ -291,18 +293,22 @@ def differences_of(segments: Sequence[Segment]) -> dict[str, float]:
 
 
 def limit(plan: BlockPlan, differences: Iterable[float]) -> float:
-    """From which difference of a strategy's two segments on it runs a third one in this block."""
+    """Return the difference of two segments from which on a strategy runs a third in this block."""
     if plan.disagreement is not None:
         return plan.disagreement
     return block_rules.disagreement_limit(list(differences))
 
 
 def timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
-    """Return the record's `steps`: the time of each of the `timed` steps after `discarded` ones.
+    """Return the record's `steps`: the time of each timed step.
 
-    Of a collective, as its slowest worker saw them. With servers, a step is as many pushes as a global
-    batch has, and ends when the slowest server has taken them: no worker's own step says how fast
-    all are together.
+    For a collective, these are the slowest worker's. With servers, a step is as many pushes as a global batch
+    has, and ends when the slowest server has taken them: a single worker's step does not show the joint rate.
+
+    Args:
+        job: The cell's.
+        discarded: Number of steps before.
+        timed: Number of timed steps.
     """
     if job.has_servers:
         ends = [s["step_ends_s"] for s in job.folder.read_servers(job.n_servers)]

@@ -131,7 +131,7 @@ class Study:
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
     def _own_model_on(self, name: str, data: Dataset | None) -> dict[str, Any] | None:
-        """Return the spec of a model with the data's vocabulary, if that differs from the number of classes."""
+        """Return the spec of a model with the data's vocabulary, if it is not the number of classes."""
         spec, vocabulary = self.own_model(name), data and data.vocabulary
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 

@@ -1,1 +1,1 @@
-"""What happens beside the training of a worker: what all of it has, and the profiler's trace."""
+"""Activities next to a worker's training: their interface, and the profiler's trace."""

@@ -1,4 +1,4 @@
-"""What happens beside the training of a worker, such as keeping checkpoints. The loop knows none of it."""
+"""Interface of activities next to a worker's training, such as checkpoints. The loop knows only this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratbench.workload.data.device_data import DeviceData
 
 
 class Start(NamedTuple):
-    """Where the training of a worker begins."""
+    """The point at which a worker's training begins."""
 
     #: Steps that were taken before, and the losses of those of the epoch in progress.
     steps: int = 0
@@ -23,7 +23,7 @@ class Start(NamedTuple):
 
 
 class Beside:
-    """One thing that happens beside the training. The loop asks once per stretch of steps, none in a step."""
+    """One activity next to the training. The loop calls it between stretches of steps, never within one."""
 
     @classmethod
     def takes(cls, job: Job) -> bool:
@@ -38,7 +38,7 @@ class Beside:
         self.worker, self.phases = worker, phases
 
     def begin(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
-        """Say where the training begins, which is warmed up, and make it what it was there.
+        """Return where the training begins, after warm-up, and restore the state of that point.
 
         Args:
             clock: Of the training.
@@ -47,23 +47,20 @@ class Beside:
         return Start()
 
     def next_stop(self) -> int | None:
-        """Say after how many steps of the whole training the clock shall stand next.
-
-        None: it need not.
-        """
+        """Return the step of the training after which the clock must stop next, or None."""
         return None
 
     def between(self, step: int, losses: list[Tensor]) -> None:
-        """Do what is to be done after `step`, while the clock stands.
+        """Act after `step`, while the clock is stopped.
 
-        `losses`: of the epoch in progress.
+        `losses` are those of the epoch in progress.
         """
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Finish, after everything was measured; returns its part of the worker's result.
+        """Finish after all measurements; return its part of the worker's result.
 
         Args:
             status: How the training ended.
-            chosen: Whether this worker speaks for all: rank 0, or of a server's workers who evaluated.
+            chosen: Whether this worker reports for all: rank 0, or the worker of a server that evaluated.
         """
         return {}

@@ -1,4 +1,4 @@
-"""The profiler's trace of a few more steps, after the training and in no figure (`profile: true`)."""
+"""The profiler's trace of extra steps after the training, outside all measurements (`profile: true`)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,16 @@ class Profile(Beside):
 def record_profile(
     strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None
 ) -> None:
-    """Record a few steps with torch's profiler in the file `trace`, after everything was measured.
+    """Record a few steps with torch's profiler, after all measurements.
 
-    Every worker of a collective must call it; workers without `trace` only take part. The training
-    state is not restored. A worker of a server only computes: the servers have ended.
+    Every worker of a collective must call it. The training state is not restored. A worker of a server only
+    computes: the servers have ended.
+
+    Args:
+        strategy: The strategy after training.
+        data: The data set.
+        worker: This worker.
+        trace: File to write, or None if this worker only takes part.
     """
     worker.mark = lambda phase: None
     batch = data.practice_batches(strategy.samples_per_step(worker.settings), worker.settings)

@@ -1,1 +1,1 @@
-"""Several nodes: a program started on each of them, and how their workers find each other."""
+"""Start of a program on each of several nodes, and the rendezvous of their workers."""

@@ -18,11 +18,11 @@ _ANYWHERE = "192.0.2.1"
 
 
 def set_gloo_interface() -> None:
-    """Name gloo an interface where others could not reach it, and the user has named none.
+    """Set gloo's interface if its default is unreachable for others and the user has set none.
 
-    That is where this node's own name means a loopback address, as in Debian's /etc/hosts: then it is the
-    interface by which the other nodes of the SLURM job are reached, else that of the default route. NCCL
-    needs none: it asks for no name.
+    The default is unreachable if this node's name means a loopback address, as in Debian's /etc/hosts. Then
+    it is the interface to the other nodes of the SLURM job, else that of the default route. NCCL does not use
+    the name.
     """
     own = os.uname().nodename
     if VARIABLE in os.environ or not is_loopback(own):
@@ -42,10 +42,7 @@ def is_loopback(host: str) -> bool:
 
 
 def other_nodes(own: str) -> Iterable[str]:
-    """Return the other nodes of the SLURM job or step that this process runs in.
-
-    None outside of SLURM.
-    """
+    """Return the other nodes of this process's SLURM job or step, or none outside of SLURM."""
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     names = printed_by(["scontrol", "show", "hostnames", listed]) if listed else None
     return [name for name in (names or "").split() if name != own]

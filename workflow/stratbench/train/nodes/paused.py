@@ -35,9 +35,13 @@ def is_over(deadline_s: float, watch: PauseWatch) -> bool:
 def keep_pauses(
     job: Job, node: int, watch: PauseWatch, before: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Keep the pauses of a node's workers in the run folder.
+    """Write the pauses of a node's workers to the run folder, if there were any.
 
-    No file where there was none.
+    Args:
+        job: The cell's.
+        node: Number of the node.
+        watch: Has detected the pauses.
+        before: Pauses of earlier attempts.
     """
     kept = [
         *before,
@@ -77,9 +81,12 @@ def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -
 
 
 def spoiled_by_pauses(job: Job, status: str, trained: Trained) -> str | None:
-    """How long pauses were that spoiled a cell which ended with `status`, in words.
+    """Return a text on pauses that invalidate a cell's measurements, or None if there are none.
 
-    None: none did.
+    Args:
+        job: The cell's.
+        status: How the cell ended.
+        trained: When it trained.
     """
     by_node: dict[int, float] = defaultdict(float)
     for entry in pauses_entry(job, trained):

@@ -1,4 +1,4 @@
-"""How the workers of several nodes find each other: a store of rank 0's, named in their folder."""
+"""Rendezvous of workers on several nodes: through a store of rank 0 with its address in their folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ LIMIT_S = 120.0
 
 
 def tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
-    """Return a store on a free port of rank 0's node.
+    """Return a store on a free port of rank 0's node; the others find its address in the folder.
 
-    The others find its address in the folder.
+    Args:
+        folder: Run folder of the cell.
+        rank: Rank of this worker.
+        world_size: Number of workers.
     """
     if rank == 0:
         host = os.uname().nodename

@@ -17,11 +17,9 @@ SRUN_END_S = 30.0
 
 
 def facts_of_job() -> dict[str, str]:
-    """What SLURM tells of the job that this process runs in.
+    """Return SLURM's data on the job that this process runs in, empty if there are none.
 
-    Nothing outside of SLURM, or without an answer.
-
-    Not by variables: Snakemake's plugin takes most of them away.
+    They do not come from environment variables, most of which Snakemake's plugin removes.
     """
     if (number := os.environ.get("SLURM_JOB_ID")) is None:
         return {}
@@ -31,9 +29,9 @@ def facts_of_job() -> dict[str, str]:
 
 
 def size_of_job() -> tuple[int, int]:
-    """Nodes of the SLURM job that this process runs in, and its cores on each of them.
+    """Return the number of nodes of this process's SLURM job, and its cores per node.
 
-    (1, 1) outside.
+    It is (1, 1) outside of SLURM.
     """
     facts = facts_of_job()
     nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
@@ -41,9 +39,9 @@ def size_of_job() -> tuple[int, int]:
 
 
 def queue_wait_s() -> float | None:
-    """How long this process's SLURM job waited since it was submitted, or could first have started.
+    """Return how long this process's SLURM job waited since submission or its earliest start.
 
-    None outside of SLURM, and where it does not answer.
+    None outside of SLURM, and if it does not answer.
     """
     facts = facts_of_job()
     try:
@@ -63,10 +61,16 @@ def run_on_nodes(
     arguments: Sequence[str],
     left_s: Callable[[], float],
 ) -> int:
-    """Run a module on each of `nodes`; `srun`'s exit code, 0 if all ended well.
+    """Run a module on each of `nodes`; return srun's exit code, 0 if all ended well.
 
-    `cpus`: the cores of its node that each may use; srun takes 1 where it is not told, whatever the job has.
-    All are ended once no time is left by `left_s`, in seconds, and where this process is told to end.
+    All are ended when the time is over, and when this process is asked to end.
+
+    Args:
+        nodes: Number of nodes.
+        cpus: Cores of its node that each may use; without it srun would take 1, whatever the job has.
+        module: Module to run.
+        arguments: Its arguments.
+        left_s: Returns the remaining time in seconds.
     """
     command = [
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",

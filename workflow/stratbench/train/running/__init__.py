@@ -1,1 +1,1 @@
-"""How a cell's processes come to be: the gang's runner, which others override, and what totals come of it."""
+"""How a cell's processes are run: the gang's runner, which others override, and the totals."""

@@ -1,4 +1,4 @@
-"""How a cell's processes come to be, and what its record says of them: a gang's way, and who has another."""
+"""Runs a cell's processes, and provides their part of the record: the gang's runner, for overriding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,14 @@ class Runner:
     # ------------------------------------------------------------ while the cell runs
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
-        """Make the run folder."""
+        """Create the run folder.
+
+        Args:
+            folder: The run folder.
+            cell: The cell.
+            s: Its settings.
+            data_dir: Folder of the prepared data set.
+        """
         folder.create()
 
     def hold_devices(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
@@ -59,11 +66,17 @@ class Runner:
         return gpu_locks.hold_devices(s, args.nodes)
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
-        """Count the CPU threads of each of `workers` on a node."""
+        """Return the CPU threads of each of `workers` on a node.
+
+        Args:
+            s: Settings of the cell.
+            workers: Number of workers on the node.
+            args: The launcher's command line.
+        """
         return gpu_locks.threads_of(s, workers, args.cpus_per_node, args.server_cpus)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, agent.Exits, Ending]:
-        """Run the cell, and once more where pauses spoiled what was measured.
+        """Run the cell, and once more if pauses invalidated its measurements.
 
         A second time the record says so.
 
@@ -124,7 +137,7 @@ class Runner:
         watch = PauseWatch()
 
         def left_s(beyond_s: float = 15.0) -> float:
-            """Until the agents, which keep the limit themselves, are to have ended."""
+            """Return the time until the agents, which apply the limit themselves, must have ended."""
             deadline_s = agent.extended_deadline_s(job, watch)
             return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
 
@@ -156,7 +169,13 @@ class Runner:
         ]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
-        """Say how the cell ended (`ending.classify`), once what its processes left is kept."""
+        """Return how the cell ended (`ending.classify`), after storing its processes' results.
+
+        Args:
+            job: The cell's.
+            exits: How its processes exited.
+            kills_before: The kernel's count of memory kills before the cell, or None if unknown.
+        """
         return classify(job, exits, kills_before)
 
     # ------------------------------------------------------------ what the record says
@@ -168,7 +187,13 @@ class Runner:
     def totals(
         self, job: Job, workers: list[dict[str, Any]], servers: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Sum up time, samples and epochs of a cell that trained to its end."""
+        """Return time, samples and epochs of a cell that trained to its end.
+
+        Args:
+            job: The cell's.
+            workers: Results of the workers.
+            servers: Statistics of the servers.
+        """
         s = job.settings
         if not servers:
             return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
@@ -201,7 +226,7 @@ class Runner:
 
 
 def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
-    """What the worker's own file says, or else its agent."""
+    """Return a worker's exit code, from its own file or else its agent."""
     result = job.folder.read_worker(rank)
     if result is None:
         return None if standing is None else standing.exit_code
@@ -209,5 +234,5 @@ def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
 
 
 def runner_of(s: Settings) -> Runner:
-    """Find who runs a cell with these settings."""
+    """Return the runner of a cell with these settings."""
     return next((runner for _, runner in at("runner") if runner.takes(s)), Runner)()

@@ -1,4 +1,4 @@
-"""Time, samples and epochs of a whole cell, of what each of its workers and servers measured."""
+"""Time, samples and epochs of a whole cell, from the results of its workers and servers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,17 @@ def served_run(
     samples_per_step: int,
     per_epoch: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the same as the parameter servers saw it: from the first ticket to the last applied push.
+    """Return the totals as the parameter servers saw them: from the first ticket to the last applied push.
 
-    An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next
-    epoch. The samples of a lost worker count if its pushes were taken. A late push may have been
-    dropped by some shards and applied by others: `samples_applied` is the mean over the shards.
-    `per_epoch`: what was evaluated of each epoch; its training loss is added.
+    An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next epoch.
+    The samples of a lost worker count if its pushes were taken. A late push may have been dropped by some
+    shards and applied by others: `samples_applied` is the mean over the shards.
+
+    Args:
+        workers: Results of the workers.
+        servers: Statistics of the servers.
+        samples_per_step: Samples of a ticket.
+        per_epoch: Evaluation of each epoch; its training loss is added.
     """
     first = servers[0]
     pushes = applied_pushes(servers)
@@ -59,9 +64,9 @@ def served_run(
 
 
 def mean_loss(told: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
-    """Return the mean training loss of an epoch, of what each worker told of it (`loop.Result.losses`).
+    """Return the mean training loss of an epoch, from each worker's report (`loop.Result.losses`).
 
-    None where a loss was not finite, or those who took all steps were lost before they told.
+    None if a loss was not finite, or if the workers that took the steps were lost before reporting.
     """
     steps: dict[str, list[tuple[float | None, float]]] = {}
     for each in told:
@@ -77,6 +82,6 @@ def mean_loss(told: Sequence[Mapping[str, tuple[float | None, float]]]) -> float
 
 
 def applied_pushes(servers: list[dict[str, Any]]) -> float:
-    """How many pushes entered the weights of a shard, as the mean over all shards of all servers."""
+    """Return the number of pushes applied to the weights of a shard, as the mean over all shards."""
     shards = [sum(counts) for server in servers for counts in server["staleness"]]
     return sum(shards) / len(shards)
