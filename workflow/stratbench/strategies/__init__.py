@@ -1,4 +1,4 @@
-"""Training strategies: one file a family, one line each in this registry or in an extension's declaration.
+"""Training strategies: one file per family, and a line each in this registry or in an extension.
 
 Each policy of the parameter server (`ps/policies/policies.py`) is a strategy, too. Strategy modules import
 torch inside functions only, so that the workflow can read a strategy's name and options in milliseconds.
@@ -57,7 +57,13 @@ def option_defaults(name: str) -> dict[str, Any]:
 
 
 def resolved_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Return all options of a cell on `gpus` workers: `given` over the defaults."""
+    """Return all options of a cell on `gpus` workers.
+
+    Args:
+        name: Name of the strategy.
+        given: Options that are set; they override the defaults.
+        gpus: Number of workers.
+    """
     return strategy_class(name).resolve(option_defaults(name) | given, gpus)
 
 
@@ -69,12 +75,17 @@ def traits_of(
     elastic: bool = False,
     adds_up: bool = True,
 ) -> Traits:
-    """What is true of the strategy registered as `name`, with these options, on `gpus` workers.
+    """Return the traits of the strategy registered as `name`, with these options.
 
-    `moves_by_zeros`: of a network of which it moves parameters in steps that have no gradient for them
-    (`acceptance.moves_by_zeros`), which one process and DDP leave as they are. `elastic`: workers that end
-    are replaced. `adds_up`: whether the loss of a batch is the mean over its parts; where it is not, parts
-    of other sizes train something else.
+    Args:
+        name: Name of the strategy.
+        options: All of its options.
+        gpus: Number of workers.
+        moves_by_zeros: Whether it moves the model's parameters in steps without a gradient for them
+            (`acceptance.moves_by_zeros`), which one process and DDP leave unchanged.
+        elastic: Whether workers that end are replaced.
+        adds_up: Whether the loss of a batch is the mean over its parts; if not, parts of other sizes
+            train something else.
     """
     strategy = make_strategy(name, options)
     traits = strategy.traits(gpus)
@@ -93,5 +104,11 @@ def traits_of(
 
 
 def mesh_of(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:
-    """How the strategy registered as `name`, with these options, divides its work among `gpus` workers."""
+    """Return how the strategy registered as `name` divides its work among the workers.
+
+    Args:
+        name: Name of the strategy.
+        options: All of its options.
+        gpus: Number of workers.
+    """
     return make_strategy(name, options).mesh(gpus)

@@ -1,4 +1,4 @@
-"""Whether a strategy can train a network: asked before any training, by jobs and by the check of a study."""
+"""Checks before any training, by jobs and `check`, of whether a strategy can train a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ def check_model(
     model: nn.Module,
     worker: Worker,
 ) -> None:
-    """Refused where the strategy would fail to train `model`, of which `worker.trial` was taken."""
+    """Raise Refused if the strategy would fail to train `model`.
+
+    Args:
+        strategy: The strategy.
+        network: The model's name, or a user's own.
+        model: The built model.
+        worker: This worker, with a `trial` of the model.
+    """
     for reason in strategy.refusals_of_model(model, worker):
         name = worker.settings.strategy
         raise Refused(f"{models.in_words(network)}: {name} cannot train it: {reason}")
@@ -43,11 +50,18 @@ def same_scores(
     x: Tensor,
     y: Tensor,
 ) -> Iterator[None]:
-    """Refused where what is set up within gives other scores for `x` than the user's network before.
+    """Raise Refused if the set-up within the block changes the scores of the user's model for `x`.
 
-    Or where a worker would train whole parameters by a part of the positions.
+    It also raises if a worker would train whole parameters on a part of the positions. Used for strategies
+    that divide a model by the user's declarations. All workers call it.
 
-    Asked of strategies that divide a network by what its user states. All workers call it.
+    Args:
+        strategy: The strategy.
+        network: The model's name, or a user's own.
+        model: The built model.
+        worker: This worker.
+        x: Inputs.
+        y: Targets.
     """
     import torch
     import torch.distributed as dist
@@ -84,7 +98,14 @@ def same_scores(
 
 
 def check_batch(network: str | models.Model, batchnorm: bool, samples: int, parts: int) -> None:
-    """Refused where a worker would normalise over one sample: of `samples` in `parts` parts."""
+    """Raise Refused if a worker would normalise over a single sample.
+
+    Args:
+        network: The model's name, or a user's own.
+        batchnorm: Whether the model has BatchNorm.
+        samples: Samples of a worker's step.
+        parts: Parts in which it computes them.
+    """
     if samples < least_samples(batchnorm, parts):
         within = "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
         raise Refused(
@@ -94,21 +115,26 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
 
 
 def least_samples(batchnorm: bool, parts: int) -> int:
-    """Samples that a worker must compute on in a step: where it normalises over them, two in each part."""
+    """Return the minimum samples of a worker's step: two per part if it normalises over them."""
     return 2 * parts if batchnorm else 1
 
 
 def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
-    """Return whether the strategy moves parameters that get no gradient in some steps, and one in others.
+    """Return whether the strategy moves parameters in steps without a gradient for them.
 
-    It updates them by a gradient of zeros, which without momentum, decay and moments is no update.
+    It updates them by a gradient of zeros, which is no update without momentum, decay and moments.
+
+    Args:
+        strategy: The strategy.
+        trial: Trial of the model, which shows parameters that get a gradient in some steps only.
+        s: Settings of the cell.
     """
     goes_on = s.momentum or s.weight_decay or s.betas
     return bool(strategy.updates_by_zeros and trial.at_times and goes_on)
 
 
 def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
-    """What of a network is worth knowing although every strategy trains it."""
+    """Yield remarks on properties of a model that do not prevent training."""
     from stratbench.workload.network.trial import tied_parameters
     from stratbench.workload.torch_internals import BatchNorm
 
@@ -150,7 +176,7 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
 
 
 def unregistered(model: nn.Module) -> list[str]:
-    """Plain attributes that hold parameters, by themselves or of modules, which the network does not know."""
+    """Return plain attributes with parameters, or modules with some, that are not registered."""
     from torch import nn
 
     from stratbench.workload.torch_internals import tree_leaves

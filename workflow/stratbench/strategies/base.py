@@ -1,10 +1,9 @@
-"""What a strategy is: the protocol between the training loop and a way to train with N workers.
+"""The protocol between the training loop and a strategy, a way to train with N workers.
 
-The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for
-each epoch `batches`, `step` for each batch, and `evaluating`; at last `report` and `close`. A strategy
-of kind `server` has no epochs in common with the others: see `strategies/ps.py`. Nothing
-in `step` may synchronise the device. This module imports torch inside functions only: the workflow
-reads strategies' names and options on every parse.
+The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for each epoch
+`batches`, `step` for each batch, and `evaluating`; finally `report` and `close`. A strategy of kind `server`
+has no common epochs: see `strategies/ps.py`. Nothing in `step` may synchronise the device. This module
+imports torch inside functions only: the workflow reads strategies' names and options on every parse.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is true of a strategy, with its options, on a number of workers; recorded with each cell.
+    """Properties of a strategy with its options and number of workers, recorded with each cell.
 
-    Decision, audit and plan judge a strategy by these and never by its name. The defaults
-    are for a strategy that says nothing of itself: nothing is expected of it, and no claim rests
-    on it.
+    Decision, audit and plan depend on these and never on the strategy's name. The defaults are for a strategy
+    that declares nothing: nothing is expected of it, and no conclusion rests on it.
     """
 
     #: Whether the job ends when one of several workers is lost.
@@ -122,12 +120,12 @@ class Worker:
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_workers` shares of each batch is this worker's."""
+        """Number of this worker's part among the `data_workers` parts of each batch."""
         return self.mesh.place(self.rank).replica
 
     @property
     def draws(self) -> int:
-        """Which random numbers it draws: as others do that compute the same layers on the same samples."""
+        """Number of its random stream, shared by workers that compute the same layers on the same samples."""
         return self.rank // self.mesh.tensor
 
     @property
@@ -237,20 +235,33 @@ class Strategy:
 
     @classmethod
     def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
-        """The options as a cell on `gpus` workers has them: what follows from the workers is filled in."""
+        """Return the options for a cell on `gpus` workers, with values that follow from the number."""
         return options
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
-        """Raise ValueError when options (of the strategy registered as `name`) do not suit a cell."""
+        """Raise ValueError when options do not suit a cell.
+
+        Args:
+            name: Name of the strategy.
+            options: All of its options.
+            gpus: Number of workers.
+            per_worker_batch: Samples of a worker's step.
+        """
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        """Raise ValueError when options do not suit `gpus` workers on nodes of at most `per_node`."""
+        """Raise ValueError when options do not suit the nodes.
+
+        Args:
+            options: All of its options.
+            gpus: Number of workers.
+            per_node: Maximum number of workers per node.
+        """
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        """Why it, with all its `options`, cannot train by an experiment's `values`: `.key = ...: why`."""
+        """Yield why it does not support an experiment's `values`, each as `.key = ...: why`."""
         yield from ()
 
     @classmethod
@@ -260,16 +271,16 @@ class Strategy:
 
     @classmethod
     def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        """Return the user's files that its options name, by their names: changed ones train a cell again."""
+        """Return the user's files that its options name, by name. If one changes, cells are trained again."""
         return {}
 
     @classmethod
     def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
-        """What its options name and this machine lacks: sentences, before anything is trained."""
+        """Yield sentences on what its options need and this machine lacks, before any training."""
         yield from ()
 
     def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:
-        """Why it cannot train `model`, with the remedy, by `worker.trial`. Asked before `setup`."""
+        """Yield why it cannot train `model`, with the remedy. Called before `setup`, with `worker.trial`."""
         s, sparse = worker.settings, worker.trial.sparse
         by = {
             "AdamW does not take": s.optimizer == "adamw",
@@ -281,29 +292,29 @@ class Strategy:
 
     @classmethod
     def on_fakes(cls) -> AbstractContextManager:
-        """Until the block ends, what it uses beside torch works on fake tensors and in fake groups, too."""
+        """Return a context in which its libraries work on fake tensors and in fake groups, as torch does."""
         return nullcontext()
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
-        """Return samples that a worker computes on in one `step`, in training and wherever it is imitated."""
+        """Return the samples that a worker computes on in one `step`, also outside of training."""
         return s.per_worker_batch
 
     def traits(self, gpus: int) -> Traits:
-        """What is true of it on `gpus` workers."""
+        """Return its traits on `gpus` workers."""
         return Traits()
 
     def mesh(self, gpus: int) -> Mesh:
-        """How `gpus` workers divide the work.
+        """Return how `gpus` workers divide the work.
 
         Raises:
-            ValueError: Where they cannot, as its options stand.
+            ValueError: If its options do not allow it.
         """
         return Mesh(gpus)
 
     @property
     def plain_steps(self) -> int:
-        """Steps at the start in which gradients are averaged whole, before what all later ones do."""
+        """Number of initial steps with plain gradient averaging, before the strategy's own kind."""
         return 0
 
     @property
@@ -312,34 +323,34 @@ class Strategy:
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
-        """The share of a step in which a worker waits for others' layers, were all alike and sending free.
+        """Return the fraction of a step in which a worker waits for others' layers, or None if unknown.
 
-        None: not known.
+        All layers count as equal, and transfers as free.
         """
         return 0.0
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        """The number of a first step of each kind that the training has: the plan looks at all of them."""
+        """Number of the first step of each kind of step that the training has, for the plan."""
         return (0,)
 
     @property
     def period(self) -> int:
-        """After how many steps, once it has begun with its last kind of step, its work repeats."""
+        """Number of steps after which its work repeats, once its last kind of step has begun."""
         return 1
 
     def own_length(self, discarded: int, timed: int) -> tuple[int, int]:
-        """Return steps that a segment of it discards and times, where all are to have so many, or more.
+        """Return the steps to discard and to time in a segment, at least those required of all.
 
-        Whole periods of its own are timed, and none of its first steps, which are of another kind than
-        those that most of a training has.
+        Whole periods of its own are timed. Its first steps are not, because they are of another kind than
+        most of a training's.
         """
         first, period = max(self.first_steps[-1], self.plain_steps), self.period
         before = first + -(-max(0, discarded - first) // period) * period
         return before, -(-timed // period) * period
 
     def exchanges(self, steps: int) -> int:
-        """In how many of a training's `steps` the workers communicate."""
+        """Return in how many of a training's `steps` the workers communicate."""
         return steps
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
@@ -347,43 +358,44 @@ class Strategy:
         raise NotImplementedError
 
     def weights_and_buffers(self) -> list[Tensor]:
-        """What this worker holds of the model, as tensors that can be written to."""
+        """Return this worker's part of the model, as writable tensors."""
         raise NotImplementedError
 
     @property
     def adds_again(self) -> bool:
-        """Whether backward adds to a gradient several times: it is final only when backward has ended."""
+        """Whether backward adds to a gradient several times, so that it is final only at the end."""
         return bool(self.worker.trial and self.worker.trial.again)
 
     def frozen_written(self) -> list[Tensor]:
-        """Frozen parameters that forward changes: they are kept and brought back as buffers are."""
+        """Return frozen parameters that forward changes: they are saved and restored as buffers are."""
         written = set(self.worker.trial.overwritten if self.worker.trial else ())
         named = self.model.named_parameters() if written else ()
         return [p for name, p in named if name in written and not p.requires_grad]
 
     def extra_state(self) -> list[Tensor | Stateful]:
-        """What it keeps beyond weights, buffers and the optimizer's state, and brings back after a warm-up.
+        """Return its state beyond weights, buffers and the optimizer's, to be restored after warm-up.
 
-        Tensors, or objects with `state_dict` and `load_state_dict`; always as many, in one order. Tensors
-        count as the optimizer's state, in the record and in the plan; `Traits.kept_copies` says how much.
+        These are tensors, or objects with `state_dict` and `load_state_dict`, always as many, in one order.
+        Tensors count as the optimizer's state, in the record and in the plan; `Traits.kept_copies` has their
+        size.
         """
         return []
 
     def kept_tensors(self) -> dict[str, list[Tensor]]:
-        """What it keeps between steps beyond parameters, buffers and the optimizer's state.
+        """Return tensors that persist between steps beyond parameters, buffers and optimizer state.
 
-        By what it is for (`gradients`, `buckets`, `communication`, `received`): the plan says so of their
-        memory. Nothing in them needs to be brought back. They are no model states, and in no figure of the
-        record but the peak.
+        They are by purpose (`gradients`, `buckets`, `communication`, `received`), which the plan names with
+        their memory. Nothing in them needs to be restored. They are no model states, and count in the
+        record's peak only.
         """
         return {}
 
     def late_tensors(self) -> list[Tensor]:
-        """Of what is kept, that which a training begins without: some later step makes it."""
+        """Return those persistent tensors that do not exist before some later step."""
         return []
 
     def reset(self) -> None:
-        """Begin anew what is not brought back: counts of steps, loss scale, the state of hooks."""
+        """Reset what `restore` does not restore: counts of steps, loss scale, the state of hooks."""
 
     def save(self) -> SavedState:
         """Return a copy in host memory of all that a warm-up would change."""
@@ -401,7 +413,7 @@ class Strategy:
         self.reset()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
-        """This worker's sample numbers, shape [samples_per_step], for each of its steps in `epoch`.
+        """Yield this worker's sample numbers, shape [samples_per_step], for each of its steps in `epoch`.
 
         `order`: the epoch's shuffled sample numbers, shape [train_samples], equal on all workers.
         """
@@ -426,7 +438,7 @@ class Strategy:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, with the weights and buffers that stand for the whole."""
+        """Yield the model in evaluation mode, with the weights and buffers that are evaluated."""
         self.model.eval()
         try:
             yield self.model
@@ -434,7 +446,7 @@ class Strategy:
             self.model.train()
 
     def model_states(self) -> dict[str, int]:
-        """Return bytes of parameters, gradients, optimizer state and buffers that this rank holds.
+        """Return the bytes of this rank's parameters, gradients, optimizer state and buffers.
 
         The tensors of `extra_state` are in the optimizer's.
         """
@@ -447,15 +459,16 @@ class Strategy:
         return states | {"optimizer_bytes": states["optimizer_bytes"] + sum(t.nbytes for t in kept)}
 
     def report(self) -> dict[str, Any]:
-        """What else belongs in the record: `details`, `evaluated_on`, `updates_applied`."""
+        """Return its further entries of the record: `details`, `evaluated_on`, `updates_applied`."""
         raise NotImplementedError
 
     def communication(self) -> dict[str, Any] | None:
-        """What this rank communicates in a training step, or None where the strategy cannot say.
+        """Return this rank's communication per training step, or None if unknown.
 
-        `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`, and mean
-        times a step where they are known: `total_ms` of communication, of which `overlapped_ms` beside
-        computation and `exposed_ms`, or `server_wait_ms`. Called once, after the timed training.
+        It has `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`. If
+        known, it also has mean times per step: `total_ms` of communication, of which `overlapped_ms` run
+        concurrently with computation and `exposed_ms` do not, or `server_wait_ms`. Called once, after the
+        timed training.
         """
         return None
 
@@ -469,8 +482,8 @@ class Strategy:
 class Collective(Strategy):
     """Base of the strategies in which all workers take every step together.
 
-    A subclass wraps the model; forward, backward, precision and the optimizer's step are the same
-    for all, so that a comparison of two strategies compares nothing else.
+    A subclass wraps the model. Forward, backward, precision and the optimizer's step are the same for all, so
+    that a comparison of two strategies compares nothing else.
     """
 
     module: nn.Module  # the wrapped model
@@ -583,13 +596,13 @@ class Collective(Strategy):
         clip_grads_with_norm_(self.local, norm, self.gradient_norm())
 
     def gradient_norm(self) -> Tensor:
-        """Return the Euclidean norm of the whole gradient, on the device, unsynchronised."""
+        """Return the Euclidean norm of the full gradient, on the device, unsynchronised."""
         from torch.nn.utils import get_total_norm
 
         return get_total_norm([t.grad for t in self.normed_tensors() if t.grad is not None])
 
     def normed_tensors(self) -> list[Tensor]:
-        """The tensors whose gradients this worker counts in the norm: what several hold whole counts once."""
+        """Return the tensors whose gradients this worker adds to the norm; replicated ones count once."""
         return self.local
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -597,7 +610,7 @@ class Collective(Strategy):
             return self.mean_loss(x, y)
 
     def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a part of the batch, in the format in which the network is called."""
+        """Return the mean loss of a part of the batch, in the number format of the model's input."""
         if self.chunked is None:
             return self.loss_of(self.compiled(x), y)
         with self.chunked.against(y):
@@ -710,9 +723,14 @@ class Collective(Strategy):
         self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, x: Tensor, y: Tensor, parts: int) -> Tensor:
-        """Add the gradients of the batch in equal parts, the workers' with those of the last.
+        """Add the gradients of the batch in equal parts; return the batch's mean loss.
 
-        Returns the batch's mean loss. Memory for activations is that of one part.
+        The last part synchronises the gradients. Memory for activations is that of one part.
+
+        Args:
+            x: Inputs.
+            y: Targets.
+            parts: Number of parts.
         """
         loss = 0.0
         for part, (own_x, own_y) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True), 1):
@@ -721,13 +739,17 @@ class Collective(Strategy):
         return loss
 
     def synchronising(self, last: bool) -> AbstractContextManager:
-        """Where a part of a batch is computed: of all but the `last` the gradients stay the worker's."""
+        """Return the context for a part of a batch; before the `last` gradients stay local."""
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Forward and backward of one of `parts` of a batch.
+        """Run forward and backward of one part of a batch; return its contribution to the mean loss.
 
-        Return its share of the mean loss.
+        Args:
+            x: Inputs.
+            y: Targets.
+            parts: Number of parts.
+            last: Whether it is the last part.
         """
         mark = self.worker.mark
         loss = self.forward(x, y)
@@ -755,7 +777,7 @@ class Collective(Strategy):
         return [*self.local, *self.frozen_written(), *self.model.buffers()]
 
     def state_tensors(self) -> list[Tensor]:
-        """What this worker holds of the training, always as many in one order, to be kept or written to."""
+        """Return the tensors of this worker's training state, always as many in one order."""
         import torch
 
         from stratbench.telemetry.memory import optimizer_state
@@ -767,10 +789,7 @@ class Collective(Strategy):
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
     def counts(self) -> dict[str, Any]:
-        """What it has counted since `reset`, and is part of no tensor.
-
-        JSON can hold it.
-        """
+        """Return its counts since `reset` that are in no tensor, as JSON-able values."""
         scale = None if self.scaler is None else self.scaler.counts()
         return {"steps": self.steps, "scale": scale}
 
@@ -802,9 +821,14 @@ class Collective(Strategy):
 
 
 def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
-    """The norm of what `workers` hold in parts, of which `norm` is this one's.
+    """Return the norm of a sharded vector, of which `norm` is this worker's part.
 
-    A collective of `group`.
+    A collective.
+
+    Args:
+        norm: Norm of this worker's part.
+        workers: Number of workers.
+        group: Their process group.
     """
     if workers == 1:
         return norm
@@ -821,16 +845,16 @@ def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def sparse_gradient(names: Sequence[str], reason: str) -> str:
-    """Why a strategy refuses parameters with a sparse gradient, and the remedy."""
+    """Return why a strategy does not support sparse gradients, and the remedy."""
     return f"the gradient of {names_text(names)} is sparse, which {reason}; make the layer with sparse=False"
 
 
 def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
-    """Yield why a strategy that trains parts of parameters would train a user's network wrongly.
+    """Yield why a strategy that trains shards of parameters would train a user's model wrongly.
 
     Args:
-        trial: What a step of the network showed.
-        as_parameters: Whether the parts take the parameters' place in the network's modules.
+        trial: Result of a trial step of the model.
+        as_parameters: Whether the shards replace the parameters in the model's modules.
     """
     if trial.hooked:
         yield hooks_lost(trial.hooked)
@@ -845,7 +869,7 @@ def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]
 
 
 def hooks_lost(names: Sequence[str]) -> str:
-    """Why a strategy that makes parameters of its own refuses hooks of a user's, and the remedy."""
+    """Return why a strategy that replaces parameters does not support a user's hooks, and the remedy."""
     return (
         f"{names_text(names)} has a hook of its gradient, which would stay with the whole parameter while "
         "its parts are trained; change the gradient in forward (torch.where, detach, an autograd function)"
@@ -853,7 +877,7 @@ def hooks_lost(names: Sequence[str]) -> str:
 
 
 def read_elsewhere(names: Sequence[str]) -> str:
-    """Why it refuses parameters that forward reads past their modules, and the remedy."""
+    """Return why parameters that forward reads past their modules are unsupported, and the remedy."""
     return (
         f"forward reads {names_text(names)} by a reference that is no attribute of its module (a list, a "
         "dictionary), and only the attribute is given the parts that are trained; read the attribute, or use "
@@ -862,7 +886,7 @@ def read_elsewhere(names: Sequence[str]) -> str:
 
 
 def remade(names: Sequence[str]) -> str:
-    """Why it refuses parameters that are more than an nn.Parameter, and the remedy."""
+    """Return why subclasses of nn.Parameter are unsupported, and the remedy."""
     return (
         f"forward depends on the class or an attribute of {names_text(names)}, which parts of a parameter do "
         "not have; keep it in the module"
@@ -870,7 +894,7 @@ def remade(names: Sequence[str]) -> str:
 
 
 def changes_lost(names: Sequence[str]) -> str:
-    """Why it refuses parameters that forward writes to, and the remedy."""
+    """Return why parameters that forward writes to are unsupported, and the remedy."""
     return (
         f"forward changes {names_text(names)}, and what it writes is lost when the weights are gathered or "
         "pulled anew; keep it in a buffer (register_buffer), or change the parameter's use in place of it"
@@ -878,7 +902,7 @@ def changes_lost(names: Sequence[str]) -> str:
 
 
 def parted(names: Sequence[str]) -> str:
-    """Why workers that hold copies refuse parameters to which forward writes by its data."""
+    """Return why replicas do not support parameters that forward changes depending on its data."""
     return (
         f"what forward writes to {names_text(names)} depends on its batch, so that the workers' copies would "
         "part; keep it in a buffer (register_buffer), or change the parameter's use in place of it"
@@ -886,7 +910,7 @@ def parted(names: Sequence[str]) -> str:
 
 
 def adds_again(names: Sequence[str]) -> str:
-    """Why a strategy refuses gradients to which one backward adds several times, and the remedy."""
+    """Return why gradients with several additions in one backward are unsupported, and the remedy."""
     return (
         f"backward adds to the gradient of {names_text(names)} several times, and the first part would be "
         "taken for the whole (a block that is called again under reentrant checkpointing); checkpoint with "
@@ -895,7 +919,7 @@ def adds_again(names: Sequence[str]) -> str:
 
 
 def by_data(names: Sequence[str]) -> str:
-    """Why workers that step together cannot skip modules each by its own data."""
+    """Return why workers that step together cannot skip modules depending on their data."""
     return (
         f"not every batch reaches {names_text(names)}: forward reads values of tensors and chooses by them, "
         "and workers, whose data differ, would wait for one another in vain or add up what does not belong "
@@ -904,7 +928,7 @@ def by_data(names: Sequence[str]) -> str:
 
 
 def by_chance(modules: Sequence[str]) -> str:
-    """Why workers that step together cannot skip modules each as its own dice fall."""
+    """Return why workers that step together cannot skip modules at random."""
     return (
         f"not every forward calls {names_text(modules)}: each worker throws its own dice, and they would "
         "wait for one another in vain; call it always, and multiply what it gives by 0 or 1"
@@ -912,11 +936,11 @@ def by_chance(modules: Sequence[str]) -> str:
 
 
 def compiled(module: nn.Module, s: Settings) -> nn.Module:
-    """`module`, or where the settings ask for it what compiles it when it is first called.
+    """Return `module`, or its compiled form if the settings ask for it.
 
     As PyTorch recommends, it is compiled as the strategy has wrapped it: DDP's buckets divide the graph
-    (DDPOptimizer), and FSDP's hooks stand between the graphs of its groups. All batches of a training
-    have one shape. What is evaluated is the module itself, which is not compiled.
+    (DDPOptimizer), and FSDP's hooks are between the graphs of its groups. All batches of a training have one
+    shape. The evaluated module is the original, which is not compiled. Compilation happens in the first call.
     """
     if not s.compile:
         return module

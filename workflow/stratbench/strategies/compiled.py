@@ -1,4 +1,4 @@
-"""Whether compiled code computes the gradients that the network's own code does: asked in the warm-up."""
+"""Check in the warm-up that compiled code computes the same gradients as the model's own code."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ MAX_MEMORY = 0.5
 def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
     """Raise Refused if the compiled gradients of a batch are not the eager ones.
 
-    All workers call it.
+    All workers call it. `Strategy.restore` undoes its changes, except for the random generators.
 
-    `Strategy.restore` undoes its changes, but for the generators of random numbers.
+    Args:
+        strategy: The strategy.
+        worker: This worker.
+        x: Inputs.
+        y: Targets.
     """
     if not _fits_eager(worker):
         print("compiled gradients were not compared with eager ones, which may not fit", flush=True)
@@ -72,7 +76,7 @@ def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
 
 
 def _factor_between(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the largest factor between the norms of two gradients, of those that are more than rounding."""
+    """Return the largest ratio between the norms of two gradients, except for rounding errors."""
     norms = torch.stack(
         [torch.stack([_norm([a]), _norm([b])]) for a, b in zip(found, expected, strict=True)]
     )

@@ -1,4 +1,4 @@
-"""How `ddp` may send gradients in fewer bytes: hooks that take the place of its all-reduce."""
+"""Gradient compression of `ddp`: communication hooks that replace its all-reduce."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class SixteenBits:
-    """Gradients cross the wire in 16 bits. They are divided by the workers before, as torch's hooks do.
+    """Sends gradients in 16 bits, divided by the workers before, as torch's hooks do.
 
-    So their sum overflows where a mean does. torch's own hook for bfloat16 refuses gloo.
+    So their sum overflows only where a mean does. torch's own hook for bfloat16 does not support gloo.
     """
 
     #: Whether backward waits for what is sent, bucket by bucket.
@@ -23,7 +23,7 @@ class SixteenBits:
         self._dtype, self._workers = dtype, workers
 
     def hook(self, state, bucket):
-        """What DistributedDataParallel calls for a full bucket: a future of the mean gradients."""
+        """Return a future of the mean gradients of a full bucket, for DistributedDataParallel."""
         import torch.distributed as dist
 
         buffer = bucket.buffer()
@@ -32,7 +32,7 @@ class SixteenBits:
         return future.then(lambda done: buffer.copy_(sent))
 
     def reset(self) -> None:
-        """Nothing is kept from one step to the next."""
+        """Do nothing: there is no state between steps."""
 
     def kept_tensors(self) -> list[Tensor]:
         return []
@@ -45,9 +45,9 @@ class SixteenBits:
 class PowerSGD:
     """torch's hook of Vogels et al., PowerSGD, NeurIPS 2019, with error feedback and warm start.
 
-    From step `start` on, a matrix of n x m is sent as two of n x r and m x r, where that is less than
-    half; what is lost is added to the next step's gradient. Vectors are sent as they are. Buckets are
-    compressed one after the other, and backward waits for each.
+    From step `start` on, a matrix of n x m is sent as two of n x r and m x r, if that is less than half. The
+    error is added to the next step's gradient. Vectors are sent as they are. Buckets are compressed one after
+    the other, and backward waits for each.
     """
 
     #: torch's default: a matrix is compressed to less than this part of it, or not at all.
@@ -69,7 +69,7 @@ class PowerSGD:
         )
 
     def hook(self, state, bucket):
-        """What DistributedDataParallel calls for a full bucket: a future of the mean gradients."""
+        """Return a future of the mean gradients of a full bucket, for DistributedDataParallel."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
         compresses = self._state.iter >= self._start
@@ -81,7 +81,7 @@ class PowerSGD:
         return mean
 
     def reset(self) -> None:
-        """Begin anew: no error is fed back, and the first steps are sent as they are."""
+        """Start again without an error to feed back; the first steps are sent as they are."""
         self._state = self._fresh()
 
     def skip_start(self) -> None:
@@ -89,7 +89,7 @@ class PowerSGD:
         self._state.iter = self._start
 
     def kept_tensors(self) -> list[Tensor]:
-        """Return the errors that are fed back, and the factors that the next step begins with."""
+        """Return the errors to feed back, and the factors with which the next step begins."""
         s = self._state
         return [
             t for kept in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in kept.values()

@@ -1,4 +1,4 @@
-"""The base of strategies of which only a step tells what its workers exchange: it is counted, untimed."""
+"""Base of strategies whose communication only a step shows: it is counted in one, untimed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Counted(base.Collective):
-    """Counts what a step of the warm-up sends: the first, or the last one where the first do other work.
+    """Counts the communication of a warm-up step: the first, or the last if the strategy `warms_up`.
 
-    The last one of a strategy that `warms_up`.
+    The first steps of such a strategy do other work.
     """
 
     #: Whether the step that comes is counted: from a `save` on.

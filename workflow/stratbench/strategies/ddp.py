@@ -29,7 +29,7 @@ _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 def no_gradient(names: Sequence[str]) -> str:
-    """Why parameters without a gradient end a run, and the remedy."""
+    """Return why parameters without a gradient end a run, and the remedy."""
     return (
         f"{names_text(names)} got no gradient in a step, and DDP waits for one from every parameter; use "
         "what it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
@@ -45,9 +45,9 @@ class SampledTimes(NamedTuple):
 
 
 def sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
-    """What DDP has logged so far; it keeps means, not sums, and not their count.
+    """Return DDP's logged times so far; DDP stores means, not sums, and not their count.
 
-    torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
+    See torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
     """
     from stratbench.workload.torch_internals import read_ddp_log
 
@@ -106,7 +106,7 @@ class DDP(base.Collective):
 
     @property
     def compress(self) -> str:
-        """How gradients are sent."""
+        """Name of the gradient compression."""
         return self.options.compress
 
     @property
@@ -206,7 +206,7 @@ class DDP(base.Collective):
         return module
 
     def make_compressor(self, workers: int) -> SixteenBits | PowerSGD | None:
-        """What takes the all-reduce's place; None: nothing does."""
+        """Return the hook that replaces the all-reduce, or None."""
         import torch
 
         match self.compress if workers > 1 else "none":

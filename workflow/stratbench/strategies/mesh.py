@@ -1,4 +1,4 @@
-"""How a cell's workers divide its work: copies of the network, each on one worker or split over several."""
+"""Division of a cell's workers: copies of the model, each on one worker or over several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 
 def refuse_uneven(option: str, workers: int, gpus: int) -> None:
-    """Raises ValueError where `gpus` workers cannot form groups of `workers`, as `option` asks."""
+    """Raise ValueError if `gpus` workers cannot form groups of `workers`.
+
+    Args:
+        option: The option that sets the group size.
+        workers: Workers of a group.
+        gpus: Number of workers.
+    """
     if gpus % workers:
         raise ValueError(
             f"{option} does not divide {gpus} workers into equal groups; change it or the number of workers"
@@ -15,7 +21,7 @@ def refuse_uneven(option: str, workers: int, gpus: int) -> None:
 
 
 class MeshCoordinate(NamedTuple):
-    """Where in a mesh a worker stands, each number from 0."""
+    """A worker's coordinates in a mesh, each from 0."""
 
     replica: int
     stage: int
@@ -24,12 +30,11 @@ class MeshCoordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """`replicas` copies of the network, each divided into `stages` one after the other, and a stage's layers
-    among `tensor` workers.
+    """Copies of the model: `replicas` of `stages` pipeline stages of `tensor` workers each.
 
-    The copies divide each global batch, whether each of them is whole (DDP) or its states are divided
-    among them too (FSDP). The workers of one copy compute on the same samples. Ranks count through the
-    tensor workers first, which exchange most and so are neighbours, and through the stages last.
+    The copies divide each global batch, whether each of them is complete (DDP) or its states are divided
+    among them too (FSDP). The workers of one copy compute on the same samples. Ranks count through the tensor
+    workers first, which exchange most and so are neighbours, and through the stages last.
     """
 
     replicas: int
@@ -38,25 +43,25 @@ class Mesh:
 
     @property
     def workers(self) -> int:
-        """How many workers it takes: the cell's `gpus`."""
+        """Number of workers: the cell's `gpus`."""
         return self.replicas * self.members
 
     @property
     def members(self) -> int:
-        """How many workers share one copy of the network."""
+        """Number of workers that share one copy of the model."""
         return self.tensor * self.stages
 
     def place(self, rank: int) -> MeshCoordinate:
-        """Where the worker of a rank stands."""
+        """Return the coordinates of a rank's worker."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.replicas)
         return MeshCoordinate(replica, stage, tensor)
 
     def rank(self, place: MeshCoordinate) -> int:
-        """Return the rank of the worker that stands there."""
+        """Return the rank of the worker at these coordinates."""
         return (place.stage * self.replicas + place.replica) * self.tensor + place.tensor
 
     def speaks(self, rank: int) -> bool:
-        """Whether it is the one worker of its copy whose samples and sums count: the last stage's first."""
+        """Return whether the worker reports for its copy: the first of the last stage."""
         place = self.place(rank)
         return place.tensor == 0 and place.stage == self.stages - 1

@@ -1,4 +1,4 @@
-"""What some strategies need beyond stratbench's own packages: looked for before anything is trained."""
+"""Packages that some strategies need beyond stratbench's own, checked before any training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) 
 
 
 def faults(strategies: Iterable[Used]) -> Iterator[str]:
-    """A sentence for all that strategies lack here, of a distribution with the command that installs it."""
+    """Yield a sentence per missing distribution, with the command that installs it."""
     strategies = list(strategies)
     wanted: dict[tuple[str, str], dict[str, None]] = {}
     for name, cls, options in strategies:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerOptions(base.Options):
-    """Options of every strategy with parameter servers, beside its policy's own."""
+    """Options of every strategy with parameter servers, in addition to its policy's own."""
 
     servers: int = option(1, "server processes, each with a part", least=1)
     transport: Literal["auto", "shm", "tcp"] = option(
@@ -83,10 +83,14 @@ def server_configs(
     folder: RunFolder,
     host: str | None,
 ) -> list[ServerConfig]:
-    """What each server process of a cell is told.
+    """Return the config of each server process of a cell.
 
-    `host`: the name by which other nodes reach this one; None: there are none, and the servers listen
-    on loopback only.
+    Args:
+        s: Settings of the cell.
+        train_samples: Number of training samples.
+        folder: Run folder of the cell.
+        host: Name by which other nodes reach this one. None if there are no others; the servers then
+            listen on loopback only.
     """
     strategy = strategy_class(s.strategy)
     options = strategy.Options(**s.options)
@@ -121,13 +125,26 @@ def server_configs(
 
 
 def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
-    """Return the number of the node on which a server of a cell runs."""
+    """Return the number of the node on which a server of a cell runs.
+
+    Args:
+        s: Settings of the cell.
+        server: Number of the server.
+        n_nodes: Number of nodes.
+    """
     server_placement = strategy_class(s.strategy).Options(**s.options).server_placement
     return node_by_placement(server_placement, server, s.gpus, n_nodes)
 
 
 def node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
-    """Return the same by the server_placement of a cell's servers and the number of its workers."""
+    """Return the node of a server, by the placement of a cell's servers.
+
+    Args:
+        server_placement: The option.
+        server: Number of the server.
+        workers: Number of workers.
+        n_nodes: Number of nodes.
+    """
     # As workers are: each node full but the last (`Job.ranks_of`).
     return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
 
@@ -299,10 +316,10 @@ class ParameterServer(base.Strategy):
     def tickets(
         self, evaluate: Callable[[int], dict[str, float | None]] | None = None
     ) -> Iterator[tuple[int, slice]]:
-        """(epoch, which of the epoch's shuffled samples) of each batch this worker is handed.
+        """Yield each of this worker's batches: its epoch, and the slice of the epoch's shuffled samples.
 
-        The first waits until all workers are ready. `step` must be called for each. Of an elastic cell the
-        servers ask for evaluations, too: `evaluate(epoch)` gives the figures, as `Channel.score` takes them.
+        The first waits until all workers are ready. `step` must be called for each. In an elastic cell the
+        servers also request evaluations: `evaluate(epoch)` returns the values that `Channel.score` takes.
         """
         self.ticket = self._next(self.channel.first)
         self._before = self._exchange_counts()
@@ -341,7 +358,7 @@ class ParameterServer(base.Strategy):
         self.steps += 1
 
     def _next(self, work: Callable[[], Ticket | Evaluation | None]) -> Ticket | Evaluation | None:
-        """What comes next; None, too, where this worker was asked to leave."""
+        """Return the next ticket or request, or None at the end or if this worker must leave."""
         from stratbench.ps.wire.link import Left
 
         try:
@@ -350,7 +367,7 @@ class ParameterServer(base.Strategy):
             return None
 
     def _exchange_counts(self) -> tuple[float, ...]:
-        """So far: seconds waited, and for each server the bytes sent to it and received from it."""
+        """Return seconds waited so far, and the bytes sent to and received from each server."""
         return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -392,13 +409,13 @@ class ParameterServer(base.Strategy):
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this worker evaluates for all; known after the last ticket."""
+        """Whether this worker evaluates for all, known after the last ticket."""
         return self.channel.evaluator == self.worker.rank
 
     def load_epoch(self, epoch: int) -> float:
-        """Put the servers' state after `epoch` (from 0) into the model.
+        """Load the servers' state after `epoch` (from 0) into the model.
 
-        Returns the seconds from the first ticket to the end of that epoch.
+        Return the seconds from the first ticket to the end of that epoch.
         """
         from stratbench.ps.snapshots import load_snapshot
 
@@ -408,18 +425,16 @@ class ParameterServer(base.Strategy):
 
     @contextmanager
     def holding_epoch(self, epoch: int) -> Iterator[float]:
-        """A block in which the model has the servers' state after `epoch`.
+        """Load the servers' state after `epoch` into the model for a block; yield as `load_epoch` returns.
 
-        Yields as `load_epoch` returns.
-
-        Its own running statistics come back with the block's end, its weights with the next ticket.
+        Its own running statistics return with the block's end, its weights with the next ticket.
         """
         own = self.flat.buffers.clone()
         yield self.load_epoch(epoch)
         self.flat.buffers.copy_(own)
 
     def drop_epoch(self, epoch: int) -> None:
-        """Delete the servers' state after `epoch`: it has been evaluated."""
+        """Delete the servers' state after `epoch`, once it has been evaluated."""
         from stratbench.ps.snapshots import drop_snapshot
 
         drop_snapshot(self.channel.snapshot_dir, epoch)

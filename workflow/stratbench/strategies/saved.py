@@ -1,4 +1,4 @@
-"""The state that a warm-up changes: kept aside, and put back exactly."""
+"""The state that a warm-up changes: saved before, and restored exactly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Kept(NamedTuple):
 
 
 class SavedState:
-    """Copies in host memory of tensors, of an optimizer's state and of `extra`, which may hold both kinds.
+    """Copies in host memory of tensors, of an optimizer's state and of `extra`, which may have both.
 
     Whatever changes them afterwards, `put_back` makes them equal to the copies again, bit for bit.
     """
@@ -42,7 +42,14 @@ class SavedState:
         extra: Sequence[Tensor | Stateful],
         attributes: Attributes | None = None,
     ) -> None:
-        """`attributes`: of the network, as they are now; None: its forward changes none."""
+        """Copy the state.
+
+        Args:
+            tensors: Tensors to copy.
+            optimizer: Optimizer whose state to copy.
+            extra: Tensors, and objects with a state.
+            attributes: Attributes of the model as they are now, or None if its forward changes none.
+        """
         self._attributes = attributes
         self._tensors = [_keep(local_part(t)).copy for t in tensors]
         self._extra = [_keep(e) if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra]
@@ -64,10 +71,17 @@ class SavedState:
         optimizer: torch.optim.Optimizer | None,
         extra: Sequence[Tensor | Stateful],
     ) -> None:
-        """Make these, given in the order in which they were saved, what they were then.
+        """Restore the saved values of these, in the order in which they were saved.
 
-        What the optimizer has made since, such as moments that come with the first step, is
-        forgotten. Raises ValueError where there are more or fewer tensors or objects than then.
+        State that the optimizer has created since, such as moments that come with the first step, is dropped.
+
+        Args:
+            tensors: As saved.
+            optimizer: As saved.
+            extra: As saved.
+
+        Raises:
+            ValueError: If their number differs.
         """
         if len(extra) != len(self._extra):
             raise ValueError(
@@ -107,10 +121,7 @@ def _keep(value: Any) -> Any:
 
 
 def _return(then: Any, now: Any) -> Any:
-    """Return the value that was kept.
-
-    A tensor in the memory where it is now, if it still is.
-    """
+    """Return the saved value; a tensor in its present memory, if it still exists."""
     if not isinstance(then, _Kept):
         return deepcopy(then)
     if torch.is_tensor(now) and (now.shape, now.dtype, now.device) == (

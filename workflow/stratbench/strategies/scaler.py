@@ -14,10 +14,10 @@ from stratbench.workload.torch_internals import ObservableScaler
 class SharedScaler(ObservableScaler):
     """GradScaler whose overflow flag is, if `shared`, the maximum over all workers.
 
-    With sharded gradients an overflow shows up in one worker's shard only; without the reduction
-    that worker alone would skip the step (torch's ShardedGradScaler reduces it for the same reason).
-    Gradients that are all-reduced overflow on every worker or on none, so DDP's users pay for no
-    reduction. Skipped steps are counted on the device.
+    With sharded gradients an overflow shows up in one worker's shard only. Without the reduction that worker
+    alone would skip the step (torch's ShardedGradScaler reduces it for the same reason). Gradients that are
+    all-reduced overflow on every worker or on none, so DDP needs no reduction. Skipped steps are counted on
+    the device.
     """
 
     def __init__(self, device: torch.device, shared: bool) -> None:
@@ -32,7 +32,7 @@ class SharedScaler(ObservableScaler):
             self._skipped += (flag > 0).squeeze()
 
     def counts(self) -> dict[str, Any]:
-        """Return its scale and what it has counted (synchronises); JSON can hold it."""
+        """Return its scale and its counts (synchronises), as JSON-able values."""
         return self.state_dict() | {"skipped": self.skipped_steps()}
 
     def go_on(self, counts: dict[str, Any]) -> None:

@@ -45,7 +45,18 @@ class Slowdown:
         classes: int,
         device: torch.device,
     ) -> Slowdown:
-        """Return the slowdown that the settings give to `rank`; none costs nothing."""
+        """Return the slowdown of `rank` by the settings.
+
+        None costs nothing.
+
+        Args:
+            s: Settings of the cell.
+            rank: Rank of the worker.
+            model: The bare model.
+            shape: Shape of a sample.
+            classes: Number of classes.
+            device: Device of the worker.
+        """
         block = s.slowdown or {}
         factor = float(block.get("factor", 1)) if rank in block.get("workers", []) else 1.0
         sigma = float(block.get("sigma", 0))
@@ -64,7 +75,7 @@ class Slowdown:
         time.sleep((self.factors[-1] - 1) * self.compute_s)
 
     def summary(self) -> dict[str, Any]:
-        """What was done to this worker, for the record."""
+        """Return the slowdown of this worker, for the record."""
         return {
             "factor": self.factor,
             "sigma": self.sigma,
@@ -76,9 +87,16 @@ class Slowdown:
 def measure_step_s(
     s: Settings, model: nn.Module, shape: tuple[int, ...], classes: int, device: torch.device
 ) -> float:
-    """Return median seconds of a forward and backward of the bare model on what the strategy's step takes.
+    """Return the median seconds of forward and backward of the bare model on a step's samples.
 
     The model's state is left as it was.
+
+    Args:
+        s: Settings of the cell.
+        model: The bare model.
+        shape: Shape of a sample.
+        classes: Number of classes.
+        device: Device of the worker.
     """
     import statistics
 

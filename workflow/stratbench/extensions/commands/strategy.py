@@ -36,9 +36,9 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 class Command(Strategy):
-    """The command trains by itself: its loop, its data, its evaluation. `stratbench.report` tells of them.
+    """A user's command with its own loop, data and evaluation, reported by `stratbench.report`.
 
-    What is measured of it from outside, and what is its own word, the record says apart.
+    The record separates external measurements from the command's own report.
     """
 
     kind = "own"
@@ -141,5 +141,5 @@ def placeholders(arguments: Iterable[str]) -> Iterator[str]:
 
 
 def filled(arguments: Iterable[str], values: Mapping[str, Any]) -> list[str]:
-    """The arguments with `values` in place of their names in braces. Nothing else is read into them."""
+    """Return the arguments with the names in braces replaced by `values`, and nothing else."""
     return [_PLACEHOLDER.sub(lambda found: str(values[found[1]]), a) for a in arguments]

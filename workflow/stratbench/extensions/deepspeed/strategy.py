@@ -1,4 +1,4 @@
-"""`deepspeed`: the engine of DeepSpeed, ZeRO stages 1 to 3, in the loop that trains every strategy."""
+"""`deepspeed`: DeepSpeed's engine, ZeRO stages 1 to 3, in the common training loop."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class DeepSpeed(Counted):
         self._free_gathered()  # else a step would use what the warm-up has made of them
 
     def _free_gathered(self) -> None:
-        """Stage 3: free what the engine holds of others' parts, also what it gathered ahead of its use."""
+        """Free gathered and prefetched shards of others, in stage 3."""
         if self.options.stage == 3:
             self.zero._partition_all_parameters()
             self.zero._post_step(set())  # gathers what stays whole
@@ -314,8 +314,8 @@ def engine_config(
         match_other_strategies: Its option: whether buckets and overlap are as those of `ddp`.
         bucket_cap_mb: Its option: the size of a bucket.
         s: The cell's settings.
-        trained: Trainable parameters of the network.
-        group: Parameters of its largest sharding group; None: not known, and left to DeepSpeed.
+        trained: Number of trainable parameters.
+        group: Parameters of the largest sharding group, or None to leave it to DeepSpeed.
     """
     zero: dict[str, Any] = {"stage": stage}
     config = {
@@ -359,7 +359,10 @@ def numel(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def import_deepspeed(device: str) -> ModuleType:
-    """DeepSpeed, for workers on `device` (`cpu` or `cuda`), with all that a first step would import."""
+    """Import DeepSpeed and all that a first step would import, for workers on `device`.
+
+    The device is `cpu` or `cuda`.
+    """
     os.environ["DS_ACCELERATOR"] = device
     before = dict(os.environ)
     import deepspeed

@@ -18,10 +18,10 @@ SUMMED_NUMBERS = 1 << 20
 
 
 class Local(base.Collective):
-    """Each worker updates weights of its own; a subclass says when and how they are exchanged.
+    """Base of strategies whose workers update their own weights and exchange them at times.
 
-    Weights and BatchNorm's statistics are views of flat tensors, so that an exchange copies nothing.
-    What the optimizer keeps stays each worker's own. The mean of all workers is evaluated.
+    Weights and BatchNorm's statistics are views of flat tensors, so that an exchange copies nothing. The
+    optimizer's state stays each worker's own. The mean of all workers is evaluated.
     """
 
     family = "own weights"
@@ -92,12 +92,12 @@ class Local(base.Collective):
         raise NotImplementedError
 
     def is_due(self, period: int, start: int = 0) -> bool:
-        """Return whether a period of steps, counted from `start`, has ended, or the training has."""
+        """Return whether a period of steps from `start`, or the training, has ended."""
         since = self.steps - start
         return since > 0 and (since % period == 0 or self.steps == self.worker.total_steps)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Put the mean over the workers in the place of flat tensors."""
+        """Replace flat tensors by their mean over the workers."""
         import torch.distributed as dist
 
         workers = self.worker.world_size
@@ -118,11 +118,11 @@ class Local(base.Collective):
             flat.copy_(before)
 
     def distance_from_mean(self, own: Sequence[Tensor]) -> Tensor:
-        """How far the workers' weights are from their mean, relative to it; `own`: this worker's.
+        """Return the relative distance of the workers' weights from their mean.
 
         The root of the mean square over the workers: the consensus distance of Kong et al., "Consensus
-        Control for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The model
-        holds the mean.
+        Control for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The model has
+        the mean, and `own` are this worker's weights.
         """
         import torch
         import torch.distributed as dist
@@ -149,7 +149,7 @@ class Local(base.Collective):
 
 
 def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a flat tensor for each number format, of which `tensors` become views, as they lie in memory."""
+    """Return a flat tensor per number format, and make `tensors` views of it, with their strides."""
     import torch
 
     from stratbench.ps.flat import copied_into, offsets_of
@@ -169,5 +169,5 @@ def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def periods(steps: int, period: int) -> int:
-    """How many periods end in so many steps, the last of which may be shorter."""
+    """Return the number of periods that end in `steps` steps; the last may be shorter."""
     return -(-max(0, steps) // period)

@@ -1,4 +1,4 @@
-"""`diloco`: workers train by themselves; what they have moved on average is an outer step's gradient."""
+"""`diloco`: workers train separately; their mean movement is the gradient of an outer step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class DiLoCo(Local):
-    """Every `inner_steps` steps, SGD with Nesterov momentum takes an outer step, and all go on from there.
+    """Takes an outer step by SGD with Nesterov momentum after every `inner_steps` steps.
 
-    Its gradient is the mean over the workers of how far they have come since. The inner optimizer is
-    the experiment's, whose moments stay each worker's own. An outer step comes after the last step, too.
-    BatchNorm's statistics are averaged. Douillard et al., "DiLoCo: Distributed Low-Communication Training
-    of Language Models", 2023, with AdamW inside and 500 inner steps.
+    Its gradient is the workers' mean movement since the previous one. All workers resume from its result. The
+    inner optimizer is the experiment's, whose moments stay each worker's own. An outer step also follows the
+    last step. BatchNorm's statistics are averaged. Douillard et al., "DiLoCo: Distributed Low-Communication
+    Training of Language Models", 2023, with AdamW inside and 500 inner steps.
     """
 
     summary: ClassVar[str] = "workers train alone, their mean move is a Nesterov SGD's gradient"

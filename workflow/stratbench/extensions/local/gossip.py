@@ -1,4 +1,4 @@
-"""`gossip`: workers train by themselves, and average with their neighbours on a ring after every step."""
+"""`gossip`: workers train separately, and average with their ring neighbours after every step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CHUNK_BYTES = 25 << 20
 
 
 class Gossip(Local):
-    """After each update a worker's weights become the mean of its own and its two neighbours' on a ring.
+    """Averages each worker's weights with those of its two ring neighbours after each update.
 
-    Each weight counts as much as the others (doubly stochastic), so that the mean of all workers moves by
-    the mean of all updates. Of two workers each has one neighbour, and the two are equal after each step.
+    Each weight counts as much as the others (doubly stochastic), so that the mean of all workers moves by the
+    mean of all updates. Of two workers each has one neighbour, and the two are equal after each step.
     BatchNorm's statistics are averaged likewise; momentum stays each worker's own. Lian et al., "Can
-    Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (D-PSGD), which averages
-    before the update instead; both converge alike.
+    Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (D-PSGD), which averages before
+    the update instead; both converge similarly.
     """
 
     summary: ClassVar[str] = "workers train alone, weights averaged with the neighbours' on a ring"

@@ -1,4 +1,4 @@
-"""How attention is divided: its input, and torch's own by heads, whose weights lie in one matrix.
+"""Division of attention: by its input, and of torch's own by heads, whose weights share a matrix.
 
 Importing this file imports torch.
 """
@@ -19,10 +19,10 @@ from stratbench.workload.users_code import Refused
 
 
 class FirstInput(ParallelStyle):
-    """A module's first input, divided as `layout` says, is gathered once for all that read it.
+    """Gathers a module's first input, divided by `layout`, once for all modules that read it.
 
-    Whatever else it is called with, such as tables of rotations, is left as it is: torch's own
-    PrepareModuleInput is told how many inputs a module has, and a plan does not say that.
+    Other inputs, such as tables of rotations, stay as they are: torch's own PrepareModuleInput needs the
+    number of a module's inputs, which a plan does not have.
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -56,10 +56,10 @@ def _gather_first(
 
 
 class SelfAttention(nn.Module):
-    """What an nn.MultiheadAttention computes of one input [batch, positions, width], with its weights.
+    """nn.MultiheadAttention on one input [batch, positions, width], with its weights.
 
-    Queries, keys and values have a projection each. Of a projection that is divided this worker has some
-    heads: they are counted by what it gives. The weights of attention are never returned.
+    Queries, keys and values have a projection each. If a projection is divided, this worker has some heads,
+    whose number follows from its output. The weights of attention are never returned.
     """
 
     #: What nn.TransformerEncoderLayer asks: whether it may compute in a way of its own. It may not.
@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a layer of these weights, which lie in a larger tensor."""
+    """Return a layer with these weights, which are part of a larger tensor."""
     made = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach(), weight.requires_grad)
     if bias is not None:
@@ -106,7 +106,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why a module's attention cannot be divided by heads, or None where it can."""
+    """Return why a module's attention cannot be divided by heads, or None if it can."""
     if not isinstance(module, nn.MultiheadAttention):
         return "is no nn.MultiheadAttention"
     if not module.batch_first:

@@ -94,9 +94,9 @@ class Pipeline(ModelSplit):
         return self.options.microbatches
 
     def bubble_share(self, gpus: int) -> float | None:
-        """By (S - 1) / (v m + S - 1) with S workers of a pipeline, m micro-batches, v stages a worker.
+        """Return (S - 1) / (v m + S - 1) with S workers, m micro-batches, v stages per worker.
 
-        Narayanan et al., 2021, section 2.2. Where gradients of weights fill the bubble, no formula holds.
+        Narayanan et al., 2021, section 2.2. Where gradients of weights fill the bubble, there is no formula.
         """
         o, workers = self.options, self.mesh(gpus).stages
         if o.schedule == "zero-bubble" and workers > 1:
@@ -267,10 +267,10 @@ class Pipeline(ModelSplit):
                 dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
 
     def measure(self, model: nn.Module, units: list[list[Piece]]) -> list[MeasuredUnit]:
-        """What each unit of the network computes, counted on tensors without memory.
+        """Return the cost of each unit of the model, counted on tensors without memory.
 
         Raises:
-            ModelError: It asks for values, which these tensors do not have.
+            ModelError: If the model needs values, which these tensors do not have.
         """
         import torch
 
@@ -292,7 +292,7 @@ class Pipeline(ModelSplit):
                 ) from e
 
     def _share_gradients(self, model: nn.Module) -> set[nn.Parameter]:
-        """Find the parameters that several stages use, and make the groups of workers that have them."""
+        """Return the parameters that several stages use, and create the groups of their workers."""
         import torch.distributed as dist
 
         mesh, rank = self.worker.mesh, self.worker.rank
@@ -339,7 +339,7 @@ class Pipeline(ModelSplit):
     # --- a step ------------------------------------------------------------------------------------
 
     def _schedule_for(self, samples: int) -> Any:
-        """Return the schedule for a batch of so many samples, with the stages that receive them."""
+        """Return the schedule for a batch of `samples` samples, with the stages that receive them."""
         if samples != self._batch:
             self._batch = samples
             self._schedule = self.make_schedule(samples)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class ModelSplit(Counted):
-    """Workers hold parts of a network that states how it is divided; several groups of them are replicas."""
+    """Base of strategies whose workers hold parts of a model; several groups of them are replicas.
+
+    The model declares how it is divided.
+    """
 
     family = "splits"
     rigid = "each worker holds a part of the network, which ends with the worker"
@@ -29,14 +32,11 @@ class ModelSplit(Counted):
 
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
-        """Why a network, of which nothing is built yet, cannot be divided in this way.
-
-        None where it can.
-        """
+        """Return why a model, before it is built, cannot be divided in this way, or None if it can."""
         raise NotImplementedError
 
     def too_many(self, network: str | Model, gpus: int) -> str | None:
-        """Why a network that can be divided cannot be divided among so many workers, with the remedy."""
+        """Return why a model cannot be divided among so many workers, with the remedy, or None."""
         raise NotImplementedError
 
     @classmethod
@@ -60,14 +60,11 @@ class ModelSplit(Counted):
         yield from base.refusals_of_parts(worker.trial)
 
     def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
-        """Return whole parameters of which a worker has a part of the gradient, by a batch.
-
-        All call it.
-        """
+        """Return whole parameters of which a worker has only a part of the gradient. All workers call it."""
         return []
 
     def divides(self, gpus: int) -> bool:
-        """Return whether `gpus` workers hold parts of the states."""
+        """Return whether `gpus` workers hold shards of the states."""
         mesh = self.mesh(gpus)
         return mesh.tensor * mesh.stages > 1
 
@@ -86,6 +83,6 @@ class ModelSplit(Counted):
 
 
 def these_do(able: Callable[[str], bool]) -> str:
-    """Which networks can be divided in a way, at the end of a sentence."""
+    """Return which models can be divided in a way, as the end of a sentence."""
     names = ", ".join(filter(able, models.MODELS))
     return f"these do: {names}; one of your own can (docs/split-your-model.md)"

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: how a network is cut into them, and what PyTorch's schedules compute of each.
+"""The stages of a pipeline: the cuts of a model, and the computation of PyTorch's schedules.
 
 Importing this file imports torch.
 """
@@ -35,8 +35,10 @@ STATES = 4
 
 
 class MeasuredUnit(NamedTuple):
-    """Of a unit of a network: operations of a sample's forward, bytes of its parameters, the shape of what
-    it gives for a sample, and bytes that its backward needs of a sample.
+    """Cost of a model's unit per sample: operations, parameters, output shape, saved bytes.
+
+    These are the operations of forward, bytes of its parameters, the shape of its output, and the bytes that
+    its backward needs.
     """
 
     flops: int
@@ -46,9 +48,14 @@ class MeasuredUnit(NamedTuple):
 
 
 def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[MeasuredUnit]:
-    """What each unit computes, for one sample `x`.
+    """Return the cost of each unit for one sample.
 
-    Both are fake tensors of the mode that is active.
+    Inputs are fake tensors of the active mode.
+
+    Args:
+        model: The model.
+        units: Its units.
+        x: One sample.
     """
     kept = [*model.parameters(), *model.buffers()]
     empty = {id(t): torch.empty(t.shape, dtype=t.dtype) for t in kept}
@@ -80,11 +87,14 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
 
 
 def balance(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
-    """How many neighbouring units each stage takes, so that the most that one computes is least.
+    """Return the number of consecutive units of each stage that minimizes the maximum work.
 
-    `waiting`: of each stage, micro-batches whose backward waits at once. Where several ways are equal in
-    work, the one whose fullest stage has the least memory, of states and of micro-batches of one sample: no
-    cut depends on the batch. ValueError where there are fewer units than stages.
+    Among equal divisions, it is the one whose fullest stage has the least memory, of states and of
+    micro-batches of one sample: no cut depends on the batch. `waiting` has, for each stage, the micro-batches
+    whose backward is pending at once.
+
+    Raises:
+        ValueError: If there are fewer units than stages.
     """
     stages = len(waiting)
     if len(units) < stages:
@@ -111,9 +121,10 @@ def balance(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
 def _split(
     cost: Callable[[int, int, int], float], n: int, stages: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the least cost that the dearest of `stages` can have, and where each stage ends then.
+    """Return the minimum over divisions of the maximum cost of a stage, and the end of each stage.
 
-    `cost`: of a stage that has the units from `start` to before `end`, of `n`; infinite: it may not.
+    `cost` returns the cost of a stage with the units from `start` to before `end`, infinite if not allowed.
+    `n` is the number of units.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         0: (0, ())
@@ -132,9 +143,11 @@ def _split(
 
 
 class StageModule(nn.Module):
-    """The pieces of one stage. What it gives has the weights' number format, and lies in one piece.
+    """The modules of one stage.
 
-    `training` is entered in training, for mixed precision; `layout`: in which images are computed on.
+    Its output has the weights' number format, and is contiguous.
+
+    `training` is entered in training, for mixed precision; `layout` is the memory format of images.
     """
 
     def __init__(
@@ -155,7 +168,7 @@ class StageModule(nn.Module):
         self._model = (model,)
 
     def compute(self, x: Tensor) -> Tensor:
-        """Return its pieces, one after the other, without mixed precision."""
+        """Return the output of its modules in sequence, without mixed precision."""
         (model,) = self._model
         if x.dim() == 4:
             x = x.contiguous(memory_format=self._layout)
@@ -173,16 +186,16 @@ class StageModule(nn.Module):
 
 
 class Stage(PipelineStage):
-    """A stage that tells when it computes, and when its gradients are final.
+    """A stage that reports when it computes, and when its gradients are final.
 
-    `mark` is called with the phase that has ended; `last` with whether the backward to come is its last.
+    `mark` is called with the phase that has ended; `last` with whether the next backward is its last.
     """
 
     mark: Callable[[str], None]
     last: Callable[[bool], None]
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """Let any strides of the network's own input pass, as PyTorch itself does from 2.13 on."""
+        """Accept any strides of the model's input, as PyTorch does from 2.13 on."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """None: the workers have met (`Pipeline._connect`), and one that is alone cannot meet itself."""

@@ -190,7 +190,7 @@ class TensorParallel(ModelSplit, Sharded):
         return model
 
     def _average(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Let backward average each gradient over the replicas, beside what it goes on to compute."""
+        """Average each gradient over the replicas, concurrently with the rest of backward."""
         self._is_last = True
         self._under_way: list[tuple[Tensor, torch.distributed.Work]] = []
         group, replicas = mesh.get_group("replicas"), mesh.size(0)
@@ -272,7 +272,7 @@ class TensorParallel(ModelSplit, Sharded):
 def repeated_parameters(
     model: nn.Module,
 ) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Where a parameter stands again, and where it stands first: a module, and the name in it."""
+    """Return each repeated use of a parameter, and its first: a module, and the name in it."""
     first: dict[int, tuple[nn.Module, str]] = {}
     again = []
     for module in model.modules():
@@ -284,30 +284,42 @@ def repeated_parameters(
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
-    """Return whether the workers of a group hold parts of it, and not each the whole."""
+    """Return whether the workers of a group hold shards of it, not the whole each."""
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
 
 
 def is_by_plan(parameter: nn.Parameter) -> bool:
-    """Return whether a plan says how workers hold a parameter.
-
-    DTensor then adds up its gradient.
-    """
+    """Return whether a plan divides a parameter, so that DTensor reduces its gradient."""
     mesh = getattr(parameter, "device_mesh", None)
     return "tensor" in (getattr(mesh, "mesh_dim_names", None) or ())
 
 
 def whole_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """A hook: the whole scores of a network that is evaluated.
+    """Gather the full scores of a model in evaluation.
 
-    In training the loss is of the parts.
+    A forward hook.
+
+    In training the loss is computed on the shards.
+
+    Args:
+        module: The model.
+        _inputs: Unused.
+        output: Its output.
     """
     is_whole = module.training or not hasattr(output, "full_tensor")
     return output if is_whole else output.full_tensor()
 
 
 def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """A hook: Refused where `workers` cannot divide the positions of texts [batch, positions] evenly."""
+    """Raise Refused if `workers` cannot divide the positions of texts evenly.
+
+    A forward hook.
+
+    Args:
+        workers: Number of workers.
+        _module: Unused.
+        inputs: Texts, shape [batch, positions].
+    """
     positions = inputs[0].shape[1]
     if positions % workers:
         raise Refused(
@@ -318,7 +330,10 @@ def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]
 
 
 def faults_of_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with a plan, of paths of modules (`*`: any name) and words, for this network."""
+    """Yield what is wrong with a plan for this model.
+
+    A plan maps paths of modules (`*`: any name) to words.
+    """
     from stratbench.extensions.splitting.heads import why_not
 
     for path, word in plan.items():
@@ -341,7 +356,7 @@ def matching(model: nn.Module, path: str) -> list[str]:
 
 
 def separate_heads(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan, once each attention of the word `heads` has its projections one by one, with theirs."""
+    """Split the projections of each attention with the word `heads`; return the plan with theirs."""
     from stratbench.extensions.splitting.heads import SelfAttention
 
     divided: dict[str, str] = {}
@@ -358,14 +373,19 @@ def separate_heads(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[str, ParallelStyle]:
-    """Of each module that the plan names, by its path, how `parallelize_module` divides it.
+    """Return the style of `parallelize_module` for each module that the plan names, by path.
 
-    A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts
-    read their first input, which is gathered once for all of them; others they read as they are. `colwise`:
-    the outputs of a linear layer; `colwise of input`: the same below an `input`. `rowwise`: the inputs.
-    `norm`: of each position by itself. `head norm`: of each head by itself, [batch, positions, heads, width].
+    A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts read
+    their first input, which is gathered once for all of them; others they read as they are. `colwise`: the
+    outputs of a linear layer; `colwise of input`: the same below an `input`. `rowwise`: the inputs. `norm`:
+    of each position by itself. `head norm`: of each head by itself, [batch, positions, heads, width].
     `heads`: an nn.MultiheadAttention of one input (`separate_heads`). `scores`: the outputs, which stay
     divided for the loss.
+
+    Args:
+        model: The model.
+        plan: Its plan.
+        sequence: Whether positions are divided, too.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (

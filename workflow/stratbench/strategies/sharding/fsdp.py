@@ -170,7 +170,7 @@ class FSDP(Sharded):
             )
 
     def _refusals_of_parts(self, names: list[str], worker: base.Worker) -> Iterator[str]:
-        """Yield why gradients of parts cannot be added up if the parameters `names` get one at times only."""
+        """Yield why parts' gradients cannot be accumulated if `names` get a gradient in some steps only."""
         s, size = worker.settings, worker.world_size
         may_lack = f"{names_text(names)} may get no gradient in some parts of a batch"
         if self.options.gradient_sync == "last-part":
@@ -266,7 +266,7 @@ class FSDP(Sharded):
         return nullcontext()
 
     def _make_policy(self, precision: str) -> MixedPrecisionPolicy | None:
-        """FSDP2's own mixed precision, where an option asks for it."""
+        """Return FSDP2's own mixed precision if an option requests it."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -319,6 +319,12 @@ class FSDP(Sharded):
 
 
 def group_size(shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int) -> int:
-    """Of `gpus` workers, those that hold one model between them: one group where they are no more."""
+    """Return the workers of a group that holds one model; one group if `gpus` are no more.
+
+    Args:
+        shard_group_size: The option.
+        gpus: Number of workers.
+        per_node: Workers per node.
+    """
     chosen = {"all": gpus, "node": per_node}.get(shard_group_size, shard_group_size)
     return min(chosen, gpus)

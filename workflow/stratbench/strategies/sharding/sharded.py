@@ -1,4 +1,4 @@
-"""The base of strategies that shard the model: each worker holds and updates a part of every parameter."""
+"""Base of strategies that shard the model: each worker updates a shard of every parameter."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ if TYPE_CHECKING:
 
 
 class GroupCalls:
-    """The shard groups that this worker calls, a number for the order of each step.
+    """The shard groups that this worker calls, with a number for the order within each step.
 
-    Collectives of equal size match whatever they are of: workers that gather different groups would add
-    up what does not belong together, and nobody would notice.
+    Collectives of equal size match whatever they are for. Workers that gather different groups would add up
+    unrelated tensors without an error.
     """
 
     def __init__(
         self, groups: Sequence[tuple[str, list[nn.Module]]], heartbeat: Heartbeat | None = None
     ) -> None:
-        """`heartbeat`: where the calls of a step can be read by whoever finds that it came to no end."""
+        """Count calls of groups.
+
+        Args:
+            groups: Names and modules of the groups.
+            heartbeat: Stores the calls of a step, so that they can be read if the step hangs.
+        """
         self.steps: list[int] = []
         self._now, self._heartbeat = 0, heartbeat
         for i, (_, modules) in enumerate(groups, 1):
@@ -48,11 +53,9 @@ class GroupCalls:
             self._heartbeat.end_calls()
 
     def first_difference(self, device: torch.device) -> int | None:
-        """The first step since the last call, from 1, in which two workers called other groups.
+        """Return the first step since the last call in which two workers called different groups, or None.
 
-        None: none.
-
-        A collective of all workers. What was called after the last step counts as one more.
+        Steps count from 1. A collective of all workers. Calls after the last step count as one more.
         """
         import torch
         import torch.distributed as dist
@@ -149,10 +152,7 @@ class Sharded(base.Collective):
 
 @contextmanager
 def mean_buffers(model: nn.Module, workers: int) -> Iterator[None]:
-    """Until the block ends, BatchNorm's statistics are the mean of all workers'.
-
-    Then each has its own.
-    """
+    """Set BatchNorm's statistics to the mean of all workers' until the block ends."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""`zero1` and `zero1-torch`: every worker holds the whole model, and a part of the optimizer's state."""
+"""`zero1` and `zero1-torch`: full model on every worker, and a shard of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """Parameters that lie in one flat tensor, and their gradients in another, both in equal parts.
+    """Parameters as views of one flat tensor, and their gradients of another, in equal parts.
 
-    `weights` and `grads` have shape [n], where the number of workers divides n; `own_weights` and
-    `own_grads` are this worker's part of them, shape [n / workers]. The padding stays zero.
+    `weights` and `grads` have shape [n], where the number of workers divides n; `own_weights` and `own_grads`
+    are this worker's part of them, shape [n / workers]. The padding stays zero.
     """
 
     def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
