@@ -1,1 +1,1 @@
-"""The parameter server: shards of the weights, the policies that update them, and how workers reach them."""
+"""The parameter server: shards of the weights, policies that update them, and the workers' channel."""

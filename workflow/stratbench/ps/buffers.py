@@ -28,7 +28,13 @@ class BufferMean:
         self._lock = threading.Lock()
 
     def push(self, worker: int, buffers: Tensor, alive: Callable[[], bool]) -> None:
-        """Keep a copy of `buffers`, shape [buffer_numel], as `worker`'s latest."""
+        """Copy `buffers` as `worker`'s latest.
+
+        Args:
+            worker: Number of the worker.
+            buffers: Its buffers, shape [buffer_numel].
+            alive: Whether the worker is still part of the run.
+        """
         with self._lock:
             if not alive():
                 return
@@ -49,7 +55,7 @@ class BufferMean:
             return {"initial": self._initial.clone(), "latest": latest}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`; nobody is here."""
+        """Resume from a `state`, without any worker."""
         self._initial.copy_(state["initial"])
         self._latest, self._lost = state["latest"], set(state["latest"])
 

@@ -93,18 +93,28 @@ class Channel:
         incarnation: int | None = None,
         start: str = "",
     ) -> Channel:
-        """Join the run whose `n_servers` servers publish `<rendezvous>.<server>`, as worker number `worker`.
+        """Join a run as worker number `worker`.
 
-        Worker r begins at server r mod n and goes round, so that not all stand at the same door.
+        Worker r begins at server r mod n and goes round, so that connections are spread over the servers.
+        When the run is over for this worker, the next call raises.
 
-        `transport`: "shm" (same host), "tcp", or "auto", which takes shared memory where it can.
-        `wire`: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in
-        which nothing moves, is always native. `scale`: what the loss of each backward is multiplied
-        by; a push undoes it, is dropped as a whole where a gradient overflowed, and updates the
-        scale. When the run is over for this worker, the next call raises. `incarnation`: of an elastic run's
-        servers; None: the workers are a gang.
+        Args:
+            rendezvous: Path of the servers' rendezvous files, without their endings.
+            worker: Number of the worker.
+            flat: Flat tensors of the model.
+            secret: Secret of the job.
+            transport: "shm" (same host), "tcp", or "auto", which prefers shared memory.
+            wire: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in which
+                nothing moves, is always native.
+            deadline_s: Maximum time.
+            scale: Loss scale of each backward. A push undoes it, is dropped as a whole where a gradient
+                overflowed, and updates it.
+            n_servers: Number of servers.
+            incarnation: Incarnation of an elastic run's servers, or None for a gang.
+            start: Identity of the process.
 
-        Raises ConnectionError (JoinRefused with the server's reason) when that fails by `deadline_s`.
+        Raises:
+            ConnectionError: When that fails by `deadline_s`; JoinRefused has the server's reason.
         """
         if wire not in ("native", "bfloat16"):
             raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
@@ -208,20 +218,20 @@ class Channel:
 
     @property
     def transports(self) -> list[str]:
-        """What carries the shards to each server: "shm" or "tcp"."""
+        """Transport to each server: "shm" or "tcp"."""
         return [link.transport for link in self._links]
 
     @property
     def moved_bytes(self) -> list[int]:
-        """Of each server in turn, the bytes sent to it and received from it since `first`."""
+        """Bytes sent to and received from each server since `first`."""
         return [n for link in self._links for n in (link.bytes_out, link.bytes_in)]
 
     # --- what the worker calls -------------------------------------------------------------------
 
     def first(self) -> Ticket | Evaluation | None:
-        """Wait until all workers are ready; take the initial weights and the first ticket.
+        """Wait until all workers are ready; return the first ticket, with the initial weights loaded.
 
-        The initial weights are one worker's own: call it when the model is as training shall begin.
+        The initial weights are one worker's own: call it when the model is in its initial state.
         """
         self._rehearsing = False
         self.count_anew()
@@ -264,22 +274,17 @@ class Channel:
         self._weight = float(weight)
 
     def push_pull(self) -> Ticket | Evaluation | None:
-        """Push `flat.grads` and the buffers for the ticket at hand.
-
-        Wait for weights and a ticket.
+        """Push `flat.grads` and the buffers for the current ticket; wait for weights and the next ticket.
 
         The gradients' contents are undefined afterwards. Returns None when no tickets are left; the model is
-        then in no state in particular (the servers' is in their snapshots). Raises RunEnded with the server's
+        then in an undefined state (the servers' is in their snapshots). Raises RunEnded with the server's
         reason, or ServerLost.
         """
         self._push()
         return self._await_reply(time.perf_counter())
 
     def score(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
-        """Say what the evaluation that was asked for gave.
-
-        Wait for weights and a ticket, as `push_pull`.
-        """
+        """Send the results of a requested evaluation; wait for weights and a ticket, as `push_pull`."""
         self._told.clear()
         self._next = None
         if self._staging is not None:
@@ -290,9 +295,9 @@ class Channel:
         return self._await_reply(time.perf_counter())
 
     def leave(self) -> None:
-        """Leave before the run is over, from any thread: what this worker holds is another's at once.
+        """Leave before the run is over, from any thread; another worker gets the current ticket.
 
-        Whatever is called then, or is being waited for, raises Left.
+        Calls made then, or waiting, raise Left.
         """
         with self._lock:
             if self._error is not None or self._done:
@@ -309,10 +314,10 @@ class Channel:
             self._gone.set()
 
     def rehearse(self) -> None:
-        """Before `first`: push as `push_pull` does, and receive as much.
+        """Push and pull as `push_pull` does, before `first`, for a warm-up.
 
-        The servers throw it away. Weights and buffers stay as they are, nothing is counted, and no
-        other worker is waited for.
+        The servers discard the push. Weights and buffers stay as they are, nothing is counted, and there is
+        no wait for other workers.
         """
         self._push()
         self._await_weights()
@@ -322,7 +327,7 @@ class Channel:
             self._staging.deliver_weights()
 
     def close(self) -> None:
-        """Leave: say goodbye (if the run is over) and stop the threads."""
+        """Leave, with a message if the run is over, and stop the threads."""
         if self._done and self._error is None:
             for link in self._links[1:] if self._incarnation is not None else ():
                 sent = threading.Event()  # the word of the end: before it this would be no goodbye
@@ -359,7 +364,7 @@ class Channel:
             raise self._error
 
     def _push(self) -> None:
-        """Push buffers and gradients; with a loss scale, say whether they count."""
+        """Push buffers and gradients; with a loss scale, report whether they overflowed."""
         self.flat.check()
         overflowed = False
         if self._staging is not None:
@@ -383,7 +388,7 @@ class Channel:
         self._join_senders()
 
     def _end_push(self, overflowed: bool) -> None:
-        """Tell every server, behind its last shard, whether to apply the push or to drop it."""
+        """Tell every server after its last shard whether to apply the push or to drop it."""
         frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
         for link in reversed(self._links):
             if link.server == 0:
@@ -392,7 +397,7 @@ class Channel:
                 self._queue(link, frame)
 
     def _push_buffers(self) -> None:
-        """Before the gradients: a server is through with a ticket when it has its last shard."""
+        """Push the buffers before the gradients, since a server completes a ticket with its last shard."""
         link = self._links[0]
         if link.has_buffers:
             payload = b"" if link.transport == "shm" else as_bytes(self.flat.host.buffers)
@@ -557,9 +562,9 @@ class Channel:
         self._told.set()
 
     def _go_idle(self, link: Link) -> None:
-        """No ticket now: weights will come with the next one, from all servers, and all of them.
+        """Note that there is no ticket now: full weights will come with the next, from all servers.
 
-        Server 0 says so first; the others echo it, after the last weights they had still to send.
+        Server 0 sends this first. The others echo it, after the last weights they had still to send.
         """
         link.expect_all()
         if link.server == 0:

@@ -81,10 +81,16 @@ class Staging:
         scale: LossScale | None,
         weigh: Callable[[torch.Tensor], None] = lambda weight: None,
     ) -> None:
-        """`push_buffers()` and `push_shards(first, stop)` send what has arrived on the host.
+        """Allocate the staging buffers, and register hooks on the gradients.
 
-        With a `scale`, `end_push(overflowed)` sends the verdict behind them. `weigh` is given `weight`
-        before them, once it has arrived.
+        Args:
+            flat: Flat tensors of the model.
+            bounds: Begin and end of each bucket.
+            push_buffers: Sends the buffers, once they are on the host.
+            push_shards: Sends the shards from `first` to before `stop`, once they are on the host.
+            end_push: With a `scale`, called last with whether a gradient overflowed.
+            scale: Loss scale, if any.
+            weigh: Called before them with `weight`, once it is on the host.
         """
         #: On the device, what the next push weighs; None: what each push does.
         self.weight: torch.Tensor | None = None
@@ -215,7 +221,7 @@ class Staging:
         self._flat.host.buffers.copy_(self._flat.buffers)
 
     def accept_weights(self) -> None:
-        """From now on weights that arrive go to the device, behind what the current stream computes.
+        """Copy weights that arrive from now on to the device, after the current stream's work.
 
         Call it once a backward is over, or before a first pull: nothing reads the old weights then.
         """

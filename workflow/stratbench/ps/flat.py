@@ -34,7 +34,7 @@ def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype
 
 
 def offsets_of(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor starts in the flat one, and the flat one's length, in elements."""
+    """Return each tensor's start in the flat tensor, and the flat tensor's length, in elements."""
     starts, end = [], 0
     for tensor in tensors:
         align = max(1, ALIGN_BYTES // tensor.element_size())
@@ -95,7 +95,7 @@ class FlatSpace:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether `host` holds copies: the model is on another device."""
+        """Whether `host` has copies, because the model is on another device."""
         return self.weights is not self.host.weights
 
     def _place_on_device(self) -> None:
@@ -129,7 +129,13 @@ class FlatSpace:
 
 
 def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the view of `flat` at `start` with the shape and strides of `like`."""
+    """Return the view of `flat` at `start` with the shape and strides of `like`.
+
+    Args:
+        like: Tensor with the shape and strides.
+        flat: Flat tensor.
+        start: First element.
+    """
     dense = (
         like.numel() == 0
         or 1
@@ -142,14 +148,20 @@ def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def copied_into(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """`data` copied to `flat` at `start`, as a view with its shape and strides."""
+    """Copy `data` to `flat` at `start`; return the view with its shape and strides.
+
+    Args:
+        data: Tensor to copy.
+        flat: Flat tensor.
+        start: First element.
+    """
     view = strided(data, flat, start)
     view.copy_(data)
     return view
 
 
 def host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a number of shape [1] on the host, to which `device` can copy without the host's waiting."""
+    """Return a host tensor of shape [1], to which `device` can copy asynchronously."""
     scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=dtype, count=1)
     if device.type == "cuda":
         _pin(scalar)

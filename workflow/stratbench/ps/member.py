@@ -1,4 +1,4 @@
-"""A worker as the server sees it: what it owes and is owed, and how its shards travel."""
+"""A worker on the server's side: its pending work and replies, and the transport of its shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Bounds = list[tuple[int, int]]  # (start, stop) of every shard of the model
 
 
 class Weights(Protocol):
-    """Where lanes get the weights that they send; see Shard.view and Shard.lend."""
+    """Source of the weights that lanes send; see Shard.view and Shard.lend."""
 
     def view(self, place: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
 
@@ -36,10 +36,10 @@ class Weights(Protocol):
 
 
 class StreamLane:
-    """Shards that travel as payloads, over TCP.
+    """Transport of shards as payloads, over TCP.
 
-    One shard is received at a time, in the same place. If `held` names the shards to expect, all of
-    them are kept, each in its own, until the next push.
+    One shard is received at a time, into one buffer. If `held` names the shards to expect, each has a buffer
+    of its own, valid until the next push.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StreamLane:
         return stop - start
 
     def _place(self, shard: int) -> Tensor:
-        """Where the shard's gradient is received, as it is on the wire."""
+        """Return the buffer for the shard's gradient, in its wire format."""
         if shard == BUFFERS:
             return self._buffers
         start = 0 if self._first is None else self._bounds[shard][0] - self._first
@@ -86,10 +86,7 @@ class StreamLane:
         self._connection.receive_into(as_bytes(self._place(shard)))
 
     def received(self, shard: int) -> Tensor:
-        """What has been received of the shard, or of the BUFFERS.
-
-        Overwritten by what comes next.
-        """
+        """Return the received shard or BUFFERS, which the next one overwrites."""
         place = self._place(shard)
         if place.dtype is self._grad.dtype or shard == BUFFERS:
             return place
@@ -106,9 +103,15 @@ class StreamLane:
     def give(
         self, place: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
     ) -> int:
-        """Let the worker at `place` have `shards` of `weights`; returns their bytes.
+        """Send `shards` of `weights` to the worker in slot `place`; return their bytes.
 
-        Once it is no longer `alive` its place may be another's: nothing is noted there then.
+        Once it is no longer `alive`, its slot may be another's, for which nothing is noted.
+
+        Args:
+            place: Slot of the worker.
+            shards: Numbers of the shards.
+            weights: Source of the weights.
+            alive: Whether the worker is still part of the run.
         """
         given = 0
         for shard in shards:
@@ -185,7 +188,7 @@ def _runs(numbers: dict[int, int]) -> list[tuple[int, int]]:
 
 
 class Hello(NamedTuple):
-    """What a worker says of itself."""
+    """A worker's own description, sent when it joins."""
 
     worker: int
     wire: str
@@ -195,7 +198,16 @@ class Hello(NamedTuple):
 
 
 def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
-    """What a peer says of itself, checked; raises ProtocolError. Its number is below `workers`."""
+    """Return a peer's validated description, whose number must be below `workers`.
+
+    Args:
+        hello: The description.
+        workers: Number of workers.
+        transport: Transport of the connection.
+
+    Raises:
+        ProtocolError: If it is invalid.
+    """
     try:
         worker, wire, scaled = hello["worker"], hello["wire"], hello["scaled"]
         layout, start = Layout(**hello["layout"]), str(hello["start"])
@@ -245,7 +257,13 @@ class Member:
         return self.alive
 
     def open_lane(self, bounds: Bounds, layout: Layout, mine: range) -> None:
-        """Prepare for shards `mine` to travel; over shared memory, receive and map that memory."""
+        """Prepare the transport of shards `mine`; over shared memory, receive and map that memory.
+
+        Args:
+            bounds: Begin and end of each shard.
+            layout: Flat tensors of the workers.
+            mine: Numbers of this server's shards.
+        """
         connection = self.connection
         if self.transport != "shm":
             held = mine if self.scaled else None
@@ -261,12 +279,12 @@ class Member:
         self.lane = SharedLane(connection, bounds, memory)
 
     def assign(self, ticket: int, shards: range) -> None:
-        """It works on `ticket` now, and owes all of `shards`."""
+        """Set the current ticket, for which all of `shards` are pending."""
         self.ticket = self.last_ticket = ticket
         self.todo = set(shards)
 
     def post(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
-        """Queue a shard, a frame with its payload, or the end (None) for sending, in this order."""
+        """Queue a shard, a frame with its payload, or the end (None), to be sent in this order."""
         self._outbox.append(item)
         self._wake.put(None)
 
@@ -275,7 +293,7 @@ class Member:
         self.post((frame, payload))
 
     def end(self) -> None:
-        """Nothing more will be sent than what is queued now."""
+        """Queue the end: nothing more will be sent."""
         self.post(None)
 
     def drop_shards(self) -> None:
@@ -288,9 +306,9 @@ class Member:
         return bool(self._outbox)
 
     def send_replies(self, weights: Weights) -> None:
-        """Send what is queued, and what will be, until the end.
+        """Send everything that is or will be queued, until the end.
 
-        Runs on the member's own thread, so that one worker's slow link holds up nobody else.
+        Runs on the member's own thread, so that one worker's slow link does not delay others.
         """
         while not self._ended:
             with self._sending:
@@ -326,12 +344,12 @@ class Member:
                 self.connection.send(*item)
 
     def silent_s(self, now: float, awake_since: float) -> float:
-        """For how many seconds it has said nothing while the server was listening, and awake."""
+        """Return the seconds without a message from it, while the server was receiving and awake."""
         since = self.connection.waiting_since
         return 0.0 if since is None else now - max(since, awake_since, self.connection.last_heard)
 
     def let_go(self) -> None:
-        """It is gone, and so are its threads: free what it needed for its shards to travel."""
+        """Free the transport of a lost worker whose threads have ended."""
         self.connection.close()
         self.connection.sock.close()
         del self.lane

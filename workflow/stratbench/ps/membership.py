@@ -1,8 +1,8 @@
-"""Who takes part in a run: each worker by its number, and the place that it has.
+"""Members of a run: each worker by its number, and its slot.
 
-A worker's *number* is its name: of its files, in the log and the record, on tickets. Its *place*, 0 to
-W - 1, is what policies and shards know it by. In a gang the two are one. Workers that come and go have a
-number each that never comes again, and the lowest place that is free.
+A worker's *number* is its name in files, in the log and the record, and on tickets. Its *slot* (`place`), 0
+to W - 1, identifies it to policies and shards. In a gang the two are equal. Workers that come and go have a
+unique number each, and the lowest free slot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from stratbench.ps.wire.frames import ComeAgain, ProtocolError
 
 
 class Membership:
-    """The workers of a gang: all come before it starts, each to the place of its number, once.
+    """Members of a gang: all join before it starts, each in the slot of its number, once.
 
     Not thread-safe: the server calls it under its lock.
     """
@@ -30,7 +30,7 @@ class Membership:
         return self.places
 
     def choose_place(self, number: int) -> int:
-        """Return the place for a worker that wants to join. ProtocolError if it cannot."""
+        """Return the slot for a worker that wants to join. ProtocolError if it cannot."""
         known = self.members.get(number)
         if known is not None:
             state = "is connected already" if known.alive else "was here and cannot come back"
@@ -43,17 +43,17 @@ class Membership:
         self.members[member.worker] = self._at[place] = member
 
     def at(self, place: int) -> Member:
-        """Who is at `place`, or was the last there."""
+        """Return the present or last worker in slot `place`."""
         return self._at[place]
 
     @property
     def live(self) -> list[Member]:
-        """Who takes part, in order of arrival."""
+        """Present workers, in order of arrival."""
         return [m for m in self.members.values() if m.alive]
 
     @property
     def ready(self) -> list[Member]:
-        """Who of these has asked for weights."""
+        """Present workers that have asked for weights."""
         return [m for m in self.live if m.pulled]
 
     def may_start(self, n_lost: int) -> bool:
@@ -61,12 +61,12 @@ class Membership:
         return len(self.ready) + n_lost >= self.places
 
     def absent(self, lost: Collection[int]) -> set[int]:
-        """Return the places that nobody is at when training begins; `lost`: numbers of lost workers."""
+        """Return the slots without a worker when training begins; `lost`: numbers of lost workers."""
         return set(lost)
 
     @property
     def all_gone(self) -> bool:
-        """Whether nobody is here, and nobody will come."""
+        """Whether no worker is present, and none will come."""
         return not self.live and len(self.members) >= self.places
 
 
@@ -78,9 +78,11 @@ class OpenMembership(Membership):
         return 1 << 31
 
     def choose_place(self, number: int) -> int:
-        """Return the lowest free one. ComeAgain while there is none.
+        """Return the lowest free slot.
 
-        A worker that was here and asked for no weights could not join all servers; it comes again.
+        ComeAgain if there is none.
+
+        A present worker that has not asked for weights could not join all servers; it comes again.
         """
         known = self.members.get(number)
         if known is None or known.pulled:
@@ -101,5 +103,5 @@ class OpenMembership(Membership):
 
     @property
     def all_gone(self) -> bool:
-        """Never: who is gone may come again, until the training is over."""
+        """False: workers may return until the training is over."""
         return False

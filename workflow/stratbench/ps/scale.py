@@ -11,10 +11,10 @@ from stratbench.workload.torch_internals import unscale
 
 
 class LossScale:
-    """What a worker multiplies its loss by: torch.amp.GradScaler's rule with its defaults.
+    """A worker's factor on its loss: torch.amp.GradScaler's rule with its defaults.
 
-    A worker decides for itself: its push is applied or dropped as a whole, whatever the others' are.
-    The scale has a lower limit: in a run that diverges it would otherwise be halved down to 0.
+    Each worker has its own: its push is applied or dropped as a whole, whatever the others do. The scale has
+    a lower limit: in a run that diverges it would otherwise be halved down to 0.
     """
 
     MINIMUM: ClassVar[float] = 2.0**-24
@@ -40,7 +40,7 @@ class LossScale:
 
 
 class Unscaler:
-    """Undoes a loss scale and finds overflows in one pass over the gradients, on their device.
+    """Divides by a loss scale and finds overflows in one pass over the gradients, on their device.
 
     The pass is GradScaler's own kernel. Nothing here waits for the device.
     """

@@ -30,10 +30,16 @@ def serve(
     make: MakePolicy = make_policy,
     make_run: Callable[[ServerConfig, bytes, MakePolicy], ServerRun] = ServerRun,
 ) -> dict[str, Any]:
-    """Run one server until its run is over; returns its statistics (see `ServerRun.statistics`).
+    """Run one server until its run is over; return its statistics (see `ServerRun.statistics`).
 
-    Their `status` is "lost", and `error` says why, where a lost worker ended the run. Also writes
-    them to `config.stats_path`. Sets torch to one thread: the workers' threads share the cores.
+    Their `status` is "lost", with the reason in `error`, if a lost worker ended the run. They are also
+    written to `config.stats_path`. Sets torch to one thread: the workers' threads share the cores.
+
+    Args:
+        config: Config of the server.
+        secret: Secret of the job.
+        make: Makes a policy.
+        make_run: Makes the run.
     """
     torch.set_num_threads(1)
     run = make_run(config, secret, make)

@@ -59,9 +59,7 @@ class ServerConfig:
 
     @property
     def lr_share(self) -> Callable[[int], float] | None:
-        """What the learning rate is multiplied by when so many pushes have been taken.
-
-        None: by 1.
+        """Function from the number of pushes to the factor on the learning rate, or None for 1.
 
         A step is over with the last of the `slices` pushes of its global batch.
         """

@@ -1,4 +1,4 @@
-"""One server's run: who takes part, who works on which ticket, what happens when one is lost."""
+"""One server's run: its members, their tickets, and the handling of lost ones."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
 class ServerRun:
     """The state of one server process.
 
-    `_lock` guards who takes part and who holds which ticket; it may be held when a shard's lock is
-    taken, never the other way round.
+    `_lock` guards members and tickets. It may be held when a shard's lock is taken, never the other way
+    round.
     """
 
     #: How workers get their places.
@@ -84,9 +84,13 @@ class ServerRun:
     # --- joining ---------------------------------------------------------------------------------
 
     def enter(self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str):
-        """Take in a peer that knows the secret.
+        """Admit a peer that knows the secret; return the function that its thread runs from then on.
 
-        Return what its thread shall do from then on.
+        Args:
+            connection: Connection to the peer.
+            hello: The peer's description.
+            nonces: Nonces of the handshake.
+            transport: Transport of the connection.
         """
         member = self._admit(connection, hello, transport)
         try:
@@ -119,7 +123,7 @@ class ServerRun:
 
     @property
     def _snapshots_kept(self) -> int:
-        """How many epochs' snapshots lie on the disk at a time, at most."""
+        """Maximum number of epochs with snapshots on the disk at a time."""
         return self.config.epochs
 
     def _check_room(self, snapshot_bytes: int) -> None:
@@ -167,7 +171,7 @@ class ServerRun:
                 member.send_replies(self._store)  # the reason
 
     def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
-        """What answers the frames of a worker that have no payload, but for pushes."""
+        """Handlers of workers' frames without a payload, except for pushes."""
         return {
             Kind.PULL: self._on_pull,
             Kind.SKIP: self._on_verdict,
@@ -219,7 +223,7 @@ class ServerRun:
             self._lose(member, str(error))
 
     def _break_down(self, error: Exception) -> None:
-        """A defect of a policy or of the server: tell the workers rather than let them wait."""
+        """End the run because of a defect of a policy or of the server, so that workers do not wait."""
         log.exception("the server failed")
         self._stop(f"the server failed: {type(error).__name__}: {error}")
 
@@ -311,8 +315,8 @@ class ServerRun:
     def _reserve_ticket(self, member: Member) -> None:
         """Choose the member's next ticket before its last shard is applied.
 
-        That shard may release the others from a barrier; by then all have their tickets of the next
-        step, and nobody who is quick can take a second one of it.
+        That shard may release the others from a barrier. By then all have their tickets of the next step, so
+        that a fast worker cannot take a second one of it.
         """
         if self.config.server == 0:
             with self._lock:
@@ -321,11 +325,11 @@ class ServerRun:
 
     @property
     def _hands_out(self) -> bool:
-        """Whether who is through with a ticket gets another one next, if one is left."""
+        """Whether a member gets another ticket after the current one, if one is left."""
         return not self.done
 
     def _rehearse(self, member: Member, frame: Frame) -> None:
-        """A worker warms up: take what it sends, send back as much, apply and count nothing."""
+        """Take and send as much as in a step of a worker's warm-up, without applying or counting it."""
         if member.pulled:
             raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
         if frame.kind is Kind.PUSH:
@@ -350,7 +354,7 @@ class ServerRun:
             self._finish_push(member)
 
     def _on_verdict(self, member: Member, frame: Frame) -> None:
-        """A worker whose gradients may overflow says what becomes of its push: all or nothing."""
+        """Apply or drop a whole push, as its worker decides after checking for overflows."""
         self._check_ticket(member, frame)
         self._reserve_ticket(member)
         if frame.kind is Kind.APPLY:
@@ -399,7 +403,7 @@ class ServerRun:
             self._finish()
 
     def _finish(self) -> None:
-        """The training is over: who is here leaves, and one evaluates; `_lock` is held."""
+        """End the training: members leave, and one evaluates. `_lock` is held."""
         self.done = True
         live = self._membership.live
         self._evaluator = min((m.worker for m in live), default=0)
@@ -421,7 +425,7 @@ class ServerRun:
             self._let_wait(member)
 
     def _let_wait(self, member: Member) -> None:
-        """No ticket for it now. A barrier needs all of its last round, so nobody leaves that."""
+        """Leave a member without a ticket. No member leaves a barrier's last round, which needs all."""
         self._let_idle(member)
         member.tell(Frame(Kind.WAIT))
 
@@ -451,7 +455,7 @@ class ServerRun:
             raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
 
     def _read_report(self, member: Member, frame: Frame) -> float:
-        """What a leaving worker has measured: the seconds that it waited for servers."""
+        """Return the seconds that a leaving worker waited for servers, from its report."""
         try:
             return float(self._read_json(member, frame)["wait_s"])
         except (ValueError, KeyError, TypeError) as error:
@@ -472,7 +476,7 @@ class ServerRun:
         raise ProtocolError("malformed frame: SCORE of a gang, which evaluates after the end")
 
     def _on_error(self, member: Member, frame: Frame) -> None:
-        """Another server has ended the run, or the worker's part in it: its reason is the cause."""
+        """End the run, or the worker's part in it, by the reason of another server."""
         reason = self._read_small(member, frame).decode(errors="replace")
         raise Closed(f"another server: {reason}")
 
@@ -542,7 +546,7 @@ class ServerRun:
             self._look_further(now - born)
 
     def _look_further(self, age_s: float) -> None:
-        """What else is looked at every second or so, the server being `age_s` old."""
+        """Do further periodic checks, about once per second, at server age `age_s`."""
         if not self._started and age_s > self.config.start_deadline_s:
             with self._lock:
                 here = sorted(m.worker for m in self._membership.ready)
@@ -578,7 +582,7 @@ class ServerRun:
             self._writer.close()
 
     def statistics(self) -> dict[str, Any]:
-        """What the run looked like from here, as JSON-able values. Times are in seconds."""
+        """Return the server's statistics of the run as JSON-able values. Times are in seconds."""
         c = self.config
         return {
             "status": "ok" if self.error is None else "lost",

@@ -1,4 +1,4 @@
-"""One shard on the server: its policy under a lock, who waits for it, and its statistics."""
+"""One shard on the server: its policy under a lock, its waiting workers, and its statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def _always() -> bool:
 
 
 class Shard:
-    """A policy and its lock; every ticket counts here once, whoever pushes it how often.
+    """A policy and its lock.
+
+    Every ticket counts here once, however often it is pushed.
 
     `release(worker, index)` is called, under the lock, for each worker that may now read the shard.
     """
@@ -62,10 +64,17 @@ class Shard:
         alive: Callable[[], bool],
         weight: float = 1.0,
     ) -> None:
-        """Take `worker`'s gradient, shape [n], for `ticket`; None: the step was skipped.
+        """Take a worker's gradient for a ticket.
 
-        A ticket that was taken before (its first holder was lost half-way) is a skipped step. A
-        push whose sender is no longer `alive`, which is looked at under the lock, changes nothing.
+        A ticket that was taken before (its first holder was lost half-way) is a skipped step. If the sender
+        is no longer `alive` under the lock, the push changes nothing.
+
+        Args:
+            worker: Slot of the worker.
+            ticket: Number of the ticket.
+            grad: Gradient, shape [n], or None if the step was skipped.
+            alive: Whether the worker is still part of the run.
+            weight: Factor on the gradient.
         """
         with self._lock:
             if not alive():
@@ -102,9 +111,14 @@ class Shard:
             self._release(worker, self.index)
 
     def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _always) -> int:
-        """Write what `worker` shall compute on into `out`, shape [n]; returns its version.
+        """Write the weights for `worker` to `out`; return their version.
 
-        For one that is no longer `alive` nothing is noted: its place may be another's by now.
+        If it is no longer `alive`, nothing is noted: its slot may be another's by now.
+
+        Args:
+            worker: Slot of the worker.
+            out: Shape [n].
+            alive: Whether the worker is still part of the run.
         """
         with self._lock:
             return self._view(worker, out, alive())
@@ -121,12 +135,15 @@ class Shard:
     def lend(
         self, worker: int, spare: Tensor, alive: Callable[[], bool] = _always
     ) -> Iterator[tuple[Tensor, int]]:
-        """What `worker` shall compute on, shape [n], and its version.
+        """Yield the weights for `worker`, shape [n], and their version, constant in the block.
 
-        Both are constant in the block.
+        They are the shard's own if the policy shows them as they are: a send can take long and needs no copy.
+        A change meanwhile is made to a copy. Otherwise they are `spare`, written.
 
-        These are the weights themselves if the policy shows them as they are: a send can take long and needs
-        no copy, and a change meanwhile is made to a copy. Otherwise it is `spare`, written.
+        Args:
+            worker: Slot of the worker.
+            spare: Shape [n].
+            alive: Whether the worker is still part of the run.
         """
         with self._lock:
             if self._shows_weights:
@@ -143,7 +160,7 @@ class Shard:
                 self._take_back(lent)
 
     def join(self, worker: int) -> None:
-        """`worker` is (back) at work and shall read at once."""
+        """Note that `worker` is at work (again) and has to read at once."""
         with self._lock:
             if worker in self._left:
                 self._left.discard(worker)
@@ -151,7 +168,7 @@ class Shard:
             self._release(worker, self.index)
 
     def leave(self, worker: int) -> None:
-        """`worker` is idle or lost: nobody waits for it, nothing more is released to it."""
+        """Note that `worker` is idle or lost: no wait for it, and no more releases."""
         with self._lock:
             self._waiting.discard(worker)
             if worker in self._left:
@@ -184,7 +201,7 @@ class Shard:
             }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`; nobody is here."""
+        """Resume from a `state`, without any worker."""
         self.policy.load(state["policy"])
         self._taken = Once(state["floor"], state["above"])
         self.staleness = Counter(state["staleness"])
@@ -207,10 +224,10 @@ class Shard:
             self._waiting.clear()
 
     def snapshot(self, out: Tensor) -> None:
-        """Let `out`, shape [n], become the weights as they are now.
+        """Copy the weights as they are now to `out`, shape [n], later.
 
-        The copy is made by `save_snapshots`, or by the first change if that is earlier: exact, and
-        no worker waits for a copy of the whole model.
+        `save_snapshots` copies, or the first change if that is earlier. The copy is exact, and no worker
+        waits for a copy of the whole model.
         """
         with self._lock:
             self._snapshots.append(out)

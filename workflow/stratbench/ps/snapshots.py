@@ -1,8 +1,8 @@
 """Snapshots of the server's state at the end of each epoch, as raw .npy files; never pickled.
 
-`<folder>/epoch<e>.weights.<s>.npy` holds what server `s` serves of the flat parameters,
-`epoch<e>.buffers.npy` the averaged float buffers, and `epoch<e>.<s>.json`, written last, says that
-server `s` is through with the epoch, and when it ended.
+`<folder>/epoch<e>.weights.<s>.npy` has server `s`'s part of the flat parameters, `epoch<e>.buffers.npy` the
+averaged float buffers. `epoch<e>.<s>.json`, written last, marks that server `s` has completed the epoch, and
+when it ended.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ def _notice_file(folder: Path, epoch: int, server: int) -> Path:
 
 
 def _save(path: Path, tensor: Tensor) -> None:
-    """Numpy has no bfloat16, so the file holds the bytes; the notice names the dtype.
+    """Write a tensor's bytes.
 
-    Not np.save, whose error on a full disk does not say so.
+    Numpy has no bfloat16, so the notice names the dtype.
+
+    np.save is not used, because its error on a full disk does not say so.
     """
     partial = path.with_suffix(".part")
     header = {"descr": "|u1", "fortran_order": False, "shape": (as_bytes(tensor).nbytes,)}
@@ -80,7 +82,14 @@ class SnapshotWriter:
         self._thread.start()
 
     def take(self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None) -> None:
-        """Keep the state as it is now; `seconds`: since the first ticket. Returns at once."""
+        """Take a snapshot of the present state, and return at once.
+
+        Args:
+            epoch: Number of the epoch.
+            seconds: Time since the first ticket.
+            shards: Shards of the server.
+            buffers: Averaged buffers, if any.
+        """
         numel = sum(shard.policy.weights.numel() for shard in shards)
         weights = torch.empty(numel, dtype=shards[0].policy.weights.dtype)
         start = 0
@@ -134,10 +143,20 @@ class SnapshotWriter:
 def load_snapshot(
     folder: str | Path, epoch: int, wait_s: float = 0.0
 ) -> tuple[float, Tensor, Tensor | None]:
-    """(seconds since the first ticket, flat weights [numel], flat buffers or None) after `epoch`.
+    """Return the servers' state after `epoch`.
 
-    Waits up to `wait_s` for the servers' writing; raises FileNotFoundError when that is not enough.
-    Counts epochs from 0.
+    Waits up to `wait_s` for the servers' writing. Counts epochs from 0.
+
+    Args:
+        folder: Folder of the snapshots.
+        epoch: Number of the epoch.
+        wait_s: Maximum time to wait.
+
+    Returns:
+        Seconds since the first ticket, flat weights [numel], and flat buffers or None.
+
+    Raises:
+        FileNotFoundError: When `wait_s` is not enough.
     """
     folder, deadline = Path(folder), time.monotonic() + wait_s
     notices, n_servers = [], 1
@@ -159,8 +178,12 @@ def load_snapshot(
 
 
 def drop_later(folder: str | Path, server: int, epochs: int) -> None:
-    """Let server `server`'s snapshots after its first `epochs` be none: an earlier incarnation has left
-    them.
+    """Delete a server's snapshots after its first `epochs`, which an earlier incarnation has left.
+
+    Args:
+        folder: Folder of the snapshots.
+        server: Number of the server.
+        epochs: Number of epochs to keep.
     """
     for path in Path(folder).glob(f"epoch*.{server}.json"):
         if int(path.name.removeprefix("epoch").partition(".")[0]) >= epochs:

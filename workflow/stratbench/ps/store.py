@@ -1,4 +1,4 @@
-"""What a server keeps: its shards of the model and their policies, the buffers, the snapshots."""
+"""A server's data: its shards of the model and their policies, the buffers, the snapshots."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Store:
     def push(self, member: Member, frame: Frame) -> None:
         """Take the shards, or the buffers, that a PUSH brings for the member's ticket.
 
-        Those of a scaled worker are held, until `apply` or `skip` says what becomes of them all.
+        Those of a worker with a loss scale are held until `apply` or `skip` decides on all of them.
         """
         for k in self.shards_of(member, frame):
             if k != BUFFERS and k not in member.todo:
@@ -152,17 +152,31 @@ class Store:
         member.held.clear()
 
     def view(self, place: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int:
-        """See Shard.view."""
+        """Write a shard's weights for a worker; see Shard.view.
+
+        Args:
+            place: Slot of the worker.
+            shard: Number of the shard.
+            out: Shape [n].
+            alive: Whether the worker is still part of the run.
+        """
         return self.shards[shard].view(place, out, alive)
 
     def lend(
         self, place: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
-        """See Shard.lend."""
+        """Return a context with a shard's weights for a worker; see Shard.lend.
+
+        Args:
+            place: Slot of the worker.
+            shard: Number of the shard.
+            spare: Shape [n].
+            alive: Whether the worker is still part of the run.
+        """
         return self.shards[shard].lend(place, spare, alive)
 
     def join(self, place: int) -> None:
-        """Who is at `place` shall read all shards and take part."""
+        """Have the worker in slot `place` read all shards and take part."""
         for shard in self.shards.values():
             shard.join(place)
 
@@ -179,7 +193,13 @@ class Store:
         shards: Mapping[int, dict[str, Any]],
         buffers: dict[str, Any] | None,
     ) -> None:
-        """Make every shard as it was when its state was saved (`Shard.state`, `BufferMean.state`)."""
+        """Restore every shard from its saved state (`Shard.state`, `BufferMean.state`).
+
+        Args:
+            make: Makes a shard.
+            shards: Saved states by number.
+            buffers: Saved state of the buffers, if any.
+        """
         for k in self.mine:
             self._initial[k] = torch.empty_like(shards[k]["policy"]["weights"])
         self.make_shards(make)
@@ -193,7 +213,7 @@ class Store:
         return common(shard.taken for shard in self.shards.values())
 
     def statistics(self) -> dict[str, Any]:
-        """What happened to the shards; lists have one element a shard of this server."""
+        """Return the statistics of the shards; lists have one element per shard of this server."""
         shards = list(self.shards.values())
         total: Counter[int] = sum((s.staleness for s in shards), Counter())
         return {
@@ -207,11 +227,11 @@ class Store:
 
 
 class EpochLog:
-    """Which tickets have been here in full; ends epochs and keeps their snapshots.
+    """Completed tickets; ends epochs and takes their snapshots.
 
-    An epoch ends when as many tickets as it and those before it have are through, whichever these are:
-    a worker may hold a ticket while others are epochs ahead. A run of a number of steps also notes when
-    as many tickets as its first step has were through, its first two, and so on.
+    An epoch ends when as many tickets as it and those before it have are completed, whichever these are: a
+    worker may hold a ticket while others are epochs ahead. A run with a number of steps also notes the time
+    of each step in the same way.
     """
 
     def __init__(self, plan: TicketPlan, writer: SnapshotWriter | None) -> None:
@@ -225,17 +245,21 @@ class EpochLog:
 
     @property
     def complete(self) -> bool:
-        """Whether all tickets of the plan have been here."""
+        """Whether all tickets of the plan are completed."""
         return len(self._seen) == len(self._plan)
 
     def resume(
         self, settled: Collection[int], ends: list[dict[str, float]], seconds: float, store: Store
     ) -> None:
-        """Go on as if these tickets have been here.
-
-        `ends`: the epochs' that were noted by then.
+        """Resume as if these tickets were completed here.
 
         An epoch that is over and was not noted ends now, `seconds` after the first ticket.
+
+        Args:
+            settled: Completed tickets.
+            ends: Noted ends of epochs.
+            seconds: Time since the first ticket.
+            store: Has the shards.
         """
         for number in sorted(settled):
             self._seen.add(number)
@@ -247,7 +271,13 @@ class EpochLog:
         self._end_what_is_over(seconds, store)
 
     def count(self, number: int, seconds: float, store: Store) -> None:
-        """Ticket `number` is through, `seconds` after the first one was handed out."""
+        """Note that a ticket is completed.
+
+        Args:
+            number: Number of the ticket.
+            seconds: Time since the first one was handed out.
+            store: Has the shards.
+        """
         if not self._seen.add(number):
             return
         if self._plan.steps and not len(self._seen) % self._plan.slices:
@@ -274,5 +304,5 @@ class EpochLog:
 
 
 def _histogram(counts: Counter[int]) -> list[int]:
-    """`counts` as a list: element i says how often i was seen."""
+    """Return `counts` as a list: element i is the number of times that i occurred."""
     return [counts[value] for value in range(max(counts, default=-1) + 1)]

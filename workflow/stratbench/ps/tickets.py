@@ -1,4 +1,4 @@
-"""Tickets: the batches of a run, handed out on demand and settled exactly once each."""
+"""Tickets: the batches of a run, handed out on demand and completed exactly once each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ticket(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """In place of a ticket: evaluate the state that the servers kept after `epoch`."""
+    """Request to evaluate the servers' state after `epoch`, in place of a ticket."""
 
     epoch: int
 
@@ -47,7 +47,7 @@ class TicketPlan:
         return (self.steps or self.epochs * self.steps_per_epoch) * self.slices
 
     def tickets_of(self, epoch: int) -> int:
-        """How many tickets an epoch has."""
+        """Return the number of tickets of an epoch."""
         whole = self.steps_per_epoch * self.slices
         return min(whole, len(self) - epoch * whole)
 
@@ -65,7 +65,7 @@ class TicketPlan:
 
 
 class Once:
-    """A set of whole numbers that grows mostly in order, so that it stays small."""
+    """A set of integers that grows mostly in order, stored compactly."""
 
     def __init__(self, floor: int = 0, above: Iterable[int] = ()) -> None:
         self._floor = floor  # everything below is in the set
@@ -105,7 +105,7 @@ class Once:
 
 
 def common(sets: Iterable[Once]) -> Once:
-    """Return the numbers that are in all of these sets, of which there is one at least."""
+    """Return the numbers that are in all of these sets, at least one of which is required."""
     sets = list(sets)
     floor = min(one.floor for one in sets)
     further = [set(range(floor, one.floor)) | one.above for one in sets]
@@ -118,14 +118,19 @@ FRESH, EARLIER = -1, -2
 
 
 class Tickets:
-    """Who holds which ticket. Not thread-safe: the server calls it under its lock.
+    """The holders of tickets.
 
-    A worker is handed its own slice of the step (slice number = its place) while that is free, so that
-    runs in lockstep give every worker the same slice each time; otherwise the lowest.
+    Not thread-safe: the server calls it under its lock.
+
+    A worker gets its own slice of the step (slice number = its slot) while that is free, so that runs in
+    lockstep give every worker the same slice each time. Otherwise it gets the lowest.
     """
 
     def __init__(self, plan: TicketPlan, n_servers: int = 1) -> None:
-        """`n_servers`: how many must have all of a ticket's gradients before it is settled."""
+        """Start with all tickets of a plan.
+
+        `n_servers` servers must have all of a ticket's gradients before it is completed.
+        """
         self.plan = plan
         self.settled_by = array("i", [FRESH]) * len(plan)
         self.n_settled = 0
@@ -139,7 +144,7 @@ class Tickets:
 
     @property
     def all_settled(self) -> bool:
-        """Whether every ticket of the plan has been processed."""
+        """Whether every ticket of the plan is completed."""
         return self.n_settled == len(self.plan)
 
     def held_by(self, worker: int) -> list[int]:
@@ -147,9 +152,9 @@ class Tickets:
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
     def take(self, worker: int, place: int | None = None) -> Ticket | None:
-        """Return the next ticket for `worker`, or None while all the others are in flight or settled.
+        """Return the next ticket for `worker`, or None while all others are in flight or completed.
 
-        `place`: whose slice it gets while that is free; None: the place of its number.
+        `place` is the slot whose slice it gets while that is free, by default that of its number.
         """
         if self._returned:
             number, loser = self._returned.popleft()
@@ -175,11 +180,15 @@ class Tickets:
         return number
 
     def settle(self, worker: int, number: int, server: int = 0) -> None:
-        """`server` has all of ticket `number` from `worker`.
+        """Note that `server` has all gradients of a ticket; it is completed once all servers have them.
 
-        Raises KeyError if `worker` does not hold it.
+        Args:
+            worker: Number of the worker.
+            number: Number of the ticket.
+            server: Number of the server.
 
-        The ticket is settled when that is true of every server.
+        Raises:
+            KeyError: If `worker` does not hold it.
         """
         if self._held.get(number) != worker:
             raise KeyError(f"worker {worker} does not hold ticket {number}")
@@ -192,7 +201,7 @@ class Tickets:
         self.n_settled += 1
 
     def resume(self, settled: Collection[int]) -> None:
-        """Begin as a run goes on in which the tickets of these numbers are settled."""
+        """Resume a run in which the tickets of these numbers are completed."""
         for number in settled:
             self.settled_by[number] = EARLIER
         self.n_settled = len(settled)

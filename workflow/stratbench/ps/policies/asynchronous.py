@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 
 class AsyncPolicy(Policy):
-    """Every push is a step; nobody waits.
+    """Every push is a step, without waiting.
 
-    W -= eta * velocity(g), one momentum on the server. Downpour SGD of Dean et al., "Large scale
-    distributed deep networks", NIPS 2012; the asynchronous server of the paper this project
-    re-implements.
+    W -= eta * velocity(g), one momentum on the server. Downpour SGD of Dean et al., "Large scale distributed
+    deep networks", NIPS 2012; the asynchronous server of the paper this project re-implements.
     """
 
     summary: ClassVar[str] = "parameter server, nobody waits"
@@ -59,17 +58,17 @@ class AsyncPolicy(Policy):
         return self.push_lr
 
     def _weight(self, staleness: int) -> float:
-        """What a gradient as stale as this is multiplied by before it enters the momentum."""
+        """Return the factor on a gradient of this staleness, before it enters the momentum."""
         return 1.0
 
 
 class StalenessLrPolicy(AsyncPolicy):
-    """The older the gradient, the less it weighs.
+    """Older gradients have a smaller weight.
 
     W -= eta * velocity(g / (1 + tau)). Zhang et al., "Staleness-aware async-SGD for distributed deep
-    learning", IJCAI 2016, who divide each gradient's learning rate by its staleness, with 1 + tau for
-    their tau so that a fresh gradient keeps eta. The weight goes into the momentum with the gradient:
-    a stale push does not shorten what earlier ones have still to give.
+    learning", IJCAI 2016, who divide each gradient's learning rate by its staleness, with 1 + tau for their
+    tau so that a fresh gradient keeps eta. The weight goes into the momentum with the gradient: a stale push
+    does not shorten what earlier ones have still to give.
     """
 
     summary: ClassVar[str] = "parameter server, learning rate by staleness"
@@ -87,12 +86,11 @@ class StalenessLrPolicy(AsyncPolicy):
 
 
 class SspPolicy(AsyncPolicy):
-    """Asynchronous, but nobody starts a batch more than `s` pushes ahead of the slowest.
+    """Asynchronous, with a bound: no batch starts more than `s` pushes ahead of the slowest worker.
 
-    A worker's clock counts its pushes; it waits while clock > min(clocks of live workers) + s. Each
-    push is a step, as in ps-async. Ho et al., "More effective distributed ML via a stale
-    synchronous parallel parameter server", NIPS 2013. A worker that joins starts at the slowest
-    clock.
+    A worker's clock counts its pushes; it waits while clock > min(clocks of live workers) + s. Each push is a
+    step, as in ps-async. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
+    server", NIPS 2013. A worker that joins starts at the slowest clock.
     """
 
     summary: ClassVar[str] = "parameter server, bounded staleness"
@@ -322,7 +320,7 @@ class DanaPolicy(Policy):
         return Outcome.APPLIED
 
     def _sum_anew(self) -> None:
-        """Add up again, by now and then an eighth of a pass a push: rounding errors do not pile up."""
+        """Recompute the sum, an eighth per push at times, so that rounding errors do not accumulate."""
         self._sum.zero_()
         for momentum in self._momenta:
             self._sum.add_(momentum.value)

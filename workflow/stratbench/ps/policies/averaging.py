@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class SyncPolicy(Policy):
-    """Every live worker pushes, the average makes one step, all go on together.
+    """Averages the gradients of all live workers in one step, for which all wait.
 
-    W -= lr * velocity(mean of the gradients, each by its `push_weight`). Bulk-synchronous SGD as in
-    Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential
-    consistency), and the synchronous server of the paper this project re-implements. The sum runs in
-    order of the worker numbers whatever the order of arrival, so that a run can be repeated bit for bit. A
-    worker that has finished is no longer waited for; one that was lost ends the run.
+    W -= lr * velocity(mean of the gradients, each by its `push_weight`). Bulk-synchronous SGD as in Li et
+    al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential consistency),
+    and the synchronous server of the paper this project re-implements. The sum runs in order of the worker
+    numbers whatever the order of arrival, so that a run can be repeated bit for bit. A worker that has
+    finished is no longer waited for; one that was lost ends the run.
     """
 
     summary: ClassVar[str] = "parameter server, every step waits for all workers"
@@ -64,7 +64,7 @@ class SyncPolicy(Policy):
         self._free = [torch.zeros_like(weights) for _ in range(slots)]
 
     def state(self) -> Fields:
-        """Of what is free only how many: what is in them is of no use."""
+        """Return the state, with only the number of free buffers, whose contents are unused."""
         return Fields(super().state(), _free=len(self._free))
 
     def load(self, state: Fields) -> None:
@@ -105,7 +105,7 @@ class SyncPolicy(Policy):
         return worker not in self._arrived
 
     def _summable_below(self) -> float:
-        """Return the worker number below which nobody is missing; infinite when the round is complete."""
+        """Return the lowest number of a missing worker, or infinity if the round is complete."""
         return min(self._live - self._arrived, default=math.inf)
 
     def _advance(self, borrowed: Tensor | None = None) -> bool:
@@ -148,12 +148,12 @@ class SyncPolicy(Policy):
 
 
 class BackupPolicy(SyncPolicy):
-    """Of N workers the first N - b of a step make its update; late pushes are dropped.
+    """Uses the first N - b of N workers in each step; late pushes are dropped.
 
-    Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late when its weights
-    were read before the last step; its sender goes on at once with the new weights. A step is
-    also made when every live worker has been heard since the last one, late or not: then workers
-    were lost, or (shards decide one by one who was late) the missing ones wait at another shard.
+    Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late when its weights were read
+    before the last step. Its sender continues at once with the new weights. A step is also made when every
+    live worker has pushed since the last one, late or not. Then workers were lost, or the missing ones wait
+    at another shard, since shards decide separately who was late.
     """
 
     summary: ClassVar[str] = "parameter server, does not wait for the slowest workers"
@@ -172,7 +172,7 @@ class BackupPolicy(SyncPolicy):
             return self.quorum(workers) == workers
 
         def quorum(self, workers: int) -> int:
-            """How many pushes make a step of `workers` workers."""
+            """Return the number of pushes per step of `workers` workers."""
             return max(1, workers - self.backups)
 
         def optimizer_buffers(self, workers: int) -> int:
@@ -218,14 +218,14 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _summable_below(self) -> float:
-        """Return all at once: who belongs to a step is known only when it is complete."""
+        """Return the same for all: a step's workers are known only when it is complete."""
         enough = len(self._arrived) + self._arrived_and_left >= self._quorum
         return math.inf if enough or self._live <= self._arrived | self._late else -1
 
 
 @dataclass(frozen=True)
 class BucketOptions(PolicyOptions):
-    """Base of the policies that make an update of any so many pushes; nobody waits."""
+    """Options of policies that update with every n pushes from any workers, without waiting."""
 
     refuses_adamw: ClassVar[str | None] = None
 
@@ -240,7 +240,7 @@ class BucketOptions(PolicyOptions):
         return workers / self.pushes_per_update(workers)
 
     def pushes_per_update(self, workers: int) -> int:
-        """As many as there are workers: a global batch."""
+        """Return the number of workers: a global batch."""
         return workers
 
     def optimizer_buffers(self, workers: int) -> int:
@@ -249,11 +249,11 @@ class BucketOptions(PolicyOptions):
 
 
 class KBatchPolicy(Policy):
-    """Every K pushes, whoever sent them, are averaged into one update; nobody waits.
+    """Averages every K pushes, from any workers, into one update, without waiting.
 
-    W -= lr * velocity(mean of K gradients). K-batch-async SGD of Dutta et al., "Slow and stale
-    gradients can win the verdict", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. `finish`
-    averages and applies the fewer than K that are left.
+    W -= lr * velocity(mean of K gradients). K-batch-async SGD of Dutta et al., "Slow and stale gradients can
+    win the verdict", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. `finish` averages and applies the
+    fewer than K that are left.
     """
 
     summary: ClassVar[str] = "parameter server, averages any K pushes"

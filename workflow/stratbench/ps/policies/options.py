@@ -1,4 +1,4 @@
-"""What the options of all policies share: what follows from them for memory, updates and waiting.
+"""Common options of all policies, and their effects on memory, updates and waiting.
 
 No torch here: the Snakefile validates a study's options, and the plan counts buffers, without it.
 """
@@ -40,12 +40,12 @@ class PolicyOptions(Options):
 
     @property
     def synchronous_alone(self) -> bool:
-        """Whether one worker by itself trains as torch's optimizer does."""
+        """Whether a single worker trains as torch's optimizer does."""
         return False
 
     @classmethod
     def refusal(cls, optimizer: str) -> str | None:
-        """Why its servers cannot update by "sgd" or "adamw"; None: they can."""
+        """Return why its servers do not support "sgd" or "adamw", or None if they do."""
         return {"sgd": cls.refuses_sgd, "adamw": cls.refuses_adamw}[optimizer]
 
     def waits_for_slowest(self, workers: int) -> bool:
@@ -62,21 +62,21 @@ class PolicyOptions(Options):
         return 1
 
     def lr_factor(self, workers: int) -> float:
-        """What `Hyper.lr_scale` is for `workers`: 1.0, or 1/workers where the options say '1/N'."""
+        """Return `Hyper.lr_scale` for `workers`: 1.0, or 1/workers if the options say '1/N'."""
         return 1.0 / workers if getattr(self, "lr_scale", "full") == "1/N" else 1.0
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Weight-sized tensors the policy keeps beside the weights, with momentum switched on."""
+        """Return the number of weight-sized tensors of the policy, without the weights, with momentum."""
         return self.fixed_buffers + self.buffers_per_worker * workers
 
     def momentum_buffers(self, workers: int) -> int:
-        """How many of these only momentum needs."""
+        """Return how many of these only momentum needs."""
         return 1
 
 
 @dataclass(frozen=True)
 class EveryPushOptions(PolicyOptions):
-    """Base of the policies that make every push an update; nobody waits for anybody."""
+    """Options of policies that update with every push, without waiting."""
 
     synchronous_alone: ClassVar[bool] = True
 

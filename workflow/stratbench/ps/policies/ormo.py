@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class OrMoPolicy(Policy):
-    """One momentum for all, into which a late gradient enters as if it had come in time.
+    """Momentum SGD in which a late gradient has the effect that it would have had in time.
 
-    Gradients are ordered by the bucket in which their weights were read: version read // N; N gradients
-    make the updates of one global batch. A bucket begins with a roll, V <- mu V, W -= eta V, by its first
-    push. A push that is k buckets late then makes V += mu^k g and W -= eta (1 + mu + ... + mu^k) g: W and V
-    are where they would be with g in its own bucket. OrMo of Shi et al., "Ordered momentum for
-    asynchronous SGD", NeurIPS 2024, arXiv 2407.19234, its roll put off until the bucket's first push:
-    one worker is then heavy-ball SGD.
+    Gradients are ordered by the bucket in which their weights were read: version read // N; N gradients make
+    the updates of one global batch. A bucket begins with a roll, V <- mu V, W -= eta V, by its first push. A
+    push that is k buckets late then makes V += mu^k g and W -= eta (1 + mu + ... + mu^k) g: W and V are where
+    they would be with g in its own bucket. OrMo of Shi et al., "Ordered momentum for asynchronous SGD",
+    NeurIPS 2024, arXiv 2407.19234, its roll put off until the bucket's first push: one worker is then
+    heavy-ball SGD.
 
-    `look_ahead` is our addition: a worker reads W - (M - 1) / N eta mu V, M the workers present: the part
-    of the next roll that the others' pushes bring before its own. At one worker it vanishes.
+    `look_ahead` is our addition: a worker reads W - (M - 1) / N eta mu V, M the workers present: the part of
+    the next roll that the others' pushes bring before its own. At one worker it vanishes.
 
-    With Nesterov a bucket of gradients G makes W -= eta (G + mu V), so a roll is W -= eta mu V, a push
-    W -= eta (1 + mu + ... + mu^(k + 1)) g, and the look-ahead has mu^2 for mu.
+    With Nesterov a bucket of gradients G makes W -= eta (G + mu V), so a roll is W -= eta mu V, a push W -=
+    eta (1 + mu + ... + mu^(k + 1)) g, and the look-ahead has mu^2 for mu.
 
-    N stays what it was when workers are lost: a bucket is a global batch, whoever computed it. Weight
-    decay is taken of W before the roll. Where the learning rate changes, eta is that of the push.
+    N stays what it was when workers are lost: a bucket is a global batch, whoever computed it. Weight decay
+    is taken of W before the roll. Where the learning rate changes, eta is that of the push.
     """
 
     summary: ClassVar[str] = "parameter server, late gradients enter the momentum as if in time"

@@ -1,4 +1,4 @@
-"""The parameter server's update policies: each is one line here, and one class that has all its facts.
+"""Registry of the parameter server's update policies: one line and one class each.
 
 The workflow reads names and options on every parse: policies import torch inside functions only.
 """
@@ -72,9 +72,14 @@ def make_policy(
 ) -> Policy:
     """Return a policy for one shard from a config's values.
 
-    `weights`: the shard's flat parameters, shape [n], updated in place. `options`: as in the
-    config, defaults where a key is missing; `lr_scale` there decides `hyper.lr_scale`. Raises
-    ValueError for an unknown policy or option.
+    Args:
+        name: Name of the policy.
+        weights: The shard's flat parameters, shape [n], updated in place.
+        hyper: Optimizer settings; `options` decide its `lr_scale`.
+        options: As in the config, with defaults for missing keys.
+
+    Raises:
+        ValueError: For an unknown policy or option.
     """
     parsed = parse_options(name, options)
     if reason := parsed.refusal(hyper.optimizer):

@@ -1,8 +1,8 @@
-"""What a parameter-server policy is: how one shard takes pushes and hands out weights.
+"""Interface of parameter-server policies: how one shard takes pushes and hands out weights.
 
-A policy object owns one shard. The server and the virtual-clock driver use the same objects, so
-what is tested under the clock is what runs. The rules themselves are in `averaging.py` and
-`asynchronous.py`; `policies.py` lists them by name. torch is imported inside functions only.
+A policy object owns one shard. The server and the virtual-clock driver use the same objects, so what is
+tested under the clock is what runs. The rules themselves are in `averaging.py` and `asynchronous.py`;
+`policies.py` lists them by name. torch is imported inside functions only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(Enum):
-    """What became of a pushed gradient."""
+    """Outcome of a pushed gradient."""
 
     APPLIED = "applied"  # the weights changed
     HELD = "held"  # kept for a later update
@@ -30,11 +30,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Hyper:
-    """The server-side optimizer, SGD or AdamW as torch.optim defines them, and how many workers share it.
+    """Settings of the server-side optimizer, SGD or AdamW as in torch.optim, and its workers.
 
-    `lr` is the learning rate of one global batch. `lr_scale` is what an asynchronous push
-    multiplies it by: 1.0 (`full`, as the paper) or 1/workers (so that `workers` pushes move as far
-    as one averaged update). Policies that average several pushes into an update do not use it.
+    `lr` is the learning rate of one global batch. `lr_scale` is what an asynchronous push multiplies it by:
+    1.0 (`full`, as the paper) or 1/workers (so that `workers` pushes move as far as one averaged update).
+    Policies that average several pushes into an update do not use it.
     """
 
     lr: float
@@ -102,7 +102,7 @@ class Momentum:
     """One heavy-ball buffer of a shard, updated as torch.optim.SGD does (dampening 0)."""
 
     def __init__(self, like: Tensor, hyper: Hyper) -> None:
-        """`like`: the shard's weights, shape [n]; nothing is kept when the momentum is 0."""
+        """Allocate the momentum of weights `like`, shape [n], unless it is 0."""
         import torch
 
         self.hyper = hyper
@@ -114,11 +114,18 @@ class Momentum:
             self.value.zero_()
 
     def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> Tensor:
-        """Return weights -= lr * direction, all shape [n]; returns the direction. Overwrites `grad`.
+        """Update `weights` by -lr * direction, in place; return the direction.
 
-        Bit-identical to torch.optim.SGD's step: the first gradient becomes the buffer, weight decay
-        is taken of the weights as they are now, Nesterov looks ahead along the new buffer.
-        `weight` multiplies the gradient, decay included, before it enters the momentum.
+        Overwrites `grad`.
+
+        Bit-identical to torch.optim.SGD's step. The first gradient becomes the buffer, weight decay uses the
+        weights as they are now, and Nesterov looks ahead along the new buffer.
+
+        Args:
+            weights: Shape [n].
+            grad: Gradient, shape [n].
+            lr: Learning rate.
+            weight: Factor on the gradient, decay included, before it enters the momentum.
         """
         if self.hyper.weight_decay:
             grad.add_(weights, alpha=self.hyper.weight_decay)
@@ -144,7 +151,7 @@ class Momentum:
 
 
 class AdamW:
-    """AdamW's two moments of a shard, as torch.optim.AdamW updates them, in the place of `Momentum`.
+    """AdamW's two moments of a shard, as torch.optim.AdamW updates them; replaces `Momentum`.
 
     Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
     """
@@ -158,7 +165,16 @@ class AdamW:
         self.steps = 0
 
     def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> None:
-        """One step on the weights, all shape [n]; overwrites `grad`, which `weight` multiplies first."""
+        """Update `weights` by one step, in place.
+
+        Overwrites `grad`.
+
+        Args:
+            weights: Shape [n].
+            grad: Gradient, shape [n].
+            lr: Learning rate.
+            weight: Factor on the gradient.
+        """
         import torch
 
         (beta1, beta2), h = self.hyper.betas, self.hyper
@@ -174,7 +190,7 @@ class AdamW:
 
 
 def optimizer_of(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
-    """What a policy with one optimizer steps by, for a shard's weights, shape [n]."""
+    """Return the optimizer of a policy that has one, for a shard's weights, shape [n]."""
     return AdamW(weights, hyper) if hyper.optimizer == "adamw" else Momentum(weights, hyper)
 
 
@@ -207,10 +223,14 @@ class Policy(ABC):
         disown(cls, ("rigid",))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
-        """`weights`: the shard's flat parameters, shape [n], updated in place.
+        """Own a shard.
 
-        The server may put a copy in the place of `self.weights` between two calls: keep no other
-        reference to them.
+        The server may replace `self.weights` by a copy between two calls: keep no other reference to them.
+
+        Args:
+            weights: The shard's flat parameters, shape [n], updated in place.
+            hyper: Optimizer settings.
+            options: Options of the policy.
         """
         self.weights = weights
         self.hyper = hyper
@@ -233,14 +253,17 @@ class Policy(ABC):
 
     @property
     def tolerates_loss(self) -> bool:
-        """Whether the run goes on without a worker that was lost."""
+        """Whether the run continues when a worker is lost."""
         return self.options.tolerates_loss
 
     @abstractmethod
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        """Take worker's gradient, shape [n], computed on `read_version`.
+        """Take a worker's gradient, which may be overwritten until this returns.
 
-        `grad` may be overwritten, and is the caller's again when this returns.
+        Args:
+            worker: Slot of the worker.
+            grad: Gradient, shape [n].
+            read_version: Version of the weights that it was computed on.
         """
 
     # The four below are no-ops for a policy that need not know.
@@ -251,35 +274,35 @@ class Policy(ABC):
         """
 
     def on_leave(self, worker: int) -> None:  # noqa: B027
-        """`worker` has finished, is idle for want of a batch, or was lost: nobody waits for it.
+        """Note that `worker` has finished, is idle without a batch, or was lost: no wait for it.
 
-        Calling this as soon as there is no batch for a worker matters where others may be waiting
-        at a bound with their own batch half pushed.
+        Call this as soon as there is no batch for a worker: others may be waiting at a bound, with their own
+        batch half pushed.
         """
 
     def on_join(self, worker: int) -> None:  # noqa: B027
         """`worker`, which had left, is at work again; it reads at once."""
 
     def state(self) -> Fields:
-        """Return all that decides what it does next, copied, for `load`: every field but its settings.
+        """Return a copy of the state that determines its next steps: every field but its settings.
 
-        Tensors, numbers, texts, lists, sets and dicts of these, and optimizers are saved by themselves. What
-        is only there to work in, name it in `scratch`.
+        Tensors, numbers, texts, lists, sets and dicts of these, and optimizers are saved automatically.
+        Temporary buffers must be named in `scratch`.
         """
         return fields_of(self, {"hyper", "options", *self.scratch})
 
     def load(self, state: Fields) -> None:
-        """Go on from the `state` of a policy of the same settings, for a shard as long."""
+        """Resume from the `state` of a policy with the same settings and a shard of equal length."""
         set_fields(self, state)
 
     def finish(self) -> None:  # noqa: B027
         """No push will come any more: apply what is held."""
 
     def ready(self, worker: int) -> bool:
-        """Return whether `worker`, which has pushed or skipped, may read and go on."""
+        """Return whether `worker`, which has pushed or skipped, may read and continue."""
         return True
 
     def view(self, worker: int, out: Tensor) -> int:
-        """Write the weights that `worker` shall compute on into `out`; returns their version."""
+        """Write the weights for `worker` to `out`; return their version."""
         out.copy_(self.weights)
         return self.version

@@ -1,4 +1,4 @@
-"""AdamW without waiting: any N pushes make a step, and workers read the weights their gradient will meet."""
+"""AdamW without waiting: N pushes make a step, and workers read predicted weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK = 65536
 
 
 class PreviewPolicy(KBatchPolicy):
-    """AdamW on the mean of any N pushes, read ahead by what the unfinished bucket will do.
+    """AdamW on the mean of any N pushes; reads look ahead by the unfinished bucket's effect.
 
     N pushes, whoever sent them, are a bucket, and make one step of AdamW: `ps-kbatch` with K = N (Dutta et
     al., AISTATS 2018). After t buckets, with AdamW's moments m and v and the sum S of the j gradients that

@@ -1,1 +1,1 @@
-"""What passes between workers and servers: frames, handshake, shared memory and sockets."""
+"""Communication between workers and servers: frames, handshake, shared memory and sockets."""

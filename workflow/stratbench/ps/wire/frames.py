@@ -1,7 +1,7 @@
-"""Frames of the parameter-server protocol, the same over TCP and beside shared memory.
+"""Frames of the parameter-server protocol, the same over TCP and next to shared memory.
 
-A frame is a fixed binary header, authenticated with the connection's key, and `length` bytes of
-payload. Nothing is ever unpickled; a length is checked before anything is read or allocated.
+A frame is a fixed binary header, authenticated with the connection's key, and `length` bytes of payload.
+Nothing is ever unpickled; a length is checked before anything is read or allocated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TICKET = struct.Struct("<QIII")
 
 
 class Kind(IntEnum):
-    """What a frame says. C: sent by workers (clients), S: by servers."""
+    """Kind of a frame. C: sent by workers (clients), S: by servers."""
 
     CHALLENGE = 1  # S  first frame of a connection: the server's nonce
     HELLO = 2  # C  who I am and what my model looks like; proves the secret
@@ -58,7 +58,7 @@ class Kind(IntEnum):
 
 
 class ProtocolError(Exception):
-    """A frame that must be refused; the text says what was wrong with it."""
+    """A frame is invalid; the text describes the error."""
 
 
 class ComeAgain(ProtocolError):
@@ -102,7 +102,7 @@ class Header:
         return fields + self._tag(fields)
 
     def unpack(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
-        """Return the frame and whether it is a replay (its payload must then be thrown away).
+        """Return the frame and whether it is a replay, whose payload must be discarded.
 
         Raises ProtocolError for anything this connection's peer cannot have sent now.
         """
@@ -131,7 +131,14 @@ class Header:
 
 
 def pack_ticket(number: int, epoch: int, step: int, slice_: int) -> bytes:
-    """Payload of a TICKET frame."""
+    """Return the payload of a TICKET frame.
+
+    Args:
+        number: Number of the ticket.
+        epoch: Its epoch.
+        step: Its step.
+        slice_: Its slice of the step.
+    """
     return _TICKET.pack(number, epoch, step, slice_)
 
 

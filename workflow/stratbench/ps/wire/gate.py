@@ -29,7 +29,7 @@ _EXHAUSTED_PAUSE_S = 0.2
 
 
 class Refusals:
-    """What was refused, for the log and the statistics."""
+    """Rejected connections, for the log and the statistics."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -37,7 +37,7 @@ class Refusals:
         self._lock = threading.Lock()
 
     def add(self, who: str, reason: str) -> None:
-        """`who` was refused because of `reason`; the log has as many as the statistics."""
+        """Add that `who` was rejected because of `reason`; the log has as many as the statistics."""
         with self._lock:
             self.count += 1
             if len(self.first) >= _REFUSALS_KEPT:
@@ -50,11 +50,11 @@ class Refusals:
 
 
 class Gate:
-    """Accepts connections, each on a thread of its own, until it is closed.
+    """Accepts connections, each on its own thread, until it is closed.
 
-    `enter(connection, hello, nonces, transport)` is called for a peer that knows the secret, and
-    serves it; what it raises is a refusal. Over a local socket other users are refused at once; when there
-    are too many unknown peers, the one that came first must go.
+    `enter(connection, hello, nonces, transport)` is called for a peer that knows the secret, and serves it.
+    An exception in it is a rejection. Over a local socket other users are rejected at once. When there are
+    too many unknown peers, the oldest connection is closed.
     """
 
     def __init__(
@@ -64,7 +64,14 @@ class Gate:
         refusals: Refusals,
         enter: Callable[[Connection, dict[str, Any], bytes, str], Callable[[], None]],
     ) -> None:
-        """`enter` returns what the peer's thread shall do from then on."""
+        """Accept peers that know the secret.
+
+        Args:
+            secret: Secret of the job.
+            deadline_s: Maximum time of a handshake.
+            refusals: Takes rejected connections.
+            enter: Returns the function that the peer's thread runs from then on.
+        """
         self._secret, self._deadline_s = secret, deadline_s
         self._refusals, self._enter = refusals, enter
         self._closed = threading.Event()

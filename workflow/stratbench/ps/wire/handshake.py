@@ -1,8 +1,8 @@
-"""The per-job secret, and the handshake by which server and worker prove that they know it.
+"""The per-job secret, and the handshake that proves that server and worker know it.
 
-The server speaks first, with a nonce; the worker answers with its own nonce and an HMAC-SHA256
-over both and what it says about itself; the server answers in kind. A recorded handshake is
-worthless: the next nonce differs. The keys of the connection's frames follow from secret and nonces.
+The server starts with a nonce. The worker answers with its own nonce and an HMAC-SHA256 over both and its
+description; the server answers likewise. A recorded handshake is useless: the next nonce differs. The keys of
+the connection's frames follow from secret and nonces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class JoinRefused(ConnectionError):
 
 
 class JoinLater(JoinRefused):
-    """The server has no place for this worker now; it may come again."""
+    """The server has no free slot for this worker now; it may come again."""
 
 
 def new_secret() -> bytes:
@@ -39,7 +39,7 @@ def new_secret() -> bytes:
 
 
 def write_secret(path: str | Path, secret: bytes) -> None:
-    """Write `secret` as hex into a new file that only its owner may read (mode 0600)."""
+    """Write `secret` as hex to a new file with mode 0600."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secret.hex())
@@ -68,7 +68,7 @@ def _prove(secret: bytes, side: bytes, nonces: bytes, said: bytes) -> bytes:
 
 
 def session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Return keys of the frames from worker to server and from server to worker, 32 bytes each."""
+    """Return the 32-byte keys of the frames from worker to server and from server to worker."""
     return (
         hmac.digest(secret, b"worker frames" + nonces, hashlib.sha256),
         hmac.digest(secret, b"server frames" + nonces, hashlib.sha256),
@@ -96,9 +96,10 @@ def _parsed(said: bytes) -> dict[str, Any]:
 
 
 def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any], bytes]:
-    """Server: challenge the peer. Returns what it says in its HELLO, and both nonces.
+    """Challenge the peer, on the server; return its HELLO and both nonces.
 
-    Raises ProtocolError when the peer does not know the secret or does not follow the protocol.
+    Raises:
+        ProtocolError: When the peer does not know the secret or does not follow the protocol.
     """
     connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonce = os.urandom(NONCE_BYTES)
@@ -114,7 +115,15 @@ def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any
 def accept_handshake(
     connection: Connection, secret: bytes, nonces: bytes, welcome: dict[str, Any], limit_bytes: int
 ) -> None:
-    """Server: welcome the peer; from here on frames carry the connection's keys."""
+    """Welcome the peer, on the server; further frames are authenticated with the connection's keys.
+
+    Args:
+        connection: Connection to the peer.
+        secret: Secret of the job.
+        nonces: Both nonces.
+        welcome: Content of the WELCOME.
+        limit_bytes: Maximum size of payloads.
+    """
     said = json.dumps(welcome).encode()
     connection.send(Frame(Kind.WELCOME), _prove(secret, b"server", nonces, said) + said)
     to_server, to_worker = session_keys(secret, nonces)
@@ -122,9 +131,15 @@ def accept_handshake(
 
 
 def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any]) -> dict[str, Any]:
-    """Worker: answer the challenge; returns what the server's WELCOME says.
+    """Answer the challenge, on the worker; return the server's WELCOME.
 
-    Raises JoinRefused with the server's reason, or when the server does not know the secret.
+    Args:
+        connection: Connection to the server.
+        secret: Secret of the job.
+        hello: The worker's description.
+
+    Raises:
+        JoinRefused: With the server's reason, or when the server does not know the secret.
     """
     connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonces = _said(connection, Kind.CHALLENGE, NONCE_BYTES)[:NONCE_BYTES] + os.urandom(NONCE_BYTES)

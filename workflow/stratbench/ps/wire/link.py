@@ -14,11 +14,11 @@ class ServerLost(ConnectionError):
 
 
 class RunEnded(RuntimeError):
-    """The server ended the run, or this worker's part in it; the text is the server's reason."""
+    """The server ended the run, or this worker's part in it; the text has its reason."""
 
 
 class Left(RuntimeError):
-    """This worker has left the run, as it was asked to."""
+    """This worker has left the run, on request."""
 
 
 class Link:

@@ -1,8 +1,8 @@
-"""Memory shared by a worker and the servers on its host: weights, gradients and buffers in place.
+"""Shared memory of a worker and the servers on its host: weights, gradients and buffers in place.
 
-An anonymous file (memfd) has no name: nothing is left behind when a process is killed, and only a
-process that was sent its descriptor over the authenticated local socket can map it. It is sealed against
-shrinking, so that a broken worker cannot take the server down by truncating it.
+An anonymous file (memfd) has no name. Nothing is left behind when a process is killed, and only a process
+that was sent its descriptor over the authenticated local socket can map it. It is sealed against shrinking,
+so that a broken worker cannot crash the server by truncating it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a worker's flat tensors look like; the same for all workers of a run."""
+    """Shapes and types of a worker's flat tensors, the same for all workers of a run."""
 
     numel: int  # trainable parameters, padding included
     dtype: str

@@ -1,7 +1,7 @@
-"""Connections that carry frames, over TCP or beside shared memory, and how workers find servers.
+"""Connections that carry frames, over TCP or next to shared memory, and how workers find servers.
 
-A server publishes its addresses in a rendezvous file. A worker on the same host takes the local
-socket, any other worker takes TCP.
+A server publishes its addresses in a rendezvous file. A worker on the same host takes the local socket, any
+other worker takes TCP.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _UNACKED, _LAST_ACK = struct.Struct("24xI"), struct.Struct("56xI")
 
 
 class Closed(ConnectionError):
-    """The peer, or this side, has closed the connection; the text says at what point."""
+    """The peer, or this side, has closed the connection; the text says when."""
 
 
 class Silent(ConnectionError):
-    """Nothing was heard from the peer until the deadline."""
+    """The peer was silent until the deadline."""
 
 
 class Awake:
-    """Since when this process has not been paused: by a job that is suspended, or with its machine.
+    """Time since which this process has not been paused, by a suspended job or with its machine.
 
-    What was silent meanwhile may have been paused as well, so that silence counts from then on.
+    Silent peers may have been paused as well, so that silence counts from then on.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -48,7 +48,7 @@ class Awake:
         self.since = self._looked = time.monotonic()
 
     def look(self, now: float) -> float:
-        """It is awake `now` (time.monotonic()); returns since when."""
+        """Note that the process is awake `now` (time.monotonic()); return since when."""
         if now - self._looked > self._longest_s:
             self.since = now
         self._looked = now
@@ -88,7 +88,13 @@ class Connection:
         self._send_lock = threading.Lock()
 
     def use_keys(self, sending: bytes, receiving: bytes, limit_bytes: int) -> None:
-        """Authenticate frames with these keys from now on; refuse payloads over `limit_bytes`."""
+        """Authenticate frames with these keys from now on, and reject larger payloads.
+
+        Args:
+            sending: Key of sent frames.
+            receiving: Key of received frames.
+            limit_bytes: Maximum size of payloads.
+        """
         self._out, self._in = Header(sending), Header(receiving)
         self.limit_bytes = limit_bytes
 
@@ -98,7 +104,7 @@ class Connection:
             self._send(frame, payload)
 
     def send_descriptor(self, frame: Frame, descriptor: int) -> None:
-        """Send a frame with a file descriptor beside its payload of one byte (local sockets)."""
+        """Send a frame with a file descriptor next to its payload of one byte (local sockets)."""
         with self._send_lock:
             try:
                 self.sock.sendall(self._out.pack(frame._replace(length=1)))
@@ -107,7 +113,7 @@ class Connection:
                 raise Closed(f"could not send: {error.strerror or error}") from None
 
     def read_descriptor(self) -> int:
-        """Return the file descriptor beside the frame just received; the caller closes it."""
+        """Return the file descriptor that came with the last frame; the caller closes it."""
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -123,7 +129,7 @@ class Connection:
         return descriptors[0]
 
     def send_if_free(self, frame: Frame, payload: bytes = b"") -> None:
-        """Send a small frame unless another thread is sending (a sign of life itself)."""
+        """Send a small frame unless another thread is sending, which is a sign of life itself."""
         if self._send_lock.acquire(blocking=False):
             try:
                 self._send(frame, payload)
@@ -265,9 +271,12 @@ class Listeners:
         return [self.tcp] if self.local is None else [self.tcp, self.local]
 
     def publish(self, path: str | Path, server: int, incarnation: int = 1) -> None:
-        """Write server `server`'s rendezvous file, `<path>.<server>`, at once and whole.
+        """Write server `server`'s rendezvous file, `<path>.<server>`, atomically.
 
-        `incarnation`: how often the servers of an elastic run were started, this time included.
+        Args:
+            path: Path of the rendezvous files, without their endings.
+            server: Number of the server.
+            incarnation: How often the servers of an elastic run were started, this time included.
         """
         endpoint = {
             "protocol": PROTOCOL,
@@ -288,7 +297,7 @@ class Listeners:
 
 
 def rendezvous_file(path: str | Path, server: int) -> Path:
-    """Where server `server` of the job publishes its addresses."""
+    """Return the file in which server `server` of the job publishes its addresses."""
     return Path(f"{path}.{server}")
 
 
@@ -312,10 +321,18 @@ def _dial(endpoint: dict[str, Any], transport: str) -> tuple[socket.socket, str]
 def dial(
     path: str | Path, server: int, transport: str, deadline: float
 ) -> tuple[socket.socket, str]:
-    """Connect to server `server` of the job; returns the socket and "shm" or "tcp".
+    """Connect to server `server` of the job; return the socket and "shm" or "tcp".
 
-    `transport`: "auto", "shm" or "tcp". Waits for the rendezvous file, and for a server behind it,
-    until `deadline` (time.monotonic()); then raises ConnectionError.
+    Waits for the rendezvous file, and for a server behind it, until `deadline`.
+
+    Args:
+        path: Path of the rendezvous files, without their endings.
+        server: Number of the server.
+        transport: "auto", "shm" or "tcp".
+        deadline: Value of time.monotonic().
+
+    Raises:
+        ConnectionError: When the deadline has passed.
     """
     if transport not in ("auto", "shm", "tcp"):
         raise ValueError(f"transport is {transport!r}; expected auto, shm or tcp")

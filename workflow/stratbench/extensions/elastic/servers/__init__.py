@@ -1,1 +1,1 @@
-"""Servers whose workers come, leave and return while it trains, and that are started again themselves."""
+"""Servers that can be restarted, and whose workers come, leave and return during the training."""

@@ -1,6 +1,4 @@
-"""A worker's part in an elastic run: it knocks, returns when the servers have another incarnation, and
-leaves.
-"""
+"""A worker's channel in an elastic run: it joins, follows the servers' incarnations, and leaves."""
 
 from __future__ import annotations
 
@@ -36,12 +34,12 @@ class RunOver(Exception):
 
 
 class ReturningChannel:
-    """A `Channel` to whichever life of the servers there is; methods not stated here are its own.
+    """A `Channel` to the current incarnation of the servers; other methods are delegated to it.
 
-    Where the servers are lost, the next incarnation is looked for, and its first ticket comes in place of
-    what was waited for. A push under way is lost then: somebody computes its ticket again. When `leaving` is
-    set, the channel leaves after the batch at hand, or before its end if that takes longer than BATCH_S; what
-    is called then raises Left.
+    If the servers are lost, it looks for the next incarnation, whose first ticket then replaces the awaited
+    one. A push in progress is lost then: another worker computes its ticket again. When `leaving` is set, the
+    channel leaves after the current batch, or before its end if that takes longer than BATCH_S. Later calls
+    raise Left.
     """
 
     #: Nobody evaluates for all at the end: somebody has evaluated each epoch.
@@ -55,10 +53,19 @@ class ReturningChannel:
         leaving: threading.Event,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Joins the run: `connect(life)` makes a channel to that life of the servers.
+        """Join the run.
 
-        `folder`: the servers' own, where they say that the run is over; then it raises RunOver. Raises
-        ServerLost where no server answers for `silence_s`, Left where `leaving` is set meanwhile.
+        Args:
+            connect: Makes a channel to an incarnation of the servers.
+            rendezvous: Path of the servers' rendezvous files, without their endings.
+            folder: The servers' folder, in which they write that the run is over.
+            leaving: Set when this worker must leave.
+            silence_s: Time without an answer after which the servers are lost.
+
+        Raises:
+            RunOver: If the run is over.
+            ServerLost: If no server answers.
+            Left: If `leaving` is set meanwhile.
         """
         self._connect, self._silence_s = connect, silence_s
         self._rendezvous, self._folder = rendezvous_file(rendezvous, 0), folder
@@ -114,7 +121,7 @@ class ReturningChannel:
         return int(json.loads(self._rendezvous.read_text(encoding="utf-8"))["incarnation"])
 
     def _retire(self) -> None:
-        """Close the channel to servers that are gone; what it has measured is kept."""
+        """Close the channel to lost servers, and keep its measurements."""
         self._waited_s, self._moved = self.wait_s, self.moved_bytes
         self._channel.count_anew()
         self._channel.close()

@@ -1,4 +1,4 @@
-"""What one server process is told whose workers come and go."""
+"""Config of a server process whose workers come and go."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from stratbench.ps.server_config import ServerConfig
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """What such a server is told beside a gang's.
+    """Config of such a server in addition to a gang's.
 
-    `folder`: where all incarnations of the servers keep what the next one needs; all hosts see it.
-    `incarnation`: 1, and one more each time that they are started again; with `resumes` they go on from what
-    they have saved, which they do every `save_every_s`. The run is over before its last ticket when an epoch
-    reaches `target_score`.
+    `folder`: where all incarnations of the servers store what the next one needs; all hosts see it.
+    `incarnation`: 1, and one more for each restart. With `resumes` they resume from their saved state, which
+    they write every `save_every_s`. The run is over before its last ticket when an epoch reaches
+    `target_score`.
     """
 
     folder: str
@@ -27,7 +27,7 @@ class ElasticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticServerConfig(ServerConfig):
-    """A `ServerConfig`, and what is told beside."""
+    """A `ServerConfig` with its elastic part."""
 
     elastic: ElasticConfig
 

@@ -1,4 +1,4 @@
-"""Evaluation while it trains: which epochs' states wait for a worker, and what came of them."""
+"""Evaluation during the training: the epochs' states that wait for a worker, and the results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FIGURES = ("test_loss", "score", "score_error")
 
 
 def parse_score(said: Any) -> dict[str, float | None]:
-    """Return a SCORE's figures, None where one is not finite.
+    """Return the values of a SCORE, None for those that are not finite.
 
     Raises:
-        ProtocolError: If they are none.
+        ProtocolError: If they are invalid.
     """
     if not isinstance(said, dict) or set(said) != set(_FIGURES):
         raise ProtocolError(f"malformed SCORE: {said!r:.100}")
@@ -29,7 +29,7 @@ def parse_score(said: Any) -> dict[str, float | None]:
 
 
 class Evaluations:
-    """Each epoch's state is evaluated once, in order, by whoever asks for work then.
+    """Evaluates each epoch's state once, in order, on the next worker that asks for work.
 
     Not thread-safe: the server calls it under its lock.
     """
@@ -61,52 +61,50 @@ class Evaluations:
         self.note(settled)
 
     def note(self, settled: int) -> None:
-        """So many tickets are settled: epochs that have ended by that wait to be evaluated."""
+        """Add the epochs that end with `settled` completed tickets to those that wait for evaluation."""
         while self._wanted and self._seen < len(self._ends) and self._ends[self._seen] <= settled:
             if self._seen not in self.scores:
                 self._waiting.append(self._seen)
             self._seen += 1
 
     def tickets_until(self, epoch: int) -> int:
-        """How many tickets an epoch and those before it have."""
+        """Return the number of tickets of an epoch and those before it."""
         return self._ends[epoch]
 
     @property
     def waiting(self) -> bool:
-        """Whether an epoch waits for a worker."""
+        """Whether an epoch waits for evaluation."""
         return bool(self._waiting)
 
     @property
     def all_done(self) -> bool:
-        """Whether all epochs of the plan have been evaluated, or none shall be."""
+        """Whether all epochs of the plan have been evaluated, or none has to be."""
         return not self._wanted or len(self.scores) == len(self._ends)
 
     def take(self, worker: int) -> int | None:
-        """Return the epoch that `worker` shall evaluate now; None: none waits."""
+        """Return the epoch that `worker` has to evaluate now, or None."""
         if not self._waiting:
             return None
         epoch = self._held[worker] = self._waiting.pop(0)
         return epoch
 
     def settle(self, worker: int, figures: dict[str, float | None]) -> int:
-        """What the worker's evaluation gave; returns the epoch."""
+        """Store the results of the worker's evaluation; return the epoch."""
         epoch = self._held.pop(worker)
         self.scores[epoch] = figures
         return epoch
 
     def give_back(self, worker: int) -> None:
-        """The worker is gone: another shall evaluate what it had, if it had any."""
+        """Release the epoch of a lost worker, if it had any, for another one."""
         epoch = self._held.pop(worker, None)
         if epoch is not None:
             self._waiting = sorted([*self._waiting, epoch])
 
     @property
     def last_epoch(self) -> int | None:
-        """The epoch that ends the run before its last ticket.
+        """The epoch that ends the run before its last ticket, or None as far as is known.
 
-        None: none does, as far as is known.
-
-        The first that reaches the target, or whose figures are not finite. All before it are evaluated.
+        It is the first that reaches the target, or whose results are not finite. All before it are evaluated.
         """
         while self._last is None and self._judged in self.scores:
             if self._ends_run(self.scores[self._judged]):

@@ -1,7 +1,7 @@
-"""What all incarnations of a cell's servers leave for each other and for workers: the journal, and that it is
-over.
+"""Files that incarnations of a cell's servers leave for each other and for workers, as JSON.
 
-Files of JSON in one folder. A line is appended whole, so that what stands there survives a kill.
+They are the journal, and the mark that the run is over. Lines are appended atomically, so that they survive a
+kill.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _JOURNAL, _ENDED, _DONE = "journal.jsonl", "ended.json", "tickets"
 
 
 class Journal:
-    """Writes what happens to the workers: who joins, leaves, is lost, and what was evaluated."""
+    """Log of events: workers that join, leave or are lost, and evaluations."""
 
     def __init__(self, folder: str | Path, incarnation: int) -> None:
         path = Path(folder, _JOURNAL)
@@ -44,7 +44,7 @@ class Journal:
             line = line[os.write(self._file, line) :]
 
     def close(self) -> None:
-        """Nothing more will be noted."""
+        """Close the file."""
         os.close(self._file)
 
 
@@ -54,10 +54,10 @@ def read_journal(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def scores_in(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Of each epoch that was evaluated the event that says so, by epoch.
+    """Return the evaluation event of each epoch, by epoch.
 
-    Not of one that ended later than what the next incarnation went on from: its state is lost, and the epoch
-    is trained again.
+    Epochs that ended after the state from which the next incarnation resumed are left out: their state is
+    lost, and they are trained again.
     """
     scores: dict[int, dict[str, Any]] = {}
     for event in journal:
@@ -92,7 +92,9 @@ def last_incarnation(folder: str | Path) -> int:
 
 
 class SettledTickets:
-    """A byte a ticket: 0, or the incarnation of the server in which it was settled last (255 for later ones).
+    """A byte per ticket: 0, or the incarnation of the server in which it was completed last (max.
+
+    255).
 
     So a later incarnation knows what was done after the last saved state, and is done twice.
     """
@@ -104,13 +106,13 @@ class SettledTickets:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def numbers(self) -> set[int]:
-        """Return the tickets that were settled in some life."""
+        """Return the tickets that were completed in some incarnation."""
         os.lseek(self._file, 0, os.SEEK_SET)
         with os.fdopen(os.dup(self._file), "rb") as file:
             return {number for number, incarnation in enumerate(file.read()) if incarnation}
 
     def add(self, number: int) -> None:
-        """Ticket `number` is settled."""
+        """Mark ticket `number` as completed."""
         os.pwrite(self._file, self._incarnation, number)
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -119,17 +121,17 @@ class SettledTickets:
             os.pwrite(self._file, b"\0", number)
 
     def close(self) -> None:
-        """No more will be settled."""
+        """Close the file."""
         os.close(self._file)
 
 
 def state_manifest(folder: str | Path, server: int) -> Path:
-    """Where a server says what it has saved (`ps.elastic.saved_state`)."""
+    """Return the file that describes a server's saved state (`ps.elastic.saved_state`)."""
     return Path(folder, f"state{server}.json")
 
 
 def drop_state(folder: str | Path, server: int) -> None:
-    """Let a server have saved nothing: its training begins anew."""
+    """Delete a server's saved state, so that its training starts from scratch."""
     state_manifest(folder, server).unlink(missing_ok=True)
 
 
@@ -139,20 +141,17 @@ def has_state(folder: str | Path, n_servers: int) -> bool:
 
 
 def forget_end(folder: str | Path) -> None:
-    """Another life begins: that the last one has ended, perhaps badly, is no longer true of the run."""
+    """Delete the mark of the last incarnation's end, since another begins."""
     Path(folder, _ENDED).unlink(missing_ok=True)
 
 
 def write_end(folder: str | Path, error: str | None) -> None:
-    """Tell workers and the other servers that the run is over.
-
-    `error`: why it ended badly.
-    """
+    """Mark the run as over, for workers and the other servers. `error`: the failure, if any."""
     write_atomic(Path(folder, _ENDED), json.dumps({"error": error}))
 
 
 def read_end(folder: str | Path) -> dict[str, Any] | None:
-    """What `write_end` has told; None while the run goes on."""
+    """Return the mark of `write_end`, or None while the run continues."""
     try:
         return json.loads(Path(folder, _ENDED).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,6 +1,4 @@
-"""One server's run whose workers come, leave and return; a later incarnation of the server goes on with
-it.
-"""
+"""A server's run whose workers come, leave and return; its next incarnation resumes it."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ _VANISHED_S = 10.0
 class ElasticRun(ServerRun):
     """A `ServerRun` that starts with the first worker and outlives the last.
 
-    Server 0 hands out evaluations beside tickets, and keeps the journal.
+    Server 0 hands out evaluations in addition to tickets, and writes the journal.
     """
 
     members_by = OpenMembership
@@ -81,10 +79,7 @@ class ElasticRun(ServerRun):
     # --- another incarnation ------------------------------------------------------------------------------
 
     def _resume(self) -> set[int]:
-        """Go on from what the servers have saved, before any worker is here.
-
-        Return the settled tickets.
-        """
+        """Resume from the servers' saved state, before any worker is here; return the completed tickets."""
         c = self.config
         saved = load_state(self._folder, c.server)
         settled = settled_tickets(self._folder, c.n_servers)
@@ -106,9 +101,9 @@ class ElasticRun(ServerRun):
         return set(settled)
 
     def _begin_clock(self) -> None:
-        """The first ticket: of an earlier incarnation, where there was one.
+        """Set the clock's origin to the first ticket of the first incarnation.
 
-        Time passed between lives, too.
+        Time between incarnations counts, too.
         """
         now_unix_s = time.time()
         if self._began_unix_s is None:
@@ -116,16 +111,15 @@ class ElasticRun(ServerRun):
         self._first_ticket_s = time.perf_counter() - (now_unix_s - self._began_unix_s)
 
     def _save(self) -> None:
-        """Begin to save the state."""
+        """Start saving the state."""
         self._saver.begin(self._store, self._facts)
         self._saved_s = time.monotonic()
 
     def _facts(self) -> dict[str, Any]:
-        """What is saved beside the shards.
+        """Return the data to save in addition to the shards.
 
-        Those epochs are on disk that it says have ended.
-
-        Of a moment after the shards': which epochs had ended by theirs, the tickets tell that they had.
+        Epochs that it lists as ended are on disk. It is read after the shards; the tickets show which epochs
+        had ended at their time.
         """
         with self._lock:
             facts = {
@@ -139,9 +133,7 @@ class ElasticRun(ServerRun):
         return facts
 
     def suspend(self) -> None:
-        """Stop, so that another incarnation can go on: the state is saved, and workers look for the next
-        incarnation.
-        """
+        """Stop with the state saved, so that workers find the next incarnation."""
         self.suspended = True
         self.over.set()
 
@@ -213,7 +205,7 @@ class ElasticRun(ServerRun):
             self._journal.note("begin", worker=member.worker)
 
     def _let_evaluate(self, member: Member, epoch: int) -> None:
-        """For the others it is idle meanwhile: nobody waits for it."""
+        """Have a member evaluate an epoch. The policies regard it as idle meanwhile."""
         if not member.idle:
             self._let_idle(member)
         member.evaluates = epoch
@@ -267,13 +259,13 @@ class ElasticRun(ServerRun):
         super()._go_on_without(self._released(member))
 
     def _released(self, member: Member) -> Member:
-        """Take back from `member`, who is gone, what it was to do beside its ticket."""
+        """Take back a lost member's evaluation, and return the member."""
         member.drop_shards()
         self._evaluations.give_back(member.worker)
         return member
 
     def _end_if_empty(self) -> None:
-        """Who is still warming up is not waited for: it will see that the run is over."""
+        """End the run if no member is left. Workers in their warm-up will see that it is over."""
         if self.done and not self._membership.ready:
             self.over.set()
 
@@ -309,7 +301,7 @@ class ElasticRun(ServerRun):
                 member.connection.close()
 
     def _after_the_end(self) -> int:
-        """Tickets that were settled beyond those of the epoch that ended the run."""
+        """Return the number of tickets completed after the epoch that ended the run."""
         if self._finished_at is None:
             return 0
         return self.tickets.n_settled - self._evaluations.tickets_until(self._finished_at)
@@ -339,7 +331,12 @@ class ElasticRun(ServerRun):
 def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
     """Return the run that a server's config describes.
 
-    It is saved when SIGTERM asks it to stop.
+    SIGTERM saves and stops it.
+
+    Args:
+        config: Config of the server.
+        secret: Secret of the job.
+        make: Makes a policy.
     """
     run = ElasticRun(config, secret, make)
     if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""What a server saves so that it can be started again: raw tensors in one file, the rest as JSON.
+"""A server's saved state for a restart: raw tensors in one file, the rest as JSON.
 
 `<folder>/state<server>.json` names the file `state<server>.<n>.bin` that belongs to it and is written when
 that is whole; only then the one before is deleted. Nothing is pickled.
@@ -28,7 +28,7 @@ from stratbench.ps.wire.shm import DTYPES, Layout, dtype_name
 
 
 class StateError(ValueError):
-    """A saved state that cannot be loaded; the message names the file."""
+    """A saved state cannot be loaded; the message names the file."""
 
 
 def pack(value: Any, file: BinaryIO) -> Any:
@@ -74,9 +74,16 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
 def save_state(
     folder: Path, server: int, facts: Callable[[], dict[str, Any]], store: Store
 ) -> float:
-    """Save what `store` holds, one shard after the other, and then `facts()`, which are JSON-able.
+    """Save the shards of `store` one after the other, and then `facts()`.
 
-    Returns for how many seconds pushes may have had to wait, each for the copy of its shard.
+    Args:
+        folder: Folder of the states.
+        server: Number of the server.
+        facts: Returns further JSON-able data.
+        store: Has the shards.
+
+    Returns:
+        Seconds for which pushes may have been blocked, each by the copy of its shard.
     """
     old = sorted(folder.glob(f"state{server}.*.bin"))
     n = max((int(path.name.split(".")[1]) for path in old), default=-1) + 1
@@ -103,7 +110,7 @@ def save_state(
 
 
 class Saved(NamedTuple):
-    """What a server has saved."""
+    """Saved state of a server."""
 
     layout: Layout
     facts: dict[str, Any]
@@ -139,7 +146,7 @@ def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
 
 
 class Saver:
-    """Saves a server's state on a thread of its own, one at a time."""
+    """Saves a server's state on its own thread, one state at a time."""
 
     def __init__(self, folder: Path, server: int, on_failure: Callable[[str], None]) -> None:
         """`on_failure(reason)` is called, from that thread, where it cannot be written."""
@@ -149,7 +156,7 @@ class Saver:
         self._thread: threading.Thread | None = None
 
     def begin(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
-        """Save the state (`save_state`), unless that is being done."""
+        """Start saving the state (`save_state`), unless a save is in progress."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=self._save, args=(store, facts), name="saver", daemon=True
