@@ -1,5 +1,4 @@
-"""What is measured beside the training itself: clocks, memory, counters, provenance.
+"""Measurements around the training: clocks, memory, counters, provenance.
 
-Nothing is imported here: `sampler`, `timeline`, `nvml` and `hardware` must stay importable
-without torch.
+Nothing is imported here: `sampler`, `timeline`, `nvml` and `hardware` must stay importable without torch.
 """

@@ -1,7 +1,7 @@
 """Clocks of a training cell: the time of the training steps, and of everything around them.
 
-`StepClock` times epochs and steps without synchronising the device between steps; `Phases`
-times what a cell does outside training (set-up, warm-up, evaluation).
+`StepClock` times epochs and steps without synchronising the device between steps; `Phases` times what a cell
+does outside training (set-up, warm-up, evaluation).
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ class StepClock:
 
     @property
     def epoch_starts_s(self) -> list[float]:
-        """When each ended epoch began, by a clock that all processes of a node share.
+        """Start of each ended epoch, on a clock that all processes of a node share.
 
-        On Linux `time.perf_counter` reads CLOCK_MONOTONIC, which counts from the node's boot: the
-        clocks of two nodes do not compare.
+        On Linux `time.perf_counter` reads CLOCK_MONOTONIC, which counts from the node's boot: the clocks of
+        two nodes do not compare.
         """
         return list(self._epoch_starts_s)
 
@@ -166,15 +166,15 @@ class StepClock:
 
     @property
     def own_ms(self) -> list[float]:
-        """Of each of the last steps, in order, the ms in phases in which the worker waits for no other."""
+        """Milliseconds of each of the last steps in phases without waiting for other workers."""
         return list(self._own_ms)
 
     @property
     def issue_ms(self) -> float | None:
-        """The shortest time in ms in which the host issued a step: of the first two after each `begin`.
+        """Minimum time in ms in which the host issued a step, of the first two after each `begin`.
 
-        None on a CPU, where host and device are one, and before the first step. Where a step has more
-        operations than the device's queue has room for, the host may have waited for it.
+        None on a CPU, where host and device are one, and before the first step. If a step has more operations
+        than the device's queue, the host may have waited for it.
         """
         return self._issue_ms
 
@@ -223,14 +223,14 @@ class StepClock:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
     def _wait_by_steps(self, heartbeat: Heartbeat) -> None:
-        """Wait for the device step by step: what it has queued may take it much longer than one step."""
+        """Wait for the device step by step, since its queue may take much longer than one step."""
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()
             heartbeat.alive()
 
     def _collect_oldest(self) -> None:
-        """Read the oldest steps, two at most, if the device is through with them: never waits."""
+        """Read up to two of the oldest steps, if the device has completed them. Never waits."""
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():

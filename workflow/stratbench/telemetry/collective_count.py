@@ -1,4 +1,4 @@
-"""Which collectives PyTorch's operators start, and a count of those of some code."""
+"""Detects the collectives that PyTorch's operators start, and counts those of some code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,16 @@ _FUNCTIONAL = "_c10d_functional"
 
 
 def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-    """The collective that the operator starts, or None for any other. NotImplementedError: it is unknown."""
+    """Return the collective that the operator starts, or None for any other.
+
+    Args:
+        op: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        NotImplementedError: For an unknown collective.
+    """
     if op.namespace not in ("c10d", _FUNCTIONAL):
         return None
     name = op.__name__.partition(".")[0].strip("_")
@@ -62,7 +71,7 @@ def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
 
 
 def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
-    """What waits for a collective (`CollectiveCall.waiter`): by `async_op`, True where it is not given."""
+    """Return which code waits for a collective (`CollectiveCall.waiter`), from `async_op` (default: True)."""
     if op.namespace == _FUNCTIONAL:
         return "user"
     names = [argument.name for argument in get_arguments(op)]

@@ -27,7 +27,7 @@ class CollectiveCall:
 
     @property
     def listed(self) -> tuple[Any, ...]:
-        """Kind and bytes, then ranks, bytes of a sample and stride as far as they differ from the default."""
+        """Kind and bytes, followed by ranks, bytes per sample and stride, if not the default."""
         if self.stride > 1:
             return astuple(self)[:5]
         if self.sample_bytes:
@@ -35,15 +35,14 @@ class CollectiveCall:
         return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
 
     def lies_within(self, node_ranks: int, world_size: int) -> bool:
-        """Return whether each of the groups side by side is on one node, where a node has so many ranks."""
+        """Return whether each of the parallel groups is on one node with so many ranks."""
         return node_ranks % ((self.ranks or world_size) * self.stride) == 0
 
     def wire_bytes(self, world_size: int, samples: int = 0) -> float:
-        """Return bytes that a rank sends (and as many that it receives) by the ring algorithms.
+        """Return bytes that a rank sends (and also receives) by the ring algorithms.
 
-        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-        2009: an all-reduce is a reduce-scatter and an all-gather. For a broadcast the mean over the
-        ranks.
+        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009: an
+        all-reduce is a reduce-scatter and an all-gather. For a broadcast the mean over the ranks.
         """
         n_bytes = self.n_bytes + samples * self.sample_bytes
         if self.kind == "send":

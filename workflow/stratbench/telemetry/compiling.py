@@ -15,9 +15,9 @@ from typing import Any
 
 
 def missing_compiler(cuda: bool) -> str | None:
-    """Why torch.compile cannot work here, in a sentence with the remedy; None: it should.
+    """Return why torch.compile cannot work here, with the remedy, or None if it should.
 
-    For a CPU it writes C++ and compiles it, for a GPU it needs Triton and a C compiler.
+    It compiles C++ for a CPU, and needs Triton and a C compiler for a GPU.
     """
     wanted = ("CC", "gcc") if cuda else ("CXX", "g++")
     command = os.environ.get(wanted[0]) or wanted[1]
@@ -54,7 +54,7 @@ class CompileWatch:
         self.seconds += time.perf_counter() - self._begun
 
     def end_warm_up(self) -> None:
-        """What compiles from now on was not to."""
+        """Mark the end of the warm-up: later compilations are unexpected."""
         self._warm = self.compilations
 
     def summary(self) -> dict[str, float]:

@@ -15,15 +15,15 @@ TRAINING_FLOPS = 3
 
 
 def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
-    """Operations of one sample through the model that `build` makes: of its forward, and of its training.
+    """Return operations per sample of forward and of training, for the model that `build` makes.
 
-    `input_shape`: one sample's, without the batch. Convolutions, matrix products and attention are
-    counted, a multiplication with its addition as two; element-wise operations, normalisation and
-    pooling are not (torch.utils.flop_counter). The model is built of fake tensors: neither memory
-    nor time is spent on weights, and no random number is drawn.
+    `input_shape`: one sample's, without the batch. Convolutions, matrix products and attention are counted, a
+    multiplication with its addition as two. Element-wise operations, normalisation and pooling are not
+    (torch.utils.flop_counter). The model is built of fake tensors: weights take neither memory nor time, and
+    no random number is drawn.
 
-    Training takes `TRAINING_FLOPS` times the forward by convention (Chowdhery et al., PaLM, 2022,
-    appendix B). Where parameters are frozen, the backward is counted, too: it has no gradients of them.
+    Training takes `TRAINING_FLOPS` times the forward by convention (Chowdhery et al., PaLM, 2022, appendix
+    B). With frozen parameters, the backward is counted, too, without their gradients.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

@@ -10,10 +10,10 @@ from typing import Any
 
 @functools.cache
 def git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """`{"revision": ..., "dirty": ...}` of the checkout at `root`; asked once a process.
+    """Return `{"revision": ..., "dirty": ...}` of the checkout at `root`, cached per process.
 
-    Dirty: a tracked file differs from the revision, or a Python or Snakemake file is there that
-    git does not track. None without git, outside a checkout, or before the first commit.
+    Dirty: a tracked file differs from the revision, or there is a Python or Snakemake file that git does not
+    track. None without git, outside a checkout, or before the first commit.
     """
     revision = _git(root, "rev-parse", "HEAD")
     if revision is None:

@@ -1,7 +1,7 @@
-"""The heartbeat of a worker: when it last got on, in a small file that its agent reads.
+"""The heartbeat of a worker: the time of its last progress, in a small file for its agent.
 
-It tells a cell that hangs from a slow one. The file is on the node's own disk and mapped into memory: a
-step costs no system call. No torch.
+It tells a cell that hangs from a slow one. The file is on the node's own disk and mapped into memory: a step
+costs no system call. No torch.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Heartbeat:
 
 
 class HeartbeatReading(NamedTuple):
-    """What a worker's file says: its steps, seconds since its last sign of life, and spans before it.
+    """Content of a worker's file: its steps, seconds since its last sign of life, and earlier spans.
 
-    `longest_step_s`: from a sign to the step that came next; `longest_pause_s`: between all others, such
-    as the warm-up and an evaluation's batches.
+    `longest_step_s`: from a sign to that of the next step; `longest_pause_s`: between all others, such as the
+    warm-up and an evaluation's batches.
     """
 
     steps: int
@@ -90,27 +90,29 @@ class HeartbeatReading(NamedTuple):
 
     @property
     def patience_s(self) -> float:
-        """How long it may be quiet before that is called a hang, in seconds.
+        """Seconds of silence after which the worker counts as hung.
 
-        A slow training goes on at its pace: 10 times its longest step is none of it. The warm-up counts
-        as a pause, and is as long as one step at least with its device waited for: on CUDA a
-        worker queues steps ahead of its device, and may then wait for one of them.
+        A slow training keeps its pace: 10 times its longest step is a hang. The warm-up counts as a pause. It
+        is at least as long as one step with a wait for its device: on CUDA a worker queues steps ahead of its
+        device, and may then wait for one of them.
         """
         steps_s, pauses_s = STEPS * self.longest_step_s, PAUSES * self.longest_pause_s
         return max(SHORTEST_HANG_S, steps_s, pauses_s)
 
     @property
     def hangs(self) -> bool:
-        """Whether it has been quiet for longer than that."""
+        """Whether it has been silent for longer than that."""
         return self.quiet_s > self.patience_s
 
 
 def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> HeartbeatReading | None:
-    """What a worker of this node wrote, at `now_s` by `time.monotonic`.
+    """Return the heartbeat of a worker of this node, or None before its start.
 
-    None before it has begun.
-
-    `awake_since_s`: the end of the last pause of all (`telemetry.pauses`), before which nobody was quiet.
+    Args:
+        path: File of the worker.
+        now_s: Present value of `time.monotonic`.
+        awake_since_s: End of the last pause of all (`telemetry.pauses`), before which silence does not
+            count.
     """
     try:
         steps, last_ns, *longest_ns = _FORM.unpack_from(path.read_bytes())
@@ -122,7 +124,7 @@ def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> Hear
 
 
 def read_calls(path: Path) -> list[int]:
-    """Return the shard groups that a worker of this node has called in its last step, in order."""
+    """Return the shard groups that a worker called in its last step, in order."""
     try:
         content = path.read_bytes()
         (count,) = _CALLS.unpack_from(content, _FORM.size)

@@ -64,16 +64,15 @@ class MemoryMeter:
         self._base_bytes = _resident_bytes()
 
     def read(self) -> dict[str, int | str]:
-        """Return the figures since `start()`, in bytes; one that this machine cannot give is absent.
+        """Return the memory results since `start()` in bytes, without those that are unavailable.
 
-        `method` says how the peak was found; `base_bytes`, `peak_bytes`,
-        `peak_over_base_bytes`. On a CPU also `idle_bytes`, resident when the meter was made, which is
-        in the peak. On CUDA also `allocated_peak_bytes` and `reserved_peak_bytes` of
-        the allocator; `requested_peak_bytes`, without what the allocator adds to a request;
-        `cublas_bytes`, which is in these peaks; `nvml_used_bytes` (the whole device, now) and
-        `nvml_process_used_bytes` (this process, now). Call it outside of what is timed: cuBLAS's
-        workspaces are freed, and its next product takes them again from the allocator's cache.
-        Raises RuntimeError before `start()`.
+        `method` says how the peak was found; `base_bytes`, `peak_bytes`, `peak_over_base_bytes`. On a CPU
+        also `idle_bytes`, resident when the meter was made, which is in the peak. On CUDA also
+        `allocated_peak_bytes` and `reserved_peak_bytes` of the allocator; `requested_peak_bytes`, without
+        what the allocator adds to a request; `cublas_bytes`, which is in these peaks; `nvml_used_bytes` (the
+        whole device, now) and `nvml_process_used_bytes` (this process, now). Call it outside of what is
+        timed: cuBLAS's workspaces are freed, and its next product takes them again from the allocator's
+        cache. Raises RuntimeError before `start()`.
         """
         if not self._method:
             raise RuntimeError("MemoryMeter.read: call start() first")
@@ -110,10 +109,10 @@ class MemoryMeter:
 
 
 def _requested_bytes(device: torch.device) -> dict[str, int]:
-    """Return bytes asked of CUDA's caching allocator: the peak, and what cuBLAS keeps, which is freed here.
+    """Return bytes requested of CUDA's caching allocator: the peak, and cuBLAS's, which are freed here.
 
-    cuBLAS keeps a workspace for each thread and stream from its first product on. What the allocator
-    rounds a request up to, and blocks that it does not split, are not in these figures.
+    cuBLAS allocates a workspace for each thread and stream with its first product. Rounding up of requests,
+    and blocks that the allocator does not split, are not included.
     """
     before = torch.cuda.memory_stats(device)
     if not before.get("requested_bytes.all.peak"):  # another allocator (cudaMallocAsync)
@@ -139,13 +138,13 @@ def cuda_uuid(device: torch.device) -> str | None:
 
 
 def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Return bytes of the model states that this rank holds between two training steps.
+    """Return bytes of the model states on this rank between two training steps.
 
-    `parameters_bytes`, `gradients_bytes`, `optimizer_bytes`, `buffers_bytes`. A DTensor counts
-    as its local shard, without padding. Gradients are counted as the trainable parameters'
-    local size in their own dtype, whether or not they exist now. The optimizer's bytes are the
-    tensors in its state: momentum appears with the first step. What FSDP2 has left gathered after a
-    forward pass is freed first, since it would count in full.
+    `parameters_bytes`, `gradients_bytes`, `optimizer_bytes`, `buffers_bytes`. A DTensor counts as its local
+    shard, without padding. Gradients are counted as the trainable parameters' local size in their own dtype,
+    whether or not they exist now. The optimizer's bytes are the tensors in its state: momentum appears with
+    the first step. What FSDP2 has left gathered after a forward pass is freed first, since it would count in
+    full.
     """
     free_gathered(model)
     parameters = list(model.parameters())
@@ -161,7 +160,7 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """What the optimizer keeps on this rank, by parameter; the dictionary itself, not a copy."""
+    """Return the optimizer's state on this rank, by parameter; the dictionary itself, not a copy."""
     # ZeroRedundancyOptimizer keeps its own share in the optimizer that it wraps.
     return getattr(optimizer, "optim", optimizer).state
 
@@ -171,7 +170,7 @@ def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _trim_heap() -> None:
-    """Give freed heap back to the kernel, so that it is not part of the base (glibc only)."""
+    """Return freed heap to the kernel, so that it is not part of the base (glibc only)."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

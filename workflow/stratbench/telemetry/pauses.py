@@ -34,7 +34,7 @@ _WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Pause(NamedTuple):
-    """A pause: its begin by `time.monotonic`, its length, and the part that this clock does not count."""
+    """A pause: its begin on `time.monotonic`, its length, and the part that this clock leaves out."""
 
     begin_s: float
     length_s: float
@@ -42,12 +42,12 @@ class Pause(NamedTuple):
 
     @property
     def end_s(self) -> float:
-        """When it was over, by `time.monotonic`."""
+        """Its end on `time.monotonic`."""
         return self.begin_s + self.length_s - self.asleep_s
 
 
 class _Moment(NamedTuple):
-    """An instant by both clocks, and how long the thread has waited for a core until then."""
+    """An instant on both clocks, and the thread's waiting time for a core until then."""
 
     monotonic_s: float
     with_sleep_s: float
@@ -109,7 +109,7 @@ class PauseWatch:
 
 
 def _now(counts: Any) -> _Moment:
-    """This instant, read while the thread kept its core: else its wait would count in the next span."""
+    """Return this instant, read while the thread has its core, so that its wait counts in this span."""
     while True:
         waited_s = _waited_s(counts)
         moment = _Moment(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
@@ -118,10 +118,7 @@ def _now(counts: Any) -> _Moment:
 
 
 def _waited_s(counts: Any) -> float:
-    """How long this thread has waited for a core so far, in seconds.
-
-    0 where the kernel does not count it.
-    """
+    """Return the seconds that this thread has waited for a core, or 0 if they are not counted."""
     return 0.0 if counts is None else int(os.pread(counts.fileno(), 128, 0).split()[1]) / 1e9
 
 
@@ -139,9 +136,14 @@ def _pause_between(before: _Moment, now: _Moment, shortest_s: float) -> Pause | 
 
 
 def pauses_of_workers(pauses: Sequence[Pause], samples: Path, origin_s: float) -> Iterator[Pause]:
-    """Yield the pauses in which no sampled process of the cell worked: the agent alone may have been stopped.
+    """Yield the pauses in which no sampled process of the cell worked.
 
-    `samples`: what the node's sampler wrote, its times counted from `origin_s`.
+    In others, only the agent may have been stopped.
+
+    Args:
+        pauses: Pauses of the agent.
+        samples: File of the node's sampler.
+        origin_s: Origin of the file's times.
     """
     each: dict[str, list[tuple[float, float]]] = {}
     for row in read_samples(samples) if pauses else ():

@@ -1,8 +1,8 @@
-"""Where and with what a worker ran: everything that could make two records incomparable.
+"""Host and software of a worker: everything that could make two records incomparable.
 
-Collected inside each worker, on the node that trains. Facts that this machine does not offer are
-absent. Secrets never enter: environment variables are taken by an allow-list, and one whose name or
-value looks like a secret is left out.
+Collected inside each worker, on the node that trains. Facts that this machine does not offer are absent.
+Secrets never enter: environment variables are taken by an allow-list, and one whose name or value looks like
+a secret is left out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> d
 
 
 def host_facts() -> dict[str, Any]:
-    """Return name, CPU, cores, affinity and memory of this node as this process may use them."""
+    """Return name, CPU, cores, affinity and memory of this node, as usable by this process."""
     threads = {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
@@ -57,11 +57,11 @@ def host_facts() -> dict[str, Any]:
 
 
 def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Return SHA-256 of named weights: name, dtype, shape and bytes of each, in the order of names.
+    """Return the SHA-256 of named weights: name, dtype, shape and bytes of each, sorted by name.
 
-    Equal for equal values, whatever the device, the memory layout, the sharding and the wrapper
-    (the prefixes of DDP and torch.compile are taken off). With DTensors it is a collective:
-    every rank must call it. Raises TypeError for an entry that is not a tensor.
+    Equal for equal values, whatever the device, the memory layout, the sharding and the wrapper (the prefixes
+    of DDP and torch.compile are taken off). With DTensors it is a collective: every rank must call it. Raises
+    TypeError for an entry that is not a tensor.
     """
     wrapped = all(name.startswith("module.") for name in state_dict)
     bare = {
@@ -119,7 +119,7 @@ def _flags() -> dict[str, Any]:
 
 
 def _attempt(ask: Callable[[], Any]) -> Any | None:
-    """What `ask` answers, None where this build of torch refuses or lacks it."""
+    """Return the result of `ask`, or None if this build of torch does not support it."""
     try:
         return ask()
     except (AttributeError, RuntimeError, ImportError):

@@ -1,9 +1,9 @@
-"""The sampler: one light process on each node that samples the machine while a cell trains.
+"""The sampler: a process per node that samples the machine while a cell trains.
 
-    python -m stratbench.telemetry.sampler --out samples.csv --origin-s 4200.0
+python -m stratbench.telemetry.sampler --out samples.csv --origin-s 4200.0
 
-`Sampler` starts and stops it from a launcher. It imports no torch, runs at the lowest priority
-and keeps off the cores that the watched processes are bound to. Columns: `timeline.SAMPLE_COLUMNS`.
+`Sampler` starts and stops it from a launcher. It imports no torch, runs at the lowest priority and keeps off
+the cores that the watched processes are bound to. Columns: `timeline.SAMPLE_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,15 @@ class Sampler:
         foreign_processes: str | os.PathLike[str] | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Start sampling into `out`; `origin_s` is the `time.monotonic()` that t_s counts from.
+        """Start sampling.
 
-        `pids`: a file to list the watched processes in, until `stop`. `gpus`: the GPUs to sample, as
-        CUDA_VISIBLE_DEVICES names them. `foreign_processes`: a file for those who computed on these.
+        Args:
+            out: File to write.
+            pids: File that lists the watched processes, until `stop`.
+            origin_s: Value of `time.monotonic()` from which t_s counts.
+            period_s: Time between samples.
+            foreign_processes: File for foreign processes on these GPUs.
+            gpus: GPUs to sample, as in CUDA_VISIBLE_DEVICES.
         """
         self._pids_file = Path(pids)
         self._pids_file.write_text("", encoding="utf-8")
@@ -88,13 +93,16 @@ class Sampler:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, None where it could not be started."""
+        """Its process id, or None if it could not be started."""
         return self._process.pid if self._process else None
 
     def watch(self, label: str, pid: int, below: bool = False) -> None:
-        """Sample process `pid` too, under `label` (rank0, server1): now, and with all others.
+        """Sample process `pid`, too, now and in all further samples.
 
-        `below`: with all the processes that it has started.
+        Args:
+            label: Its label (rank0, server1).
+            pid: Its number.
+            below: Whether its descendants are included.
         """
         with self._pids_file.open("a", encoding="utf-8") as file:
             file.write(f"{label} {pid}{' below' if below else ''}\n")
@@ -118,8 +126,8 @@ class Sampler:
 class CellProcesses:
     """The processes of the cell on this node, as the launcher lists them in a file.
 
-    Lines `label pid`, appended while the cell starts; a process that ended drops out. With `below` behind
-    it, a line stands for all that the process has started, too.
+    Lines `label pid` are appended while the cell starts; an ended process drops out. A line with a final
+    `below` includes all descendants of the process.
     """
 
     def __init__(self, pids_file: Path | None) -> None:
@@ -150,9 +158,9 @@ class CellProcesses:
         return bool(new)
 
     def sample(self) -> list[dict[str, Any]]:
-        """Return a row for each process that lives; its first has no `cpu_pct`.
+        """Return a row for each running process; its first has no `cpu_pct`.
 
-        Of several in one row, memory that they share counts for each.
+        In a row of several processes, shared memory counts for each.
         """
         rows = []
         for label, process in list(self._processes.items()):
@@ -208,7 +216,7 @@ def _figures_of(process: psutil.Process) -> tuple[float, int]:
 
 
 class Host:
-    """The node as a whole. The shares of its cores are those since the sample before."""
+    """The node as a whole. The fractions of its cores are those since the previous sample."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -304,7 +312,18 @@ def sample_until(
 ) -> None:
     """Write a sample to `file` every `period_s`, one when `wake` is set, and a last one on `stop`.
 
-    Whoever sets `stop` sets `wake` too.
+    Code that sets `stop` must set `wake`, too.
+
+    Args:
+        stop: Set to end.
+        wake: Set for an extra sample.
+        file: File to write to.
+        gpus: GPUs to sample.
+        watched: Processes to sample.
+        foreign_processes: Records foreign processes, if any.
+        parent_pid: Process with which the sampler ends.
+        period_s: Time between samples.
+        origin_s: Origin of the times.
     """
     node = socket.gethostname()
     host = Host(node)
@@ -334,10 +353,7 @@ def sample_until(
 
 
 def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
-    """The GPUs with these names in CUDA_VISIBLE_DEVICES.
-
-    Of one that NVML cannot sample it is said why.
-    """
+    """Return the GPUs with these names in CUDA_VISIBLE_DEVICES, and print why others cannot be sampled."""
     gpus = []
     for name in names:
         if (gpu := nvml.gpu_named(name)) is not None:
@@ -356,6 +372,11 @@ def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list
     """Return a row for each GPU, with the time of its own energy.
 
     Snapshots of PCIe, which block the sampler, follow when all the energies are known.
+
+    Args:
+        gpus: GPUs to sample.
+        origin_s: Origin of the times.
+        pcie_snapshots: Whether PCIe is sampled by snapshots.
     """
     rows = []
     for gpu in gpus:
@@ -397,10 +418,7 @@ def _lowest_priority() -> None:
 
 
 def _move_to(cores: set[int]) -> None:
-    """Run on `cores` from now on.
-
-    Stay where none is given, or the system knows no such thing.
-    """
+    """Run on `cores` from now on, unless there are none or the system has no affinity."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:

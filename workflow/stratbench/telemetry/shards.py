@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds a part (DTensor, FSDP2): the part, the whole, and what is gathered."""
+"""Sharded tensors (DTensor, FSDP2): the local shard, the full tensor, and gathered memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from torch import Tensor, nn
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`, without padding, in the same memory.
-
-    All of a plain tensor.
-    """
+    """Return this rank's shard of `tensor`, without padding, in the same memory, or a plain tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -20,7 +17,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the whole parameters that FSDP2 keeps after a forward pass; each rank's part stays."""
+    """Free the full parameters that FSDP2 retains after a forward pass, but not the shards."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule

@@ -77,7 +77,13 @@ class PhaseLog:
         self._alive = alive
 
     def write(self, phase: str, event: str, at_s: float | None = None) -> None:
-        """Note that `phase` starts or ends now, or did at `at_s` by `time.monotonic`."""
+        """Record that a phase starts or ends.
+
+        Args:
+            phase: Name of the phase.
+            event: `start` or `end`.
+            at_s: Time on `time.monotonic`, or None for now.
+        """
         t_s = round((time.monotonic() if at_s is None else at_s) - self._origin_s, 4)
         line = {"t_s": t_s, "rank": self._rank, "phase": phase, "event": event}
         self._file.write(json.dumps(line) + "\n")
@@ -120,9 +126,13 @@ def merge_timeline(
 ) -> None:
     """Write the samples of all nodes to `out`, by time, with a `phase` column.
 
-    A row of process `rank3` gets rank 3's phase. Every other row gets the phase of the lowest rank
-    that kept a log. Of nested phases the one that started last counts. Missing files and rows cut
-    short are ignored.
+    A row of process `rank3` gets rank 3's phase. Every other row gets the phase of the lowest rank with a
+    log. Of nested phases the last one started counts. Missing files and truncated rows are ignored.
+
+    Args:
+        sample_csvs: Sample files of the nodes.
+        phase_logs: Phase logs of the ranks.
+        out: File to write.
     """
     intervals = read_phases(phase_logs)
     by_rank: dict[int, list[PhaseInterval]] = {}
@@ -166,12 +176,12 @@ def energy_within(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:
-    """Joules of some GPUs together, each within its own intervals of time.
+    """Return the joules of some GPUs together, each within its own intervals of time.
 
-    `intervals`: (start_s, end_s), ascending, by (node, id) of the GPU. From the energy counter,
-    interpolated at both ends, where the GPU has one that only grows; otherwise from the power by the
-    trapezoidal rule. None if there are no intervals, or the samples of a GPU do not reach from the
-    start to the end of one: nothing is extrapolated.
+    They come from the energy counter, interpolated at both ends, if the GPU has one that only grows.
+    Otherwise they come from the power by the trapezoidal rule. None if there are no intervals, or if a GPU's
+    samples do not cover one: nothing is extrapolated. `intervals`: (start_s, end_s), ascending, by (node, id)
+    of the GPU.
     """
     of_gpu = _energy_series(sample_csvs)
     parts = [

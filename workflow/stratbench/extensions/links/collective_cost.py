@@ -1,7 +1,9 @@
-"""What a collective costs on a layout: steps and bytes by the algorithms of NCCL and gloo. No torch here.
+"""Cost of a collective on a layout: steps and bytes by the algorithms of NCCL and gloo.
 
-The formulas count; what a step and a byte cost is measured (`extensions/links/measure.py`), never fitted to
-training times: fitted at 1 and 2 GPUs they were wrong by more than the time itself at 64.
+No torch.
+
+The formulas count. The cost of a step and a byte is measured (`extensions/links/measure.py`), never fitted to
+training times: fitted at 1 and 2 GPUs it was wrong by more than the time itself at 64.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ Level = Literal["within", "between"]
 
 @dataclass(frozen=True)
 class LinkModel:
-    """What one level of a layout costs: `alpha_s` a step, and a byte 1 / `bytes_per_s`.
+    """Cost on one level of a layout: `alpha_s` per step, and 1 / `bytes_per_s` per byte.
 
-    Between nodes the rate is that of a whole node's connection, one way. `log_sd`: of the measured times
-    about the fit, as ln of their ratio.
+    Between nodes the rate is that of a whole node's connection, one way. `log_sd`: standard deviation of the
+    log ratio of measured times to the fit.
     """
 
     alpha_s: float
@@ -42,7 +44,7 @@ class LinkLayout:
 
 @dataclass(frozen=True)
 class Time:
-    """One measurement: seconds of a collective over a tensor of `n_bytes`, as the slowest rank saw it."""
+    """One measurement: seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
 
     library: str
     kind: str
@@ -70,10 +72,15 @@ class CollectiveCost:
 
 
 def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return one ring through all ranks; its slowest link sets the pace.
+    """Return the cost of one ring through all ranks; its slowest link sets the pace.
 
-    All-reduce 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan 2009). With n
-    nodes n of each N-1 steps' neighbours are on another one, as NCCL counts them (tuning.cc).
+    All-reduce takes 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan 2009).
+    With n nodes, n of each N-1 steps' neighbours are on another one, as NCCL counts them (tuning.cc).
+
+    Args:
+        kind: Kind of the collective.
+        n_bytes: Bytes of the full tensor.
+        layout: Ranks per node, and nodes.
     """
     rounds = 2 if kind == "all_reduce" else 1
     n, nodes = layout.workers, layout.nodes
@@ -88,11 +95,15 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 
 def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """A binary tree in pipelined pieces: log2 steps up, and down again for an all-reduce.
+    """Return the cost of a pipelined binary tree: log2 steps up, and down again for an all-reduce.
 
-    S bytes each.
+    Each has S bytes. NCCL's tree is one over the nodes with a chain in each; here a chain's steps count as
+    the tree's.
 
-    NCCL's tree is one over the nodes with a chain in each; here a chain's steps count as the tree's.
+    Args:
+        kind: Kind of the collective.
+        n_bytes: Bytes of the full tensor.
+        layout: Ranks per node, and nodes.
     """
     rounds = 2 if kind == "all_reduce" else 1
     between = math.ceil(math.log2(layout.nodes)) if layout.nodes > 1 else 0
@@ -106,10 +117,15 @@ def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 
 def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return a ring in each node, and between the nodes one for each of a node's ranks, side by side.
+    """Return the cost of a ring in each node, and concurrent rings of equal ranks between nodes.
 
-    An all-reduce is a scatter within, an all-reduce of S/g between, and a gather within (g ranks a node).
-    A node's connection carries the g parts together: S bytes (n-1)/n times each way.
+    An all-reduce is a scatter within, an all-reduce of S/g between, and a gather within (g ranks per node). A
+    node's connection carries the g parts together: S bytes (n-1)/n times each way.
+
+    Args:
+        kind: Kind of the collective.
+        n_bytes: Bytes of the full tensor.
+        layout: Ranks per node, and nodes.
     """
     rounds = 2 if kind == "all_reduce" else 1
     g, nodes = layout.a_node, layout.nodes
@@ -123,7 +139,13 @@ def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCos
 
 
 def direct(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """From one rank to another."""
+    """Return the cost of sending from one rank to another.
+
+    Args:
+        kind: Kind of the collective.
+        n_bytes: Bytes of the full tensor.
+        layout: Ranks per node, and nodes.
+    """
     level: Level = "between" if layout.nodes > 1 else "within"
     return CollectiveCost({level: 1}, {level: n_bytes})
 
@@ -152,7 +174,13 @@ ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
 
 
 def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return a server that takes the pushes of all workers and answers them, one byte after the other."""
+    """Return the cost of a server that takes and answers all workers' pushes one after the other.
+
+    Args:
+        kind: Kind of the collective.
+        n_bytes: Bytes of the full tensor.
+        layout: Ranks per node, and nodes.
+    """
     level: Level = "between" if layout.nodes > 1 else "within"
     return CollectiveCost({level: 1}, {level: layout.workers * n_bytes})
 
@@ -162,7 +190,12 @@ FASTEST = "fastest"
 
 
 def algorithms_of(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
-    """Those that a row of `links.csv` names, of which the fastest counts.
+    """Return the algorithms that a row of `links.csv` names, the fastest of which counts.
+
+    Args:
+        name: Name in the row.
+        library: Library of the link.
+        kind: Kind of the collective.
 
     Raises:
         ValueError: For an unknown name.
@@ -214,11 +247,11 @@ class _Fit:
 
 
 def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
-    """Latency and rate of each kind on each level, from the median times on all counts and sizes.
+    """Return latency and rate of each kind on each level, fitted to median times.
 
-    Least squares of relative errors, neither below zero. By one of the library's algorithms for all tensors,
-    or by the fastest for each: what fits best, and of fits that are ALIKE the first. A level without a rate
-    (no time depends on its bytes) has an infinite one.
+    The fit is by least squares of relative errors, neither below zero, over all worker counts and sizes. It
+    uses one of the library's algorithms for all tensors, or the fastest for each: the best fit, and of fits
+    that are ALIKE the first. A level without a rate (no time depends on its bytes) has an infinite one.
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
@@ -249,7 +282,7 @@ def _best_fit(library: str, kind: str, times: Sequence[Time]) -> _Fit:
 
 
 def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorithm) -> _Fit:
-    """By the fastest of `algorithms` for each tensor: at first `first`, then as the links say, in turns."""
+    """Fit links alternately with the choice of the fastest of `algorithms` for each tensor, from `first`."""
     repeats: dict[tuple[int, int, int], list[float]] = {}
     for t in times:
         repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)

@@ -1,1 +1,1 @@
-"""The machine of a run: its hardware, its environment, and who else uses it."""
+"""The machine of a run: its hardware, its environment, and foreign processes."""

@@ -1,4 +1,4 @@
-"""What else uses this machine as a cell begins. No torch."""
+"""Other load on this machine when a cell begins. No torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from stratbench.telemetry.machine.nvml import Nvml
 
 
 def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
-    """What else uses this machine: call it before a cell starts. Takes `window_s`.
+    """Return the other load on this machine; call it before a cell starts.
 
-    `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process nor its
-    ancestors and descendants), those of other containers included;
-    `load_1m`; `other_processes`: the visible ones above a tenth of a core, busiest first, at
-    most five; `other_gpu_processes` per GPU of the node that has some, as NVML numbers them, which in
-    a container may not be our numbers: none is ours, since nothing of a cell is on a GPU before it starts.
+    Takes `window_s`.
+
+    It has `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process nor its
+    ancestors and descendants), including those of other containers. It has `load_1m`, and `other_processes`:
+    at most five visible ones above a tenth of a core, busiest first. `other_gpu_processes` are those per GPU
+    of the node, by NVML's process numbers, which may differ in a container. None of these is ours, since a
+    cell uses no GPU before it starts.
     """
     ours = _family()
     before, total_before = _cpu_times(), _busy_s()

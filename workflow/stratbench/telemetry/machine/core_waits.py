@@ -1,4 +1,4 @@
-"""Times that threads of this process could run and waited for a core, as the Linux kernel counts them."""
+"""Times that threads of this process waited for a core, as the Linux kernel counts them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CoreWaits:
 
     @property
     def longest_s(self) -> float | None:
-        """Seconds that the thread waited which waited longest, or None if nothing was counted.
+        """Maximum waiting time of a thread in seconds, or None if nothing was counted.
 
         A step waits for each of its threads: the one that computes, autograd's, those of OpenMP.
         """

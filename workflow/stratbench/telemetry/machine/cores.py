@@ -1,4 +1,4 @@
-"""Which CPU cores of this machine this process may use."""
+"""The CPU cores of this machine that this process may use."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import os
 
 
 def usable_cores() -> set[int]:
-    """Return numbers of the cores that this process may run on.
-
-    All cores if the system does not say.
-    """
+    """Return the numbers of usable cores; all if the system does not report them."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

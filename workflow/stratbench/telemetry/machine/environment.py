@@ -1,4 +1,4 @@
-"""Which environment variables records may hold, and what looks like a secret. No torch."""
+"""Environment variables that records may contain, and detection of secrets. No torch."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _LONG_MIX = re.compile(
 
 
 def of_training(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how a worker trains: those of an allow-list without a secret."""
+    """Return the variables that affect training, by an allow-list, without secrets."""
     return _without_secrets(environment, _ENVIRONMENT)
 
 
 def of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """What SLURM says of the job and of the node, by an allow-list."""
+    """Return SLURM's variables on the job and the node, by an allow-list."""
     return _without_secrets(environment, _SLURM)
 
 
@@ -55,14 +55,14 @@ def names_secret(name: str) -> bool:
 
 
 def hides_number(name: str) -> bool:
-    """Whether even a number of this name is a secret: of `api_key`, and not of `token_dim` or `tokens`."""
+    """Return whether even a number of this name is a secret: for `api_key`, but not `token_dim`."""
     return _SECRET_WORDS.fullmatch(" ".join(_WORDS.findall(name)).lower()) is not None
 
 
 def tells_secret(text: str) -> bool:
-    """Whether a text holds an address with a password or a signature, `token=...`, or a provider's key.
+    """Return whether a text has an address with a password, `token=...`, or a provider's key.
 
-    A long run of letters and digits alone is none: hashes and revisions are such.
+    A long run of letters and digits alone is no secret: hashes and revisions look the same.
     """
     return _SURE_SECRET.search(text) is not None
 

@@ -1,8 +1,8 @@
-"""Who uses a GPU beside the cell: foreign processes, of whom its times and its memory would tell.
+"""Detects foreign processes on the cell's GPUs, which would distort its times and memory.
 
-A process of the cell descends from its agent, as do the fork server and the workers. A program that
-draws on a screen is no foreign process by itself, nor is the server of CUDA's MPS, through which others
-compute; the memory that they hold counts. Neither torch nor psutil until it is asked of a process.
+A process of the cell descends from its agent, as do the fork server and the workers. A program that only
+draws on a screen is no foreign process, nor is the server of CUDA's MPS, through which others compute; their
+memory counts. Neither torch nor psutil is imported before a process is checked.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
 
 
 def gpu_at(nvml: Nvml, place: dict[str, Any]) -> Gpu | None:
-    """Return the GPU of such a place, or None where NVML does not know it."""
+    """Return a worker's GPU, or None if NVML does not know it."""
     return nvml.gpu_named(str(place.get("uuid", place.get("index", ""))))
 
 
 def describe_gpu(place: dict[str, Any]) -> str:
-    """Return a place in words: `GPU 1 (GPU-d8c5e28f-…)`."""
+    """Return a text on a GPU: `GPU 1 (GPU-d8c5e28f-…)`."""
     number, uuid = place.get("index", place.get("name")), place.get("uuid")
     return f"GPU {number}" + (f" ({uuid})" if uuid else "")
 
@@ -51,9 +51,9 @@ def is_broker(pid: int) -> bool:
 
 
 def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
-    """Whether a process that computes on a GPU does not descend from `ancestor_pid`, a process of the cell.
+    """Return whether a process on a GPU does not descend from `ancestor_pid`, a process of the cell.
 
-    None: it is a broker, or not known here; it has just ended, or is numbered in another way.
+    None for a broker, or an unknown process: one that has just ended, or has another number here.
     """
     import psutil
 
@@ -66,10 +66,10 @@ def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
 
 
 class ForeignProcessWatch:
-    """Notes in a file which foreign processes computed on the cell's GPUs of this node while it ran.
+    """Records in a file which foreign processes computed on the cell's GPUs of this node.
 
-    Only on GPUs where NVML names a process of the cell: in a container it may know all by numbers that
-    say nothing there.
+    It watches only GPUs on which NVML lists a process of the cell: in a container its process numbers may be
+    meaningless.
     """
 
     def __init__(self, out: Path, gpus: Iterable[Gpu], agent_pid: int) -> None:
@@ -102,7 +102,7 @@ class ForeignProcessWatch:
             self.write()
 
     def write(self) -> None:
-        """Write down who was seen, if anybody. An error of the disk is printed: nothing else ends by it."""
+        """Write the processes found, if any. An error of the disk is printed, and ends nothing."""
         try:
             if self._found:
                 write_atomic(self._out, json.dumps(list(self._found.values())))
@@ -113,13 +113,16 @@ class ForeignProcessWatch:
 def others_on(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Who else uses the GPU of a worker that is out of memory, as the worker finds it.
+    """Return foreign processes on the GPU of a worker that is out of memory, or None.
 
-    None: nobody.
+    `processes` are foreign processes with their bytes. `others_bytes` is the memory in use without the
+    worker's own, or None if unknown.
 
-    `allocated_bytes`: what PyTorch has taken of it for the worker; None where it has not begun to use it.
-    `processes`: foreign processes and the bytes that each holds. `others_bytes`: what is in use without the
-    worker's own; None where that is not known.
+    Args:
+        gpu: The GPU.
+        ancestor_pid: Process from which all of the cell's descend.
+        own_pid: Process of the worker.
+        allocated_bytes: PyTorch's memory on it for the worker, or None before its first use.
     """
     held_bytes = gpu.computing()
     own_bytes = held_bytes.get(own_pid)

@@ -1,7 +1,7 @@
-"""What GPUs can do at most, from their vendors' public datasheets.
+"""Peak rates of GPUs, from their vendors' public datasheets.
 
-All compute figures are dense: a datasheet's "with sparsity" is twice as much. Half precision is
-with fp32 accumulation, as training uses it. No torch here.
+All compute figures are dense: a datasheet's "with sparsity" is twice as much. Half precision is with fp32
+accumulation, as training uses it. No torch here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Datasheet peaks of one GPU; None where it has no such unit.
+    """Datasheet peaks of one GPU, None for a unit that it lacks.
 
-    `memory_gib` is the advertised size; the driver offers up to 6 % less (ECC, reserve).
-    `resident_threads`: that all its multiprocessors hold at once.
-    `link_gb_per_s` is the fastest link to another GPU *in one direction*, half of what
-    datasheets state for NVLink; `link` says which.
+    `memory_gib` is the advertised size; the driver offers up to 6 % less (ECC, reserve). `resident_threads`
+    is the maximum over all its multiprocessors at once. `link_gb_per_s` is the fastest link to another GPU
+    *in one direction*, half of the datasheet's value for NVLink; `link` names it.
     """
 
     name: str
@@ -101,7 +100,7 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
 
 
 def datasheet_of(device_name: str) -> Datasheet | None:
-    """Return the peaks of the GPU that torch or NVML calls `device_name`, None if it is not listed.
+    """Return the peaks of the GPU with torch's or NVML's name `device_name`, or None.
 
     PCIe boards are listed with their PCIe link; a bridge between two of them is faster.
     """

@@ -1,4 +1,4 @@
-"""What a node is: its name, processor, cores and memory. No torch."""
+"""Properties of a node: its name, processor, cores and memory. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stratbench.telemetry.machine.cores import usable_cores
 
 
 def facts_of_node() -> dict[str, Any]:
-    """Return name, CPU, cores, affinity and memory of this node as this process may use them."""
+    """Return name, CPU, cores, affinity and memory of this node, as usable by this process."""
     cores = {
         "cores_logical": os.cpu_count(),
         "cores_physical": psutil.cpu_count(logical=False),

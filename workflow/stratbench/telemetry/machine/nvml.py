@@ -40,10 +40,10 @@ _PCIE_TX, _PCIE_RX = 0, 1
 
 
 class Nvml:
-    """The library, initialised; with no library, driver or GPU it lists no GPUs.
+    """The initialised library; without library, driver or GPU it lists no GPUs.
 
-    `library` stands in for the `pynvml` module (package nvidia-ml-py). `reason` says why there
-    is nothing, None when NVML answers.
+    `library` replaces the `pynvml` module (package nvidia-ml-py). `reason` is why there is nothing, or None
+    if NVML answers.
     """
 
     def __init__(self, library: Any | None = None) -> None:
@@ -64,12 +64,11 @@ class Nvml:
         return [Gpu(self, index, handle) for index, handle in handles if handle is not None]
 
     def gpu_of(self, uuid: str | None) -> Gpu | None:
-        """Return the GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`).
+        """Return the GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`), or None.
 
-        Return None if it is not found.
-
-        CUDA tells an instance's UUID without its prefix: what is no GPU's is looked up as an instance's. A
-        GPU that is divided into instances is not found: its power and energy are those of all of them.
+        CUDA gives an instance's UUID without its prefix: a UUID that is no GPU's is looked up as an
+        instance's. A GPU that is divided into instances is not found: its power and energy are those of all
+        of them.
         """
         if not uuid:
             return None
@@ -85,9 +84,7 @@ class Nvml:
         return None if divided else Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
 
     def uuid_named(self, name: str) -> str | None:
-        """The UUID of what `name` stands for in CUDA_VISIBLE_DEVICES.
-
-        None if nothing here, or several.
+        """Return the UUID of an entry of CUDA_VISIBLE_DEVICES, or None if there is not exactly one.
 
         `name` is a number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
         """
@@ -128,10 +125,7 @@ class Nvml:
         return pairs
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """What `function` of the library returns.
-
-        None if it is missing or fails in any way.
-        """
+        """Return the result of a function of the library, or None if it is missing or fails."""
         if self._library is None:
             return None
         try:
@@ -149,14 +143,13 @@ class Gpu:
         self._nvml = nvml
 
     def counters(self) -> dict[str, float | int | str]:
-        """What changes while a cell trains; the energy is asked for first.
+        """Return counters that change while a cell trains; the energy is read first.
 
-        `gpu_util_pct` (time with a kernel running), `mem_bus_util_pct`, `mem_used_bytes`,
-        `power_w` (averaged by the driver over about a second on recent GPUs), `energy_j`
-        (cumulative since the driver was loaded), `temperature_c`, `sm_clock_mhz`,
-        `mem_clock_mhz`, `throttle` (names joined by `;`, empty when the clocks are free),
-        `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes` (cumulative, where
-        they are 64-bit counters; otherwise see `pcie_snapshot`).
+        `gpu_util_pct` (time with a kernel running), `mem_bus_util_pct`, `mem_used_bytes`, `power_w` (averaged
+        by the driver over about a second on recent GPUs), `energy_j` (cumulative since the driver was
+        loaded), `temperature_c`, `sm_clock_mhz`, `mem_clock_mhz`, `throttle` (names joined by `;`, empty when
+        the clocks are free), `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes`
+        (cumulative, where they are 64-bit counters; otherwise see `pcie_snapshot`).
         """
         whole = self.index is not None  # of an instance a driver could tell its GPU's
         energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption") if whole else None
@@ -192,7 +185,7 @@ class Gpu:
         return [Gpu(self._nvml, None, handle) for handle in handles if handle is not None]
 
     def static(self) -> dict[str, Any]:
-        """What identifies the GPU and its settings, for a record's provenance."""
+        """Return the GPU's identity and settings, for a record's provenance."""
         memory = self._memory_info()
         return _present(
             index=self.index,
@@ -210,7 +203,7 @@ class Gpu:
         )
 
     def memory_used_bytes(self) -> int | None:
-        """Memory in use on the whole device by all processes, in bytes."""
+        """Return the memory in use on the whole device by all processes, in bytes."""
         return getattr(self._memory_info(), "used", None)
 
     def process_used_bytes(self) -> int | None:
@@ -225,9 +218,9 @@ class Gpu:
         return None
 
     def computing(self) -> dict[int, int | None]:
-        """Return bytes that each process with a compute context holds, by its number; without displays.
+        """Return the bytes of each process with a compute context, by its number, without displays.
 
-        A program that draws, too, as a desktop does, is none of them. None: the driver does not say.
+        A program that draws, too, as a desktop does, is left out. None if the driver does not list them.
         """
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or ()
         drawing = {p.pid for p in self._ask("nvmlDeviceGetGraphicsRunningProcesses") or ()}
