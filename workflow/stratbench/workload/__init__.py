@@ -1,1 +1,1 @@
-"""What a cell trains: models, data sets and their precision."""
+"""The workload of a cell: models, data sets and their precision."""

@@ -32,7 +32,7 @@ def seed_generators(seed: int) -> None:
 
 
 class Generators(NamedTuple):
-    """Their states: Python's and numpy's as these give them, torch's as tensors in host memory."""
+    """States of the random generators: Python's and numpy's own format, torch's as host tensors."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
@@ -41,7 +41,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device | None = None) -> Generators:
-        """Return the states now; `device`: a CUDA device whose generator counts, too."""
+        """Return the present states, including those of a CUDA `device`."""
         on_cuda = device is not None and device.type == "cuda"
         return cls(
             random.getstate(),
@@ -64,14 +64,14 @@ class Generators(NamedTuple):
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
     def differ_outside_torch(self, others: Generators) -> bool:
-        """Return whether numbers of Python or numpy were drawn between the two, which both had one seed."""
+        """Return whether Python's or numpy's generator advanced between the two states of one seed."""
         # Of numpy's state: how many of its keys are used, and the half of a pair that is left.
         return self.python != others.python or self.numpy[2:] != others.numpy[2:]
 
     def tensors(self) -> list[Tensor]:
-        """Return the states as numbers, always as many, to be written, or read into (`of_tensors`).
+        """Return the states as tensors, always as many, to be written or read into (`of_tensors`).
 
-        Python and numpy keep the second of two normal numbers that they draw together; NaN stands for none.
+        Python and numpy store the second of two normal numbers that they draw together; NaN represents none.
         """
         _, python, half = self.python
         _, keys, position, has_half, other = self.numpy
@@ -97,7 +97,7 @@ class Generators(NamedTuple):
 
 @contextmanager
 def generators_put_back(device: torch.device | None = None) -> Iterator[Generators]:
-    """All generators are after the block what they were before; yields their states then."""
+    """Restore all generators after the block; yield their states before it."""
     kept = Generators.now(device)
     try:
         yield kept

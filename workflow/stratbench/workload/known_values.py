@@ -1,8 +1,8 @@
-"""The values of fake tensors that follow from no data: masks and positions, which forward makes by itself.
+"""Values of fake tensors that do not depend on data: masks and positions that forward creates.
 
-A network may ask for them, as torch's own transformer asks whether its mask is causal. How such a tensor
-was made is kept, and made again with real numbers when its values are asked for. What comes of the batch, of
-weights or of random numbers has no such values. Importing this file imports torch.
+A model may read them, as torch's own transformer checks whether its mask is causal. The recipe of such a
+tensor is recorded, and computed again with real numbers when its values are read. Results of the batch, of
+weights or of random numbers have no such values. Importing this file imports torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPED = frozenset(
 
 
 class KnownFakes(FakeTensorMode):
-    """`FakeTensorMode` that answers what is asked for the values of tensors that follow from no data."""
+    """`FakeTensorMode` that can read the values of tensors that do not depend on data."""
 
     def __init__(self) -> None:
         # What the user's code holds elsewhere, such as in a closure, becomes fake where it is used.
@@ -74,7 +74,7 @@ class KnownFakes(FakeTensorMode):
     def _grouped(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
-        """Return a grouped product, whose own rule for fakes takes bfloat16 alone, unlike its kernels."""
+        """Return a grouped product, whose own rule for fakes supports only bfloat16, unlike its kernels."""
         size = [shape_of_grouped(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
@@ -122,7 +122,7 @@ class KnownFakes(FakeTensorMode):
         return Recipe(op, given, named, numbers, steps) if steps <= MAX_STEPS else None
 
     def _operand(self, value: Any) -> Any:
-        """Return the recipe in a known tensor's place; _Unknown where a tensor is not known."""
+        """Return the recipe of a known tensor; raise _Unknown for an unknown one."""
         if isinstance(value, Tensor):
             recipe, written = getattr(value, "recipe", (None, 0))
             # A weight is known until it is trained, and what its values decide then is not.
@@ -149,7 +149,7 @@ class Recipe:
 
 
 class _Unknown(Exception):
-    """There is an operand whose values nobody knows."""
+    """An operand has unknown values."""
 
 
 def _storage(tensor: Tensor) -> int:
@@ -183,10 +183,7 @@ def _parts(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
 
 
 def _made(operand: Any, made: dict[Recipe, Any]) -> Any:
-    """Return the operand with real tensors in its recipes' places.
-
-    `made`: those that are there already.
-    """
+    """Return the operand with recipes replaced by real tensors. `made` caches them."""
     if isinstance(operand, list):
         return [_made(each, made) for each in operand]
     if not isinstance(operand, Recipe):

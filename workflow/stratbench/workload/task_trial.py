@@ -1,4 +1,4 @@
-"""A cell's task, tried before anything is trained: that its loss and score are such, and how parts add up.
+"""Trial of a cell's task before any training: of its loss and score, and how parts add up.
 
 torch is imported inside functions: the plan's pages read this file.
 """
@@ -47,9 +47,17 @@ def tried_task(
 ) -> tuple[Task, LossKind]:
     """Return a cell's task and the kind of its loss, a user's after `check_task` has tried it.
 
-    What a cell does before it trains, and the check before any does. `values`: whether the targets are
-    values, `classes` for each sample, and no class numbers. Of texts the first `TRIED_POSITIONS` are tried,
-    or all where the task takes no fewer. ModelError as of both.
+    Cells do this before they train, and so does the check. Only the first `TRIED_POSITIONS` of texts are
+    tried, or all if the task takes no fewer.
+
+    Args:
+        s: Settings of the cell.
+        shape: Shape of a sample.
+        classes: Number of classes, or values of a target.
+        values: Whether the targets are values and no class numbers.
+
+    Raises:
+        ModelError: If the task fails.
     """
     task = task_of(s, shape, values)
     if not s.own_task:
@@ -82,10 +90,18 @@ def _takes_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
 
 
 def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
-    """Try a task on outputs for such targets; returns the kind of its loss.
+    """Try a task on outputs for such targets; return the kind of its loss.
 
-    In float32 as training computes, and in float64 as the evaluation does. ModelError where it does not
-    take them or gives no loss or score.
+    It is tried in float32 as in training, and in float64 as in evaluation.
+
+    Args:
+        task: The task.
+        what: Its specification.
+        classes: Number of classes.
+        targets: Shape of the targets.
+
+    Raises:
+        ModelError: If it does not take them or returns no loss or score.
     """
     import torch
 
@@ -144,7 +160,7 @@ def _tried_loss(
 
 
 def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
-    """Return the loss of a batch with targets of many kinds, beside those of its halves."""
+    """Return the kind of loss, by comparing that of a varied batch with those of its halves."""
     import torch
 
     draw = torch.Generator().manual_seed(0)

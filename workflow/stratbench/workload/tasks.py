@@ -1,4 +1,4 @@
-"""Tasks: what a model learns. A task is a loss, a score, and what counts as one of the score's answers.
+"""Tasks of a model: a loss, a score, and which answers the score counts.
 
 A user's own is a class with the same attributes and methods, named as `package.module:Task`. torch is
 imported where a loss is computed, not before: the Snakefile reads this file.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LossKind(NamedTuple):
-    """How the loss of a batch is made of those of its parts."""
+    """How the loss of a batch follows from those of its parts."""
 
     #: Whether the task gives a sum and its weight, and no mean.
     weighs: bool = False
@@ -61,22 +61,24 @@ class Task:
     def loss(
         self, outputs: Tensor, targets: Tensor
     ) -> Tensor | tuple[Tensor, Tensor | int | float]:
-        """Return the mean loss, a scalar: what training makes small. Or a sum and its weight.
+        """Return the mean loss, a scalar, to be minimized.
 
-        A sum, also a scalar, is divided by what the whole global batch weighs, such as the number of its
-        targets that count: whatever parts the batch is computed in, their loss is that of the whole.
+        Or return a sum and its weight.
+
+        The sum, also a scalar, is divided by the weight of the whole global batch, such as its number of
+        counted targets. So the loss does not depend on how the batch is divided.
         """
         raise NotImplementedError
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the score of each answer: [batch], or [batch, ...] where a sample has several answers.
+        """Return the score of each answer: [batch], or [batch, ...] for several answers per sample.
 
-        NaN where an answer does not count.
+        An answer with NaN does not count.
         """
         raise NotImplementedError
 
     def guess(self, classes: int) -> float | None:
-        """Return the score of who knows nothing, or None where it cannot be said."""
+        """Return the score of random guessing, or None if unknown."""
         return None
 
 
@@ -191,16 +193,16 @@ class OwnTask:
 
 
 def natural_task(shape: Sequence[int]) -> str:
-    """Return the name of the task that follows from a sample's shape: of a text, a waveform or an image."""
+    """Return the name of the default task for a sample's shape: of a text, a waveform or an image."""
     return _NATURAL[len(shape)]
 
 
 def fault_of_task(name: str, natural: str | None) -> str | None:
-    """Why a task is not one of some data, in words.
+    """Return why a task does not suit some data, or None if it does.
 
-    None where it is. Imports nothing.
+    Imports nothing.
 
-    `natural`: the data set's own task; None where the data are not read yet.
+    `natural`: the data set's own task, or None if the data are not read yet.
     """
     if name in TASKS:
         if natural in (None, name):
@@ -219,9 +221,14 @@ def name_of_task(s: Settings, shape: Sequence[int]) -> str:
 
 
 def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
-    """Return a cell's task, whose samples have this shape. ModelError, in a sentence, where a user's is none.
+    """Return a cell's task.
 
-    Nor where its targets are no such as the data have: `values`, or class numbers (None: not known).
+    ModelError if a user's is invalid or does not suit the targets.
+
+    Args:
+        s: Settings of the cell.
+        shape: Shape of a sample.
+        values: Whether targets are values, not class numbers; None if unknown.
     """
     name = name_of_task(s, shape)
     task = own_task(name) if s.own_task else TASKS[name]()
@@ -232,18 +239,12 @@ def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Ta
 
 
 def takes_values(task: Task) -> bool:
-    """Whether the task's targets are values, and no class numbers.
-
-    A user's need not say the latter.
-    """
+    """Return whether the task's targets are values and no class numbers, the default of a user's."""
     return getattr(task, "targets", "classes") == "values"
 
 
 def wrong_targets(values: bool) -> str:
-    """That data whose targets are `values`, or else class numbers, have a task for the other.
-
-    A remedy.
-    """
+    """Return the message on a task for the other kind of targets, with the remedy."""
     if values:
         return (
             "it learns class numbers, and the targets of the data set are values (float32); name a task of "
@@ -256,9 +257,12 @@ def wrong_targets(values: bool) -> str:
 
 
 def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
-    """The shape of a network's outputs for targets of this shape, as the task says.
+    """Return the shape of a model's outputs for targets of this shape, by the task or the default.
 
-    A user's need not.
+    Args:
+        task: The task.
+        targets: Shape of the targets.
+        classes: Number of classes.
     """
     if not hasattr(task, "outputs"):
         return list(targets if takes_values(task) else (*targets, classes))
@@ -321,11 +325,15 @@ def facts_of_task(
     least_loss: float | None,
     kind: LossKind | None = None,
 ) -> Mapping[str, Any]:
-    """What a record says of its cell's task.
+    """Return the record's entry of the task, with all names that tables, figures and decisions use.
 
-    All that tables, figures and decisions call it by.
-
-    `kind`: of its loss; None: nobody has tried it.
+    Args:
+        task: The task.
+        name: Its name.
+        classes: Number of classes.
+        shape: Shape of a sample.
+        least_loss: Minimum mean loss of any model, if known.
+        kind: Kind of its loss, or None if not tried.
     """
     guess = getattr(task, "guess", lambda classes: None)(classes)
     of_whole_text = isinstance(task, TextClassification)
@@ -347,9 +355,12 @@ def facts_of_task(
 
 
 def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the mean loss and None.
+    """Return the mean loss and None, or the sum and its weight, a float64 scalar.
 
-    Of a task that weighs, the sum and its weight, a float64 scalar.
+    Args:
+        task: The task.
+        outputs: Outputs of the model.
+        targets: Targets.
     """
     found = task.loss(outputs, targets)
     if not isinstance(found, tuple):
@@ -380,9 +391,14 @@ class Evaluated(NamedTuple):
 def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the sums over a test batch that `evaluated` takes: float64 [8].
 
-    The loss and its weight; with a, the sum of a sample's scores, and n, of how many answers: a, n, their
-    squares a², an and n², and the answers left out. In float64, so that a sum over a large test set loses
-    nothing; batches and workers add theirs up.
+    They are the loss and its weight. With a, the sum of a sample's scores, and n, the number of its answers,
+    they are also a, n, a², a n, n², and the answers left out. float64 avoids rounding over a large test set.
+    Sums of batches and workers are added up.
+
+    Args:
+        task: The task.
+        outputs: Outputs of the model.
+        targets: Targets.
     """
     import torch
 
@@ -401,11 +417,11 @@ def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluated(sums: Sequence[float]) -> Evaluated:
-    """Return the mean loss and the mean score of all answers that count, from the sums of all batches.
+    """Return the mean loss and the mean score of all counted answers, from the sums of all batches.
 
-    Samples are drawn independently, answers within one are not: the error is that of a ratio of two sums
-    over samples (Cochran, Sampling techniques, 1977, section 6.4), with equal numbers of answers that of a
-    mean over samples.
+    Samples are drawn independently, but answers within one are not. The error is that of a ratio of two sums
+    over samples (Cochran, Sampling techniques, 1977, section 6.4), and with equal numbers of answers that of
+    a mean over samples.
     """
     loss, weight, a, n, aa, an, nn, left_out = sums
     score = a / n if n else math.nan

@@ -67,7 +67,7 @@ PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells a storage from all others that exist: those of fake tensors have no address."""
+    """Return a unique key of a storage; those of fake tensors have no address."""
     return storage._cdata
 
 
@@ -81,7 +81,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether several numbers of `tensor` have one place, or may have."""
+    """Return whether several elements of `tensor` share memory, or may."""
     return bool(torch._debug_has_internal_overlap(tensor))
 
 
@@ -90,12 +90,12 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and format by a number, in place and by one kernel."""
+    """Multiply tensors of one device and format by a number, in place, with one kernel."""
     torch._foreach_mul_(tensors, factor)
 
 
 def get_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary that holds the module's own buffers: a change of it changes the module."""
+    """Return the module's dictionary of its own buffers, which may be changed."""
     return module._buffers
 
 
@@ -115,7 +115,7 @@ def get_arguments(op: OpOverload) -> Sequence[Any]:
 
 
 def writes_arguments(op: OpOverload) -> bool:
-    """Return whether the operator's schema says that it writes to an argument."""
+    """Return whether the operator's schema has a mutable argument."""
     return op._schema.is_mutable
 
 
@@ -149,7 +149,13 @@ def count_uncounted() -> dict[Any, Callable[..., int]]:
 
 
 def shape_of_grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[int]:
-    """Return the shape of a grouped product, whose groups end at `offsets`."""
+    """Return the shape of a grouped product.
+
+    Args:
+        a: First operand.
+        b: Second operand.
+        offsets: Ends of the groups.
+    """
     if a.dim() == b.dim():
         groups = a.shape[:1] if a.dim() == 3 else offsets.shape
         return [*groups, a.shape[-2], b.shape[-1]]
@@ -158,7 +164,13 @@ def shape_of_grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[int]:
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """In the block `module.name` is `value`: for functions of PyTorch that have no option for it."""
+    """Set `module.name` to `value` in the block, for functions of PyTorch without an option for it.
+
+    Args:
+        module: The module.
+        name: Name in it.
+        value: Temporary value.
+    """
     kept = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -169,7 +181,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def no_truncated_normals() -> Iterator[None]:
-    """In the block no truncated normal is drawn: PyTorch checks the drawn values, which fakes do not have."""
+    """Skip truncated normals in the block: PyTorch checks the drawn values, which fakes do not have."""
     with replaced(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
         yield
 
@@ -178,7 +190,7 @@ def no_truncated_normals() -> Iterator[None]:
 
 
 def assign_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
-    """Return the indices of the parameters in buckets of at most `cap_bytes`, as DDP forms them."""
+    """Return the parameters' indices in buckets of at most `cap_bytes`, as DDP forms them."""
     groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
     return groups
 
@@ -221,7 +233,7 @@ def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
 
 
 def skip_votes(schedule: Any) -> None:
-    """Have a pipeline's workers not vote on whether they know the shapes that they receive: they do.
+    """Disable a pipeline's vote on whether workers know the shapes that they receive: they do.
 
     Shapes that a worker does not know would be sent as pickles, and none is unpickled here.
 
@@ -243,7 +255,7 @@ def _declare_static(stages: Sequence[Any], *_: Any, **__: Any) -> None:
 
 
 def receive_buffers(stages: Iterable[Any]) -> list[Tensor]:
-    """Return the buffers of what a worker's stages of a pipeline receive, so far as there are any."""
+    """Return the receive buffers of a worker's pipeline stages, if there are any."""
     infos = [i for s in stages for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())]
     # A network's own input has none; from PyTorch 2.15 on no receive buffer is kept.
     buffers = [getattr(i, "buffer", None) for each in infos for i in each]
@@ -294,7 +306,7 @@ def resolve_group(value: Any) -> dist.ProcessGroup | None:
 
 
 def limit_collectives(limit: timedelta) -> None:
-    """Set the time after which a collective of the whole group fails."""
+    """Set the timeout of collectives of the whole group."""
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
 
 

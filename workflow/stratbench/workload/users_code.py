@@ -1,4 +1,4 @@
-"""Code that a user brings: what is called, from which files, and whether these have changed.
+"""A user's code: what is called, its files, and whether these have changed.
 
 The Snakefile imports this: neither torch nor a user's code is imported before it is called.
 """
@@ -35,26 +35,26 @@ _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*", re
 
 
 class ModelError(RuntimeError):
-    """A user's model or task cannot be built, or cannot be trained: one sentence, with its name."""
+    """A user's model or task cannot be built or trained; the message is one sentence with its name."""
 
 
 class Refused(ModelError):
-    """A strategy cannot train a network, though others may: a result of its cell, and no failure."""
+    """A strategy cannot train a model, though others may: a result of its cell, and no failure."""
 
 
 class Unsuitable(ValueError):
-    """A library's model cannot be made of its config for these data: why, in words."""
+    """A library's model cannot be made from its config for these data; the message has the reason."""
 
 
 class Called(Protocol):
-    """What a user names by a call; as a text it is what errors call it."""
+    """A callable that a user names; its text is its name in errors."""
 
     @property
     def call(self) -> str: ...
 
 
 def fault_of_call(call: str) -> str | None:
-    """What is wrong with how a call is written, in words; nothing is imported."""
+    """Return what is wrong with the syntax of a call, or None; nothing is imported."""
     if _CALL.fullmatch(call):
         return None
     return "is not a module and a name in it; write my_net.MyNet or my_net:MyNet"
@@ -71,9 +71,9 @@ def code_folders() -> list[Path]:
 
 
 def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """Return the files of a call's module or package in `folders`, and of what they import from there.
+    """Return the files of a call's module or package in `folders`, and of their imports there.
 
-    By their paths below the folder. Empty where the module is not in one of them.
+    They are by path below the folder. Empty if the module is in none of them.
     """
     folders, by_path, seen = list(folders), {}, set()
     waiting = [top_of(call)]
@@ -95,10 +95,10 @@ _LARGEST_BYTES = 1 << 20
 
 
 def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
-    """Return the user's files that a command names, and what its Python files import from beside them.
+    """Return the user's files that a command names, and the local imports of its Python files.
 
-    By their names in the command, or below their folder. A module after `-m` is looked for here. Programs
-    and other files that are no text, files above 1 MiB and installed packages do not count.
+    They are by name in the command, or below their folder. A module after `-m` is searched here. Programs and
+    other binary files, files above 1 MiB and installed packages do not count.
     """
     by_name: dict[str, Path] = {}
     before = ""
@@ -149,8 +149,13 @@ def fingerprint(
 ) -> dict[str, str | None]:
     """Return the identity of a model's code: `sha256` of its files in `folders`, and a `version`.
 
-    Of the package that it comes from, or of those that its files import, such as `peft 0.21.2,
-    transformers 5.24.0`. `packages`: others that it is made with.
+    The version is that of its package, or of those that its files import, such as `peft 0.21.2, transformers
+    5.24.0`.
+
+    Args:
+        call: The call.
+        folders: Folders of the user's code.
+        packages: Further packages that it uses.
     """
     if files := sources(call, folders):
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
@@ -173,9 +178,9 @@ def digest_of(files: Mapping[str, Path]) -> str:
 
 
 def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
-    """Why a call cannot be imported, as far as its files show; nothing is imported.
+    """Return why a call cannot be imported, by its files, or None; nothing is imported.
 
-    `folders`: of the user's code. A package of several files is only looked for.
+    `folders`: of the user's code. A package of several files is only located.
     """
     top = top_of(call)
     # Jobs look in the working directory, too.
@@ -216,7 +221,7 @@ def fault_of_names(call: str, folders: Iterable[Path]) -> str | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a module of this name comes with Python or is among its installed packages."""
+    """Return whether a module of this name is in Python or an installed package."""
     if name in sys.stdlib_module_names:
         return True
     places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
@@ -225,10 +230,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Return all names that a file uses, at any place.
-
-    `*` for an import of all.
-    """
+    """Return all names that a file binds or uses, and `*` for a star import."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -252,7 +254,7 @@ def _version_of(package: str) -> str | None:
 
 
 def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
-    """ModelError where the files of `what` are no longer those that the cell was planned with."""
+    """Raise ModelError if the files of `what` have changed since the cell was planned."""
     now = fingerprint(spec["call"], code_folders())["sha256"]
     if spec["sha256"] != now:
         raise ModelError(
@@ -262,7 +264,7 @@ def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
 
 
 def callable_of(own: Called) -> Callable[..., Any]:
-    """What the call names. ModelError, in one sentence, where it cannot be imported."""
+    """Return the callable that a call names. ModelError, in one sentence, if it cannot be imported."""
     target = import_name(own, own.call)
     if not callable(target):
         raise ModelError(f"{own}: is a {type(target).__name__}, which cannot be called")
@@ -270,7 +272,7 @@ def callable_of(own: Called) -> Callable[..., Any]:
 
 
 def import_name(own: Called, path: str) -> Any:
-    """What `module:NAME` or `module.NAME` names in the user's code. ModelError where it is not there."""
+    """Return the object that `module:NAME` or `module.NAME` names in the user's code, or raise ModelError."""
     sys.dont_write_bytecode = True  # nothing is left in the user's folders
     for folder in reversed(code_folders()):
         if str(folder) not in sys.path:
@@ -300,7 +302,13 @@ def _imported_module(own: Called, name: str) -> ModuleType:
 
 
 def calls_differ(model: str, strategy: str, where: str) -> str:
-    """The refusal of a network of which workers called different shard groups, in a step or evaluation."""
+    """Return the message that workers called different shard groups of a model.
+
+    Args:
+        model: Name of the model.
+        strategy: Name of the strategy.
+        where: Whether in a step or in evaluation.
+    """
     return (
         f"model {model!r}: {strategy} cannot train it: in {where} the workers called different "
         "shard groups, or in another order, so that they gathered and added up what does not belong "
@@ -309,7 +317,7 @@ def calls_differ(model: str, strategy: str, where: str) -> str:
 
 
 def error_text(e: BaseException) -> str:
-    """Return an exception in one line, with the line of the user's code that it went through last."""
+    """Return an exception in one line, with the last line of the user's code in its traceback."""
     lines = str(e).strip().splitlines()
     text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
     return text + _place_of(e)

@@ -1,4 +1,4 @@
-"""What a data set is: its facts, and where its samples come from."""
+"""Metadata of a data set, and the source of its samples."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Dataset:
 
     @property
     def is_read(self) -> bool:
-        """Whether everything is known; else it has to be prepared first."""
+        """Whether everything is known; otherwise it has to be prepared first."""
         return self.train_samples is not None
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a value of an image, or of a token: of the smallest type that holds every one."""
+        """Bytes of an image's value or of a token, in the smallest type that can represent all."""
         return (
             4
             if self.floats or (self.is_text and (self.vocabulary or self.classes or 0) > 256)

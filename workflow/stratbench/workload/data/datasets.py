@@ -1,4 +1,4 @@
-"""The data sets: for each, what is known before it is read, and the function that opens it. No torch."""
+"""Registry of data sets: metadata before reading, and a function to open each. No torch."""
 
 from __future__ import annotations
 
@@ -60,11 +60,18 @@ def describe(
     spec: Mapping[str, Any] | None = None,
     prepared: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Return the facts of a built-in data set, or of one of the config's by its `spec`.
+    """Return the metadata of a built-in data set, or of one of the config's by its `spec`.
 
     A spec is `{source: NAME}` with any of the keys that SPECS has for that source, or a user's own
-    (`own_data`): what is known of that before it is read, or by the meta data of what was `prepared`.
-    Raises DataError for anything else.
+    (`own_data`).
+
+    Args:
+        name: Name of the data set.
+        spec: Its entry in the config, if any.
+        prepared: Metadata of a user's prepared data set, if any.
+
+    Raises:
+        DataError: For anything else.
     """
     if spec is None:
         if name not in DATASETS:
@@ -79,12 +86,10 @@ def describe(
 
 
 def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """What decides the samples of one of our data sets, as settings hold it.
+    """Return what determines the samples of a built-in data set, as in settings, or None if its name does.
 
-    None: its name says all.
-
-    That is its source and the values of its spec, with the defaults. Where files lie is no part of it: no
-    byte of one is read before its MD5 is the published one. DataError for a name or spec that is none.
+    It is the source and the values of the spec, with the defaults. File paths are not part of it: files are
+    only read with their published MD5. DataError for an invalid name or spec.
     """
     describe(name, spec)
     spec = {"source": name} if spec is None else spec

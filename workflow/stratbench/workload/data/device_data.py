@@ -1,7 +1,7 @@
-"""A prepared data set, held whole on the device or in host memory: images or text.
+"""A prepared data set on the device or in host memory: images or text.
 
-Padding, augmenting and normalising happen on the device, in batched operations that depend on a
-sample's number, the seed and the epoch, and not on which worker holds the sample.
+Padding, augmenting and normalising happen on the device, in batched operations that depend on a sample's
+number, the seed and the epoch, and not on the worker that has the sample.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Augmentation(NamedTuple):
 
 
 class EpochTables(NamedTuple):
-    """What an epoch looks up: the order of the samples, int64 [N], and their augmentation."""
+    """Tables of an epoch: the order of the samples, int64 [N], and their augmentation."""
 
     order: torch.Tensor
     augmentation: Augmentation | None
@@ -56,13 +56,19 @@ class EpochTables(NamedTuple):
 
 
 def packed_bytes(data: Dataset, augment: bool) -> int:
-    """Return bytes of an epoch's packed tables: 4 for a training sample, and 3 more if it is augmented."""
+    """Return bytes of an epoch's packed tables: 4 per training sample, and 3 more with augmentation."""
     augmented = augment and (data.crop_padding > 0 or data.flip)
     return data.train_samples * (4 + 3 * augmented)
 
 
 def generator_of(purpose: str, seed: int, epoch: int) -> torch.Generator:
-    """Return a CPU generator whose stream is the same on every worker and every kind of device."""
+    """Return a CPU generator with the same stream on every worker and kind of device.
+
+    Args:
+        purpose: Name of its use.
+        seed: Seed of the cell.
+        epoch: Number of the epoch.
+    """
     import torch
 
     digest = hashlib.sha256(f"{purpose}/{seed}/{epoch}".encode()).digest()
@@ -70,18 +76,29 @@ def generator_of(purpose: str, seed: int, epoch: int) -> torch.Generator:
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order in which an epoch visits the samples: a permutation, int64 [samples]."""
+    """Return the order of the samples in an epoch: a permutation, int64 [samples].
+
+    Args:
+        samples: Number of training samples.
+        seed: Seed of the cell.
+        epoch: Number of the epoch.
+    """
     import torch
 
     return torch.randperm(samples, generator=generator_of("order", seed, epoch))
 
 
 def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Images [N, C, H, W] enlarged to [N, C, height, width].
+    """Return images [N, C, H, W] enlarged to [N, C, height, width].
 
-    Every pixel is repeated by the largest whole factor that fits, then zeros are added evenly
-    around: 8x8 becomes 16x16 by doubling, 28x28 becomes 32x32 by padding alone. No interpolation,
-    so the values stay the bytes that were measured.
+    Every pixel is repeated by the largest integer factor that fits, then zeros are added evenly around: 8x8
+    becomes 16x16 by doubling, 28x28 becomes 32x32 by padding alone. There is no interpolation, so the values
+    stay the original bytes.
+
+    Args:
+        images: Shape [N, C, H, W].
+        height: New height.
+        width: New width.
     """
     import torch.nn.functional as functional
 
@@ -118,9 +135,17 @@ def example_batch(
     values: bool = False,
     labelled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets that are shaped as training's batches are, for whoever imitates training.
+    """Return inputs and targets shaped like training batches, for dry runs.
 
-    With `values` a target is `classes` values in `dtype`; `labelled`: whether a text has one target.
+    Args:
+        samples: Samples of the batch.
+        shape: Shape of a sample.
+        classes: Number of classes.
+        device: Device of the tensors.
+        dtype: Type of real inputs.
+        memory_format: Memory format of images.
+        values: Whether a target is `classes` values in `dtype`.
+        labelled: Whether a text has one target.
     """
     import torch
 
@@ -138,11 +163,11 @@ def example_batch(
 
 
 class DeviceData(ABC):
-    """A prepared data set, whole, for training on one device.
+    """A prepared data set for training on one device.
 
-    Attributes: `train_inputs`, `test_inputs`, `train_targets`, `test_targets` [N, ...] as they are
-    stored, `meta` (the prepared folder's meta.json). They lie on the device, or are mapped from the
-    prepared files: then each batch's rows are gathered there, and copied ahead (`HostRows`).
+    Attributes: `train_inputs`, `test_inputs`, `train_targets`, `test_targets` [N, ...] as they are stored,
+    `meta` (the prepared folder's meta.json). They are on the device, or mapped from the prepared files. Then
+    each batch's rows are gathered in host memory, and copied ahead (`HostRows`).
     """
 
     def __init__(
@@ -151,9 +176,12 @@ class DeviceData(ABC):
         arrays: Mapping[str, torch.Tensor],
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where batches are wanted, if the arrays lie in host memory.
+        """Take arrays in memory.
 
-        None: where they are.
+        Args:
+            meta: Metadata of the data set.
+            arrays: Inputs and targets by name.
+            device: Device of batches, if the arrays are in host memory. None: where they are.
         """
         self.meta = dict(meta)
         self.train_inputs, self.test_inputs = arrays["train_inputs"], arrays["test_inputs"]
@@ -174,9 +202,16 @@ class DeviceData(ABC):
     ) -> DeviceData:
         """Read a folder that `prepare` made, for a model whose input is of `shape`.
 
-        Images come in `dtype`, float32 unless given, and in `memory_format`, contiguous unless
-        given; tokens as int64. `data_placement`: `device`, or `host` where the data are to stay in host
-        memory. Raises DataError if the folder is not whole.
+        Args:
+            directory: The prepared folder.
+            device: Device of batches.
+            shape: Shape of the model's input. None: that of the samples.
+            dtype: Type of images, float32 by default; tokens are int64.
+            memory_format: Memory format of images, contiguous by default.
+            data_placement: `device`, or `host` to leave the data in host memory.
+
+        Raises:
+            DataError: If the folder is incomplete.
         """
         import torch
 
@@ -202,11 +237,15 @@ class DeviceData(ABC):
         return len(self.test_targets)
 
     def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
-        """Return the epoch's order and, with `augment`, its crops and flips, in the host's memory.
+        """Return the epoch's order and, with `augment`, its crops and flips, in host memory.
 
-        No augmentation where the data set has none. It is drawn for every sample by its number: a
-        sample is augmented alike whichever worker, batch or strategy it falls to, so strategies
-        differ in nothing but themselves.
+        There is no augmentation if the data set has none. It is drawn for every sample by its number, so that
+        it does not depend on worker, batch or strategy.
+
+        Args:
+            seed: Seed of the cell.
+            epoch: Number of the epoch.
+            augment: Whether to draw augmentation.
         """
         drawn = self._draw_augmentation(seed, epoch) if augment else None
         return EpochTables(epoch_order(self.train_samples, seed, epoch), drawn)
@@ -226,7 +265,7 @@ class DeviceData(ABC):
     def practice_batches(
         self, samples: int, s: Settings
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """A function that makes a batch of `samples` like the training's, for steps that do not count."""
+        """Return a function that makes a batch like the training's, for steps that do not count."""
         import torch
 
         indices = torch.arange(samples, device=self.index_device) % self.train_samples
@@ -243,7 +282,7 @@ class DeviceData(ABC):
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether `expect` does something."""
+        """Whether `expect` has an effect."""
         return self._rows is not None
 
     def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,7 +304,7 @@ class DeviceData(ABC):
 
 
 class Texts(DeviceData):
-    """Text: batches of tokens [b, length] and of their targets [b, length], or of labels [b], int64 both."""
+    """Text: batches of tokens [b, length], with targets [b, length] or labels [b], all int64."""
 
     def _batch_of(
         self,
@@ -391,7 +430,7 @@ class Images(DeviceData):
     def _crop(
         self, images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor
     ) -> torch.Tensor:
-        """Crop each image at its own place out of its zero-padded self, mirrored where `flip`."""
+        """Crop each image at its own offset from its zero-padded form, mirrored if `flip`."""
         import torch.nn.functional as functional
 
         batch, channels, height, width = images.shape

@@ -1,5 +1,4 @@
-"""Data sets that are computed here: the digits that scikit-learn carries, noisy images, texts of
-a chain, tones.
+"""Generated data sets: scikit-learn's digits, noisy images, texts of a Markov chain, tones.
 
 numpy is imported inside functions: the Snakefile imports this.
 """
@@ -68,10 +67,18 @@ def synthetic(
     size: int,
     seed: int,
 ) -> Source:
-    """Images [channels, size, size]: a prototype of 4x4 patches for each class, and noise.
+    """Return images [channels, size, size]: a prototype of 4x4 patches for each class, and noise.
 
-    The noise is as strong as the prototypes, so a model has to learn, and can. Sample i has the
-    class i modulo `classes`. Made in chunks: a set larger than memory is no problem.
+    The noise is as strong as the prototypes, so a model has to learn, and can. Sample i has the class i
+    modulo `classes`. They are made in chunks, so that a set may be larger than memory.
+
+    Args:
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        classes: Number of classes.
+        channels: Channels of an image.
+        size: Pixels of a side.
+        seed: Seed of the random numbers.
     """
     import numpy as np
 
@@ -98,7 +105,7 @@ def synthetic(
 
 
 class _Chain:
-    """A Markov chain: a token is followed by one of eight, at odds that are drawn anew for each token."""
+    """A Markov chain: a token is followed by one of eight, with probabilities drawn per token."""
 
     def __init__(self, vocabulary: int, seed: int, number: int = 0) -> None:
         import numpy as np
@@ -118,7 +125,7 @@ class _Chain:
         self._up_to = self.odds.cumsum(axis=1)
 
     def entropy(self) -> float:
-        """Return the entropy of a token, in nats, where the one before is known (Shannon, 1948)."""
+        """Return the entropy of a token given the previous one, in nats (Shannon, 1948)."""
         return float(self.share @ _entropies(self.odds))
 
     def entropy_between(self) -> float:
@@ -138,7 +145,13 @@ class _Chain:
         return 2 * self.entropy() - float(second)
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
-        """Return texts: int64 [count, length]."""
+        """Return texts: int64 [count, length].
+
+        Args:
+            rng: Random generator.
+            count: Number of texts.
+            length: Tokens of a text.
+        """
         import numpy as np
 
         text = np.empty((count, length), np.int64)
@@ -161,7 +174,7 @@ def _entropies(odds: np.ndarray) -> np.ndarray:
 def _generated(
     samples: tuple[int, int], chunks: Callable[[int, int], Iterator[Chunk]], least_loss: float
 ) -> Source:
-    """Return a training and a test split, each from a stream of random numbers of its own."""
+    """Return a training and a test split, each from its own stream of random numbers."""
     train, test = (Split(n, chunks(n, stream)) for n, stream in zip(samples, (1, 2), strict=True))
     return Source(train, test, [], generated=True, least_loss=least_loss)
 
@@ -169,10 +182,17 @@ def _generated(
 def markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
-    """Texts of a Markov chain, and the tokens that come next.
+    """Return texts of a Markov chain, with the next tokens as targets.
 
     The least possible loss is the chain's entropy rate: the mean, over the stationary distribution, of the
     entropy of the successor.
+
+    Args:
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        vocabulary: Number of different tokens.
+        sequence: Tokens of a sample.
+        seed: Seed of the random numbers.
     """
     import numpy as np
 
@@ -190,11 +210,18 @@ def markov_text(
 def masked_markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
-    """Texts of a Markov chain in which every seventh token is hidden, and the hidden ones.
+    """Return texts of a Markov chain with every seventh token masked, and the masked tokens.
 
-    The last token of the vocabulary hides others, and is none of the chain's. The first hidden token is
-    another in each text, and none is the first or the last of its text: a hidden one depends on its two
-    neighbours alone, which gives the least possible loss.
+    The last token of the vocabulary is the mask, and not one of the chain's. The position of the first mask
+    differs between texts, and no mask is at either end. A masked token depends on its two neighbours alone,
+    which gives the least possible loss.
+
+    Args:
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        vocabulary: Number of different tokens, with the mask.
+        sequence: Tokens of a sample.
+        seed: Seed of the random numbers.
     """
     import numpy as np
 
@@ -218,9 +245,17 @@ def masked_markov_text(
 def labelled_markov_text(
     train_samples: int, test_samples: int, classes: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
-    """Texts of as many Markov chains as there are classes, and the label of each text's chain.
+    """Return texts of one Markov chain per class, and the label of each text's chain.
 
     Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+
+    Args:
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        classes: Number of classes.
+        vocabulary: Number of different tokens.
+        sequence: Tokens of a sample.
+        seed: Seed of the random numbers.
     """
     import numpy as np
 
@@ -241,9 +276,17 @@ def labelled_markov_text(
 def tones(
     train_samples: int, test_samples: int, classes: int, channels: int, length: int, seed: int
 ) -> Source:
-    """Waveforms [channels, length]: a tone of the class's pitch, at any phase, and noise of equal amplitude.
+    """Return waveforms [channels, length]: a tone of the class's pitch, and noise of equal amplitude.
 
-    Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+    Its phase is random. Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+
+    Args:
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        classes: Number of classes.
+        channels: Channels of a waveform.
+        length: Values of a channel.
+        seed: Seed of the random numbers.
     """
     import numpy as np
 
@@ -264,7 +307,7 @@ def tones(
 
 
 def _noisy(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
-    """The labels of samples of these classes: with LABEL_NOISE one of the other classes, drawn at random."""
+    """Return labels for samples of these classes, which are wrong with probability LABEL_NOISE."""
     import numpy as np
 
     other = (of + rng.integers(1, classes, len(of))) % classes
@@ -272,9 +315,9 @@ def _noisy(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _least_loss(classes: int) -> float:
-    """The entropy of a noisy label, in nats, where the class is known: no model has a smaller mean loss.
+    """Return the entropy of a noisy label given the class, in nats: the minimum mean loss.
 
-    Nor is any model's expected accuracy higher than 1 - LABEL_NOISE.
+    No model's expected accuracy is higher than 1 - LABEL_NOISE.
     """
     each = LABEL_NOISE / (classes - 1)
     return -(1 - LABEL_NOISE) * math.log(1 - LABEL_NOISE) - LABEL_NOISE * math.log(each)

@@ -1,4 +1,4 @@
-"""The arrays that a user's callable returns: checked, and cut into the chunks that are prepared."""
+"""The arrays that a user's callable returns: checks, and the chunks to prepare."""
 
 from __future__ import annotations
 
@@ -33,12 +33,19 @@ class Opened(NamedTuple):
 
 
 def open_arrays(who: str, returned: Any, sequence: int | None) -> Opened:
-    """What a callable `returned`.
+    """Return the data set in the result of a user's callable.
 
-    Images: `train_x`, `test_x` uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C], and as `train_y`,
-    `test_y` integer labels [N], or values to learn, float32 [N] or [N, values]. A text: tokens `train`,
-    `test` [N], of an integer type, which become pieces of `sequence`. Raises DataError, which begins with
-    `who`, for anything else.
+    Images are `train_x`, `test_x` uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C]. Their `train_y`,
+    `test_y` are integer labels [N], or values to learn, float32 [N] or [N, values]. A text is tokens `train`,
+    `test` [N], of an integer type, which are cut into pieces of `sequence`.
+
+    Args:
+        who: Text on the data set, for messages.
+        returned: Result of the callable.
+        sequence: Tokens of a sample of text.
+
+    Raises:
+        DataError: For anything else.
     """
     arrays = _arrays_by_name(who, returned)
     if "train" in arrays:
@@ -214,7 +221,7 @@ def _text(who: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> O
 
 
 def _over_parts(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
-    """Return the smallest or largest of tokens that may be mapped from a file: a part at a time."""
+    """Return the minimum or maximum of tokens that may be mapped from a file, part by part."""
     name = of.__name__
     step = _CHUNK_BYTES // tokens.itemsize
     return of(getattr(tokens[i : i + step], name)() for i in range(0, len(tokens), step))

@@ -1,7 +1,7 @@
-"""The data sets that a user brings: arrays that a callable returns, a folder of images, or texts.
+"""A user's data sets: arrays that a callable returns, a folder of images, or texts.
 
-What is known of one before it is prepared is little; the rest is read from what was prepared. The
-Snakefile imports this: no user's code is imported, and no file read, before a data set is prepared.
+Little is known of one before it is prepared; the rest is read from the prepared data. The Snakefile imports
+this: no user's code is imported, and no file read, before a data set is prepared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLACES = ("images", "text", "tokenizer")
 
 @dataclass(frozen=True)
 class OwnData:
-    """What a user says of a data set: its kind, the keys of that kind, and where its files are."""
+    """A user's specification of a data set: its kind, the keys of that kind, and its files."""
 
     name: str
     kind: str
@@ -48,14 +48,14 @@ class OwnData:
 
     @property
     def call(self) -> str:
-        """What is called; empty for files."""
+        """The callable; empty for files."""
         return self.values.get("call", "")
 
     def identity(self, folders: Iterable[Path] = (), known: Path | None = None) -> dict[str, Any]:
-        """What a cell's settings say of it: its keys, and the hash of its files or code.
+        """Return the identity for a cell's settings: its keys, and the hash of its files or code.
 
-        `folders`: of the user's code. `known`: a file that keeps the hash of files that did not
-        change. DataError where a file cannot be read.
+        `folders`: folders of the user's code. `known`: a file that caches the hash of unchanged files.
+        DataError if a file cannot be read.
         """
         if self.call:
             fingerprint = users_code.fingerprint(self.call, folders)
@@ -104,10 +104,16 @@ def is_own(spec: Mapping[str, Any] | None) -> bool:
 def own_data(
     name: str, spec: Mapping[str, Any], places: Mapping[str, Any] | None = None
 ) -> OwnData:
-    """A user's data set by its `spec`, as in the config or as `identity` gave it, then with its `places`.
+    """Return a user's data set by its specification.
 
-    DataError for what can be seen without reading a file: keys that do not go together, a missing
-    folder or file, a call that is not written as one, a package that is missing.
+    Args:
+        name: Name of the data set.
+        spec: The specification, as in the config or from `identity`.
+        places: Paths of its files, which override those of `spec`.
+
+    Raises:
+        DataError: For errors that are visible without reading a file: contradicting keys, a missing
+            folder or file, a malformed call, a missing package.
     """
     given = {k: v for k, v in spec.items() if k not in ("kind", "sha256", "version")}
     kinds = [spec["kind"]] if "kind" in spec else [kind for kind in KINDS if kind in spec]
@@ -162,7 +168,7 @@ def _each(paths: str | list[str]) -> list[str]:
 
 
 def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
-    """Where the files of the config's data sets lie, as a text for PLACES_VARIABLE."""
+    """Return the paths of the config's data sets, as a text for PLACES_VARIABLE."""
     locations = {}
     for name, spec in datasets.items():
         given = {
@@ -176,7 +182,7 @@ def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
-    """Return a user's data set in a job: its files are where the spec or the environment says."""
+    """Return a user's data set in a job, with file paths from the spec or the environment."""
     if spec.keys() & set(PLACES) or spec.get("call"):
         return own_data(name, spec)
     return own_data(name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {}))

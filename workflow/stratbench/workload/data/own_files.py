@@ -33,9 +33,10 @@ _READERS = 8
 
 
 def files_of(places: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return the files of each place, a file or an image folder: (name below the place, path), sorted.
+    """Return the files of each path, a file or an image folder: (name below it, path), sorted.
 
-    DataError for a place that is missing, or a folder without an image.
+    Raises:
+        DataError: For a missing path, or a folder without an image.
     """
     files: list[tuple[str, Path]] = []
     for place in places:
@@ -60,10 +61,10 @@ def _images_below(folder: Path) -> Iterator[Path]:
 
 
 def content_sha256(places: Sequence[Path], known: Path | None = None) -> str:
-    """Return SHA-256 over the names and contents of the files of `places`, whatever folder they lie in.
+    """Return the SHA-256 over the names and contents of the files, wherever they are.
 
-    `known` is a small file that keeps it: while every file has the name, size and time of change that
-    it had, nothing is read again. DataError where a file cannot be read.
+    `known` is a small file that caches it: while every file has the same name, size and modification time,
+    nothing is read again. DataError if a file cannot be read.
     """
     files = files_of(places)
     seen = hashlib.sha256()
@@ -109,10 +110,17 @@ def image_folder(
 ) -> tuple[Source, int]:
     """Return the images of FOLDER/train/CLASS and FOLDER/test/CLASS (or val), and the number of classes.
 
-    Classes are numbered in the order of their names. Without a test folder, FOLDER/train (or FOLDER
-    itself) is divided: of each class `test_share`, but one image at least, chosen by `seed`. An image
-    is resized so that its short side has `size` pixels (bilinear, antialiased), and its centre is cut
-    out.
+    Classes are numbered in the order of their names. Without a test folder, FOLDER/train (or FOLDER itself)
+    is divided. An image is resized so that its short side has `size` pixels (bilinear, antialiased), and its
+    centre is cut out.
+
+    Args:
+        name: Name of the data set.
+        folder: The folder.
+        size: Pixels of a side.
+        channels: Channels of an image.
+        test_share: Fraction of each class for the test set, but one image at least.
+        seed: Seed of the division.
     """
     import numpy as np
 
@@ -208,10 +216,17 @@ def _pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
 def text_files(
     name: str, files: Sequence[Path], tokenizer: Path | None, sequence: int, test_share: float
 ) -> tuple[Source, int]:
-    """Return the files one after the other as one text in pieces of `sequence`, and the number of tokens.
+    """Return the concatenated files as a text in pieces of `sequence`, and the number of tokens.
 
-    The last `test_share` of the tokens is the test set. A character's token is its place among the
-    different characters of the text, sorted; or a tokenizer gives the tokens.
+    A character's token is its index among the different characters of the text, sorted; or a tokenizer gives
+    the tokens.
+
+    Args:
+        name: Name of the data set.
+        files: Files of the text.
+        tokenizer: A tokenizer.json, if any.
+        sequence: Tokens of a sample.
+        test_share: Fraction of the tokens, at the end, for the test set.
     """
     import numpy as np
 
@@ -228,10 +243,17 @@ def text_files(
 def split_text(
     name: str, tokens: np.ndarray, vocabulary: int, sequence: int, test_share: float
 ) -> Source:
-    """A text whose last `test_share` is the test set.
+    """Return a text whose last `test_share` is the test set.
+
+    Args:
+        name: Name of the data set.
+        tokens: Tokens of the text.
+        vocabulary: Number of different tokens.
+        sequence: Tokens of a sample.
+        test_share: Fraction for the test set.
 
     Raises:
-        DataError: Where a part is shorter than a piece.
+        DataError: If a part is shorter than a piece.
     """
     first_of_test = len(tokens) - round(test_share * len(tokens))
     parts = tokens[:first_of_test], tokens[first_of_test:]

@@ -1,4 +1,4 @@
-"""Data that stay in host memory: the rows of a batch are gathered by a thread, and copied ahead."""
+"""Data in host memory: a thread gathers the rows of a batch, and copies them ahead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUFFERED_BATCHES = 2
 
 
 class _Slot:
-    """The place of one batch: pinned host memory, the same on the device, and when each may be reused."""
+    """Buffers of one batch: pinned host memory, the same on the device, and their next reuse."""
 
     def __init__(self) -> None:
         self.staged: list[torch.Tensor] = []
@@ -118,7 +118,7 @@ class HostRows:
         slot.copied = None
 
     def _gather(self, slot: _Slot, sources: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
-        """What the thread does."""
+        """Gather rows, on the thread."""
         import torch
 
         if slot.copied is not None:

@@ -29,12 +29,21 @@ def prepare(
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Turn data set `name` into arrays in `out_dir`, with their meta data; return these.
+    """Turn data set `name` into arrays in `out_dir`, with their metadata; return these.
 
-    Source files are looked for in `root`, or in the folder that the environment variable
-    STRATBENCH_DATA names, in torchvision's layout, and downloaded otherwise if that is allowed.
-    An intact earlier result is kept. `out_dir` appears whole or not at all, and concurrent calls
-    do not disturb each other. Raises DataError with what is wrong and what to do.
+    An intact earlier result is reused. `out_dir` appears complete or not at all, and concurrent calls do not
+    disturb each other.
+
+    Args:
+        name: Name of the data set.
+        out_dir: Folder to write.
+        root: Folder of the source files in torchvision's layout. None: that of the environment variable
+            STRATBENCH_DATA.
+        download: Whether missing source files are downloaded.
+        spec: Entry in the config, if any.
+
+    Raises:
+        DataError: With the error and its remedy.
     """
     if own_data.is_own(spec):
         return _prepare_own(own_data.of_job(name, spec), Path(out_dir), spec)

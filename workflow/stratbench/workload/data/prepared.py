@@ -1,11 +1,10 @@
-"""A prepared data set on disk: four memory-mappable arrays and their meta data in one folder.
+"""A prepared data set on disk: four memory-mappable arrays and their metadata in one folder.
 
 Images: `train_inputs.npy`, `test_inputs.npy` uint8 or float32 [N, C, H, W]; `train_targets.npy`,
 `test_targets.npy` int64 [N], or float32 [N, values]. Waveforms: float32 [N, C, length] and int64 [N]. Text:
-inputs and targets [N, length], tokens in the smallest type that holds them; hidden tokens' labels as int32,
-labels of whole texts as int64 [N]. The folder appears whole or not at all. Its SHA-256 shows damage
-afterwards; it is computed again only if a file no longer has the size and the time of change that the meta
-data state.
+inputs and targets [N, length], tokens in the smallest sufficient type; masked tokens' labels as int32, labels
+of whole texts as int64 [N]. The folder appears complete or not at all. Its SHA-256 shows damage afterwards.
+It is computed again only if a file's size or modification time differs from the metadata.
 """
 
 from __future__ import annotations
@@ -51,11 +50,17 @@ def meta_name(spec: Mapping[str, Any] | None) -> str:
 
 
 def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset) -> dict:
-    """Write the arrays of `source`, samples as `facts` say, and their meta data; return it.
+    """Write the arrays of a data set, and their metadata; return the metadata.
 
-    The meta data are `request`, the counts, the source files, the arrays' SHA-256, size in bytes
-    and time of change; of images, the mean and standard deviation of each channel over the training
-    set, for bytes as values in 0..1; the least possible loss where it is known.
+    The metadata are `request`, the counts, the source files, the arrays' SHA-256, size in bytes and
+    modification time. For images they include the mean and standard deviation of each channel over the
+    training set, for bytes as values in 0..1. They include the least possible loss if it is known.
+
+    Args:
+        folder: Folder to write.
+        request: Identity of the data set.
+        source: Its samples.
+        facts: Description of the samples.
     """
     import numpy as np
 
@@ -108,7 +113,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
 
 
 class _Counts:
-    """Mean and standard deviation of each channel of bytes, from how often it has each of 256 values."""
+    """Mean and standard deviation of each channel of bytes, from a histogram of the 256 values."""
 
     def __init__(self, channels: int) -> None:
         import numpy as np
@@ -194,11 +199,18 @@ def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Move `built` to `folder` in one step, and return the meta data of what is there then.
+    """Move `built` to `folder` in one step, and return the metadata of its content then.
 
-    What another process has put there for the same request stays. A damaged or different data set
-    is first moved next to `built`. Raises DataError, and touches nothing, if the folder holds
-    anything else.
+    The result of another process for the same request stays. A damaged or different data set is first moved
+    next to `built`.
+
+    Args:
+        built: Folder with the new data set.
+        folder: Its destination.
+        request: Identity of the data set.
+
+    Raises:
+        DataError: If the folder has anything else, which is not touched.
     """
     while True:
         try:
@@ -228,10 +240,7 @@ def _move_aside(folder: Path, where: Path) -> None:
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    """What the file of the meta data holds.
-
-    OSError or ValueError if it cannot be read.
-    """
+    """Return the content of the metadata file. OSError or ValueError if it cannot be read."""
     paths = list(folder.glob("meta*.json"))
     if len(paths) != 1:
         raise FileNotFoundError(errno.ENOENT, f"{len(paths)} files meta*.json", str(folder))
@@ -251,10 +260,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def verified_meta(folder: Path) -> dict[str, Any]:
-    """Return the meta data of a prepared data set, after a check that its arrays are unchanged.
+    """Return the metadata of a prepared data set, after a check that its arrays are unchanged.
 
-    Reads the arrays only if a size or a time of change is not as stated (a copy, or a change).
-    Raises DataError if something is missing, or the arrays have another SHA-256.
+    Reads the arrays only if a size or modification time differs (after a copy or a change).
+
+    Raises:
+        DataError: If something is missing, or the arrays have another SHA-256.
     """
     try:
         meta = _meta(folder)
@@ -278,7 +289,7 @@ def _not_whole(folder: Path, reason: object) -> DataError:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the meta data, and the arrays by name, mapped copy-on-write. DataError if it is not whole."""
+    """Return the metadata, and the arrays by name, mapped copy-on-write. DataError if incomplete."""
     import numpy as np
 
     try:

@@ -1,7 +1,9 @@
-"""Where a data set's samples come from: files on disk or from a mirror. `generated` has what is computed.
+"""Sources of samples: files on disk or from a mirror.
 
-MNIST and CIFAR-10 are read in torchvision's layout, and no byte of a file is interpreted before
-its MD5 is the published one. numpy is imported inside functions: the Snakefile imports this.
+See `generated` for computed ones.
+
+MNIST and CIFAR-10 are read in torchvision's layout, and no byte of a file is interpreted before its MD5 is
+the published one. numpy is imported inside functions: the Snakefile imports this.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ MAX_FILE_BYTES = 1 << 30
 
 
 class DataError(ValueError):
-    """Data that is missing, damaged or wrongly asked for; its message says what to do about it."""
+    """Data is missing, damaged or wrongly requested; the message has the remedy."""
 
 
 class Split(NamedTuple):
@@ -98,8 +100,8 @@ class Split(NamedTuple):
 class Source(NamedTuple):
     """A training and a test split, and the files (`file`, `md5`, `bytes`) they were read from.
 
-    `generated`: whether a generator made them. `least_loss`: the mean loss, in nats, that no model can
-    be better than; None: unknown.
+    `generated`: whether a generator made them. `least_loss`: minimum mean loss of any model, in nats, or None
+    if unknown.
     """
 
     train: Split
@@ -134,10 +136,17 @@ def read_verified(path: Path, md5: str) -> bytes:
 def fetch(
     name: str, mirrors: Sequence[str], files: Mapping[str, str], scratch: Path | None, missing: str
 ) -> Path:
-    """Download `files` (name -> MD5) of data set `name`, verified, into `scratch`; return that.
+    """Download verified files into `scratch`; return it.
 
-    Raises DataError if `scratch` is None (downloading is not allowed) or no mirror delivers. Its
-    message begins with `missing`: what was looked for, and where.
+    Args:
+        name: Name of the data set.
+        mirrors: Addresses to try in turn.
+        files: MD5 of each file.
+        scratch: Folder to download to, or None if downloads are not allowed.
+        missing: Begin of the message: the missing files, and where they were searched.
+
+    Raises:
+        DataError: If downloads are not allowed or no mirror delivers.
     """
     failure = "Downloading was not allowed."
     try:
@@ -235,7 +244,7 @@ def mnist_from_folder(folder: Path) -> Source:
 
 
 def _parse_idx(content: bytes, name: str) -> np.ndarray:
-    """Return an IDX file of bytes: 0, 0, 8 (uint8), number of axes, their big-endian lengths, values."""
+    """Return the array of an IDX file: 0, 0, 8 (uint8), axes, big-endian lengths, values."""
     import numpy as np
 
     if content[:3] != b"\0\0\x08":
@@ -273,7 +282,7 @@ def cifar10(root: Path | None, scratch: Path | None) -> Source:
 
 
 def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
-    """Return the batches in the archive, in memory: no path of a member is ever written to."""
+    """Return the batches in the archive, in memory: member paths are never written to."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         return {
             name: member.read()
@@ -293,7 +302,7 @@ def _cifar10_source(contents: Mapping[str, bytes], files: list[dict[str, Any]]) 
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles what a CIFAR-10 batch holds, numpy arrays of numbers, and refuses all else."""
+    """Unpickles numpy arrays of numbers, as in a CIFAR-10 batch, and rejects all else."""
 
     def find_class(self, module: str, name: str) -> Any:
         import numpy as np
@@ -322,9 +331,12 @@ def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndar
 def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> Source:
     """Return the works of Shakespeare as characters, cut into pieces of `sequence`.
 
-    Read from `root`/tinyshakespeare/input.txt, else downloaded to the folder `scratch`; None forbids
-    that. The last tenth is the test set, as in nanoGPT. A character's token is its place in the
-    alphabet of the text.
+    The last tenth is the test set, as in nanoGPT. A character's token is its index in the text's alphabet.
+
+    Args:
+        root: Folder with tinyshakespeare/input.txt, if any.
+        scratch: Folder to download to, or None if downloads are not allowed.
+        sequence: Tokens of a sample.
     """
     import numpy as np
 
@@ -341,7 +353,7 @@ def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> S
 
 
 def pieces(tokens: np.ndarray, sequence: int) -> Split:
-    """Return a text cut into pieces of `sequence` tokens, each with the tokens that come next."""
+    """Return a text cut into pieces of `sequence` tokens, with the next tokens as targets."""
     samples = (len(tokens) - 1) // sequence
     inputs, targets = (tokens[i : i + samples * sequence].reshape(-1, sequence) for i in (0, 1))
     starts = range(0, samples, TEXT_CHUNK_SAMPLES)

@@ -1,4 +1,4 @@
-"""Finds by name the state of a network that forward changes, and puts it back.
+"""Detects by name which state of a model forward changes, and restores it.
 
 Importing this file imports torch.
 """
@@ -28,9 +28,9 @@ _OWN = frozenset(vars(nn.Module()))
 
 
 class Attributes:
-    """The plain attributes of a network as they are now: numbers, lists, dictionaries, arrays, tensors.
+    """Present plain attributes of a model: numbers, lists, dictionaries, arrays, tensors.
 
-    `names`: paths of those that count, as `changed` gives them; None: all.
+    `names`: paths of the attributes to include, as from `changed`, or None for all.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -47,7 +47,7 @@ class Attributes:
         return self._names is None or _path(prefix, key) in self._names
 
     def changed(self) -> list[str]:
-        """Return the paths of those that are no longer what they were, or have come or gone."""
+        """Return the paths of attributes that have changed, appeared or disappeared."""
         return [
             _path(prefix, key)
             for prefix, (module, own) in self._modules.items()
@@ -78,7 +78,7 @@ def _path(prefix: str, key: str) -> str:
 
 
 class _Kept:
-    """A value, and what it is made of: the object stays, what is in it can be put back."""
+    """A value with its contents: the object stays, and its contents can be restored."""
 
     def __init__(self, value: Any) -> None:
         self.value, self._content = value, None
@@ -176,7 +176,7 @@ class Changes(TorchDispatchMode):
 
     @property
     def replaced(self) -> list[str]:
-        """Buffers in whose place another tensor was put."""
+        """Buffers that were replaced by another tensor."""
         return [
             name
             for module, key, name, tensor, *_ in self._buffers
@@ -204,7 +204,7 @@ class Changes(TorchDispatchMode):
         return {name: by_name[name].detach().clone() for name in names}
 
     def put_back(self, floats: bool = True, others: bool = True) -> None:
-        """Make all what it was: parameters, and if asked for, buffers of real numbers, and all `others`."""
+        """Restore parameters and, if requested, buffers of real numbers and all `others`."""
         with torch.no_grad():
             for p, before in self._parameters.values():
                 p.copy_(before)

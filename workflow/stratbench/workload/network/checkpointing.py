@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block's activations are computed again in backward, and not kept.
+"""Activation checkpointing: backward recomputes a block's activations, which are not stored.
 
 Chen et al., "Training deep nets with sublinear memory cost", 2016. Importing this file imports torch.
 """
@@ -48,10 +48,10 @@ def checkpointed(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
 
 
 def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
-    """Let blocks of `groups` compute their activations again in backward; returns how many.
+    """Enable recomputation of activations in blocks of `groups`; return their number.
 
-    The blocks' own forwards are replaced: the names of parameters and the hooks of modules, such as
-    FSDP's, stay what they are. What is drawn at random is drawn again alike.
+    The blocks' own forwards are replaced: the names of parameters and the hooks of modules, such as FSDP's,
+    stay the same. Random numbers are drawn equally again.
 
     Args:
         groups: The model's sharding groups.
@@ -65,7 +65,7 @@ def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, which is computed again in backward in place of being kept."""
+    """Return `function(*args)`, with activations that backward recomputes."""
     contexts = partial(_contexts, [], False)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
@@ -94,7 +94,7 @@ def _forward(
 def _contexts(
     norms: list[BatchNorm], selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a block's forward, and of the same when it is computed again."""
+    """Return the contexts of a block's forward, and of its recomputation."""
     first, again = _selective_contexts() if selective else (nullcontext(), nullcontext())
     return first, _Recomputing(again, norms)
 
@@ -104,7 +104,7 @@ def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManage
 
 
 def _keep_by_count() -> Callable[..., CheckpointPolicy]:
-    """Return the policy of one call of a block: attention and every second product are kept."""
+    """Return the policy of one call of a block: attention and every second product are stored."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -118,16 +118,16 @@ def _keep_by_count() -> Callable[..., CheckpointPolicy]:
 
 
 def _draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether attention drops out: a result that is kept would leave the generator behind."""
+    """Return whether attention has dropout: storing its result would leave the generator behind."""
     names = [argument.name for argument in get_arguments(op)]
     return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
 
 
 class _Recomputing:
-    """A context in which a block is computed again; one that is entered anew where backward has two parts.
+    """Context of a block's recomputation, which is entered twice if backward has two parts.
 
     Args:
-        selected: What gives the results that were kept.
+        selected: Context with the stored results.
         norms: Layers whose running statistics have seen the batch.
     """
 

@@ -1,7 +1,7 @@
-"""The loss of a text in parts of its positions (`loss_chunks`): never are the scores of all there at once.
+"""The loss of a text in chunks of positions (`loss_chunks`), so that never all scores exist at once.
 
-The last layer computes it, in place of scores, where it is called: what a strategy does around that call
-(gathering weights, casting) stays what it is. Importing this file imports torch.
+The call of the last layer computes the loss in place of scores. A strategy's hooks around that call
+(gathering weights, casting) stay the same. Importing this file imports torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ NO_HEAD = (
 
 
 class ChunkedLoss:
-    """What has a network return its mean loss in place of scores.
+    """Makes a model return its mean loss in place of scores.
 
     Args:
-        model: The network, not wrapped yet; the forward of its last layer is replaced.
-        tokens: Some tokens that the network takes, [samples, positions].
-        chunks: Parts of the positions.
+        model: The model, not wrapped yet; the forward of its last layer is replaced.
+        tokens: Example tokens that the model takes, [samples, positions].
+        chunks: Number of chunks of positions.
         loss: The mean loss of scores [samples, positions, vocabulary] against targets.
 
     Raises:
@@ -51,7 +51,7 @@ class ChunkedLoss:
 
     @contextmanager
     def against(self, targets: Tensor) -> Iterator[None]:
-        """Until the block ends, the network returns its mean loss against `targets`."""
+        """Make the model return its mean loss against `targets` until the block ends."""
         self._targets = targets
         try:
             yield

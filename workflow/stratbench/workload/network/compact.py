@@ -80,7 +80,7 @@ def efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """ConvNeXt with a 2x2 stem for small images, and blocks that count from the first step."""
+    """Return ConvNeXt with a 2x2 stem for small images, and blocks that train from the first step."""
     model = ConvNeXt(
         [CNBlockConfig(24, 48, 1), CNBlockConfig(48, 96, 1), CNBlockConfig(96, None, 2)],
         # The published 1e-6 leaves the blocks idle for longer than such a model is trained.

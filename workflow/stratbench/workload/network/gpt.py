@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a two-layer perceptron, each behind a layer norm and added to its input."""
+    """One layer: attention and a two-layer perceptron, each with pre-layer norm and residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

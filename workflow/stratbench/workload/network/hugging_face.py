@@ -1,4 +1,4 @@
-"""Networks of transformers: built from a config, with what they state of themselves.
+"""Models of transformers: built from a config, with their own declarations.
 
 `libraries` names this in the entries that it makes. Importing this file imports torch and transformers.
 """
@@ -17,10 +17,10 @@ from stratbench.workload.users_code import Unsuitable
 
 
 class Scores(nn.Module):
-    """A model of transformers that returns its scores alone, and says of its layers what transformers does.
+    """A transformers model that returns only its scores, with transformers' plan for its layers.
 
-    `scores` are its outputs for a token or sample: as many as its vocabulary or its labels, which may be
-    more than the data have.
+    `scores` is the number of outputs per token or sample: as many as its vocabulary or its labels, which may
+    be more than the data have.
     """
 
     def __init__(self, network: PreTrainedModel, scores: int) -> None:
@@ -53,16 +53,16 @@ def network(
     image_size: int | list[int] | None = None,
     length: int | None = None,
 ) -> Scores:
-    """Return the network of a class of transformers.
+    """Return the model of a class of transformers.
 
     Args:
         cls: The class, or one that chooses it by the config's `model_type` (AutoModelForCausalLM).
         config: The content of a config.json; without it the class's own defaults.
-        arguments: What they are in place of it.
+        arguments: Overrides of the config.
         weights: A folder with safetensors; without it weights are drawn.
-        weights_sha256: Distinguishes cells alone.
+        weights_sha256: Only distinguishes cells.
         lora: Options of peft's LoraConfig: adapters are trained in place of the weights.
-        vocab_size: Tokens of the data; None for images and waveforms.
+        vocab_size: Tokens of the data, or None for images and waveforms.
         sequence: Tokens of a sample of text.
         num_classes: Classes of the data.
         in_channels: Channels of the images or waveforms.
@@ -126,15 +126,12 @@ _INPUTS = {
 
 
 def _labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
-    """Return the classes of whole samples that the head scores.
-
-    Return None where it scores tokens.
-    """
+    """Return the number of sample labels that the head scores, or None if it scores tokens."""
     return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
 
 
 def _check_kind(kind: type[PreTrainedConfig], data: str) -> None:
-    """Raise Unsuitable where a config is of images and the data are texts, or the other way round."""
+    """Raise Unsuitable if the config is for images and the data are texts, or vice versa."""
     for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
         if data == wanted and not hasattr(kind, key):
             raise Unsuitable(f"the data are {data}, and {kind.__name__} has no {key}")
@@ -143,7 +140,7 @@ def _check_kind(kind: type[PreTrainedConfig], data: str) -> None:
 def _suit_text(
     config: PreTrainedConfig, stated: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
-    """Give the config the length of the text, unless it states one. Unsuitable where it states too little."""
+    """Set the config's length to that of the text, or raise Unsuitable if it has a smaller one."""
     if config.vocab_size < vocab_size:
         raise Unsuitable(
             f"vocab_size = {config.vocab_size}: the data set has {vocab_size} tokens; remove it, or set at "
@@ -185,7 +182,7 @@ _WORDS = {
 
 
 def tensor_plan(built: Scores) -> dict[str, str]:
-    """How transformers itself divides the layers, in our words. ValueError where they do not say it."""
+    """Return transformers' own division of the layers as a tensor plan. ValueError if it has none."""
     model, name = built.network, type(built.network).__name__
     base = model.config.base_model_tp_plan
     if any(hasattr(module, "base_layer") for module in built.modules()):
@@ -231,9 +228,9 @@ def pipeline_modules(built: Scores) -> Plan:
 
 
 class _Layer:
-    """The forward of the model without a head, with one of its layers alone.
+    """The forward of the headless model with a single layer.
 
-    Masks and positions are those that the model itself makes for its layers.
+    The model itself makes masks and positions for its layers.
     """
 
     def __init__(self, layers: str, number: int, after: tuple[str, ...]) -> None:
@@ -254,7 +251,7 @@ class _Layer:
 
 
 class _Same(nn.Module):
-    """Stands for what a piece leaves to others."""
+    """Placeholder for inputs that a piece passes on unchanged."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x

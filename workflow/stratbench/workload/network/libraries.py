@@ -47,10 +47,10 @@ BUILT_BY_COMMAND = (
 
 
 def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-    """The entry of `models` as one that names a call. ValueError for what cannot be, as `.key = value: why`.
+    """Return the entry of `models` as one with a call.
 
-    The content of a config file becomes an argument, so that cells depend on it and not on its place.
-    `known`: the file that keeps the hash of its weights while these are unchanged.
+    ValueError for an invalid one, as `.key = value: why`. The content of a config file becomes an argument,
+    so that cells depend on it and not on its path. `known`: the file that caches the hash of its weights.
     """
     given = [key for key in ("call", *LIBRARIES) if key in spec]
     if not given and not any(spec.values()):
@@ -76,11 +76,7 @@ def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
 
 
 def name_alone() -> None:
-    """What is called for a model with a name alone.
-
-    Raises:
-        Unsuitable: Always.
-    """
+    """Raise Unsuitable, in place of the call of a model with a name alone."""
     raise Unsuitable(BUILT_BY_COMMAND)
 
 
@@ -149,10 +145,7 @@ def tasks_of_head(call: str) -> tuple[str, ...]:
 
 
 def stated_vocabulary(spec: Mapping[str, Any]) -> int | None:
-    """Return the tokens that an entry of `models` states.
-
-    Return None where they follow from the data.
-    """
+    """Return the vocabulary of an entry of `models`, or None if it follows from the data."""
     if "transformers" not in spec:
         return None
     named = spec["transformers"]
@@ -161,7 +154,7 @@ def stated_vocabulary(spec: Mapping[str, Any]) -> int | None:
 
 
 def _class_and_config(named: str, path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the class that `transformers` names by itself or by a config, and the config's content."""
+    """Return the class of transformers that a name or config means, and the config's content."""
     if re.fullmatch(r"[A-Za-z]\w*", named, re.ASCII) and not path.exists():
         return named, {}
     config = _read_config(named, path)
@@ -195,9 +188,9 @@ def _class_of(config: Mapping[str, Any]) -> str:
 
 
 def _weights_of(named: str, folder: Path, known: Path) -> dict[str, Any]:
-    """Return the folder of weights, and a hash of them: other weights are another cell.
+    """Return the folder of weights, and a hash of them, which distinguishes cells.
 
-    Every start of a run asks for it: files of the size and time of change that `known` states are not read.
+    Every start of a run needs it: files with the size and modification time in `known` are not read.
     """
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
@@ -216,10 +209,7 @@ def _weights_of(named: str, folder: Path, known: Path) -> dict[str, Any]:
 
 
 def fault_of_library(spec: Mapping[str, Any]) -> str | None:
-    """Why a call of a library cannot be built, as far as its files show.
-
-    None where nothing is wrong.
-    """
+    """Return why a library's model cannot be built, by its files, or None if it can."""
     package, _, name = spec["call"].partition(":")
     if package not in LIBRARIES:
         return None
@@ -259,7 +249,7 @@ def _names_of_timm(folder: Path) -> frozenset[str]:
 
 
 def packages_beside(spec: Mapping[str, Any]) -> list[str]:
-    """Return the packages that a call of a library needs beside its own."""
+    """Return the packages that a call of a library needs besides its own."""
     is_adapted = spec["call"].startswith("transformers:") and "lora" in spec.get("kwargs", {})
     return ["peft"] if is_adapted else []
 
@@ -282,10 +272,7 @@ def _fault_of_lora(spec: Mapping[str, Any]) -> str | None:
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
-    """The closest of some names, as a question.
-
-    First the shortest that has all words of the one given.
-    """
+    """Return the closest of some names as a question: first the shortest that has all words."""
     words, ordered = set(name.lower().split("_")), sorted(known, key=lambda key: (len(key), key))
     wider = [key for key in ordered if words <= set(key.lower().split("_"))]
     found = wider or get_close_matches(name, ordered, n=1, cutoff=0.5)

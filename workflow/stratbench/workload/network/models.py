@@ -36,7 +36,7 @@ NO_BLOCKS = (
 
 
 def _import_name(path: str) -> Any:
-    """What `module:name` names."""
+    """Return the object that `module:name` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -46,12 +46,12 @@ def _name(model: str | Model) -> str:
 
 
 def model_of(s: Settings) -> str | Model:
-    """What the functions here take for the model of a cell: its name, or what its user says of it."""
+    """Return the model of a cell in the form that functions here take: its name, or a `Model`."""
     return named_model(s.model, s.own_model)
 
 
 def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """Return the same for a name, with `spec` (the fields of OwnModel) where the model is a user's own."""
+    """Return the model of a name, with `spec` (the fields of OwnModel) if it is a user's own."""
     if spec is None:
         return name
     keys = {f.name for f in fields(OwnModel)}
@@ -83,7 +83,7 @@ def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_reads(name: str | Model, kind: str) -> None:
-    """ValueError where the model takes other samples than those of the data, which are of `kind`."""
+    """Raise ValueError if the model takes other samples than those of the data, of `kind`."""
     reads_text = facts_of(name).reads_text
     reads = "texts" if reads_text else "images"
     if reads_text is not None and reads != kind:
@@ -91,10 +91,10 @@ def check_reads(name: str | Model, kind: str) -> None:
 
 
 def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What the data's samples of `shape` become for this model.
+    """Return the shape of the model's input for samples of `shape`.
 
-    Images (channels, height, width) are enlarged where the model wants it; others keep their length.
-    Raises ValueError where the model does not take such data.
+    Images (channels, height, width) are enlarged if the model needs it; others stay the same. Raises
+    ValueError if the model does not take such data.
     """
     check_reads(name, kind_of(shape))
     model, name = facts_of(name), _name(name)
@@ -116,9 +116,14 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
-    """Return the network, untrained, for `classes` classes (or tokens) and an input of `shape`.
+    """Return the untrained model.
 
-    Weights come from the global generators: seed them before. `shape` is what `input_shape` gives.
+    Weights come from the global generators: seed them before.
+
+    Args:
+        name: The model.
+        classes: Number of classes or tokens.
+        shape: Shape of the input, from `input_shape`.
     """
     model = facts_of(name)
     import_torchvision()
@@ -135,10 +140,15 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
 
 
 def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return the network of fake tensors, in the fake mode that is active: it takes neither memory nor time.
+    """Return the model of fake tensors, in the active fake mode, without memory or time.
 
-    Plain tensors that its code makes are fake, too. A user's network that cannot be built
-    so, since it reads a tensor's values, is first built on the CPU.
+    Plain tensors that its code makes are fake, too. A user's model that reads a tensor's values is first
+    built on the CPU.
+
+    Args:
+        model: The model.
+        classes: Number of classes or tokens.
+        shape: Shape of the input.
     """
     import torch
 
@@ -156,7 +166,7 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
 
 @contextmanager
 def _undrawn() -> Iterator[None]:
-    """In the block no weights are drawn: memory that nobody writes to takes neither room nor time."""
+    """Skip the drawing of weights in the block: memory that is never written takes no space or time."""
     from torch.overrides import TorchFunctionMode
 
     from stratbench.workload.torch_internals import no_truncated_normals
@@ -184,11 +194,23 @@ def for_training(
     build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
     checkpointing: bool | str = False,
 ) -> nn.Module:
-    """Return the network as every strategy is given it, and the plan: on `device`, in training mode.
+    """Return the model as every strategy, and the plan, takes it: on `device`, in training mode.
 
-    The initial weights follow from `seed` alone: they are drawn on the CPU in float32. Parameters and
-    buffers stay the objects that the network's code made. `build` makes the network. `checkpointing`: the
-    setting `activation_checkpointing`; ModelError where it would change nothing.
+    The initial weights follow from `seed` alone: they are drawn on the CPU in float32. Parameters and buffers
+    stay the objects that the model's code made.
+
+    Args:
+        name: The model.
+        classes: Number of classes or tokens.
+        shape: Shape of the input.
+        seed: Seed of the weights.
+        device: Device of the model.
+        dtype: Type of the weights.
+        build: Makes the model.
+        checkpointing: The setting `activation_checkpointing`.
+
+    Raises:
+        ModelError: If checkpointing would change nothing.
     """
     from stratbench.workload.generators import seed_generators
 
@@ -219,11 +241,9 @@ def _formats_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def changed_formats(model: nn.Module) -> str | None:
-    """That a network's code makes parameters in other formats than it is trained in.
+    """Return a text on parameters in other formats than those of training, or None.
 
-    None where it does not.
-
-    The usual float32 says nothing of what its user wants.
+    The usual float32 is no declaration of the user.
     """
     others = [f for f in _made_in.get(model, ()) if f not in ("float32", *_formats_of(model))]
     if not others:
@@ -243,12 +263,21 @@ def trial_of(
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
-    """Return steps of the network that `for_training` made, on two samples each.
+    """Return the trial steps of a model from `for_training`, on two samples each.
 
-    `groups`: its shard groups.
+    It stays unchanged.
 
-    `dtype`: of the samples, if they are images. `task` says what the outputs are. ModelError tells what does
-    not fit. Nothing of the network is changed.
+    Args:
+        name: The model.
+        model: The built model.
+        classes: Number of classes or tokens.
+        shape: Shape of the input.
+        groups: Its shard groups.
+        task: Its task, which gives the shape of the outputs.
+        dtype: Type of the samples, if they are images.
+
+    Raises:
+        ModelError: If something does not fit.
     """
     import torch
 
@@ -288,10 +317,15 @@ def in_words(name: str | Model) -> str:
 
 
 def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Bring all parameters and buffers to `device`, and the real ones among them to `dtype`, in place.
+    """Move all tensors to `device`, and the real ones among them to `dtype`, in place.
 
-    Hooks, attributes, other references and what layers share stay with them: only their memory is another.
-    A tensor with gaps in memory, or with one place for several numbers, gets dense memory of its own.
+    Hooks, attributes, other references and shared tensors stay: only their memory is another. A tensor with
+    gaps in memory, or with overlaps, gets dense memory of its own.
+
+    Args:
+        model: The model.
+        device: New device.
+        dtype: New type of real tensors.
     """
     import torch
 
@@ -307,11 +341,11 @@ def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Put the replacement of each parameter and buffer in its place.
+    """Replace each parameter and buffer.
 
     A shared parameter stays shared.
 
-    Only for fakes of what is real, which no memory can be made of in place.
+    Only for fakes of real tensors, which cannot be replaced in place.
     """
     from torch import nn
 
@@ -326,11 +360,11 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
 
 
 def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
-    """What FSDP gathers together: (label, modules) in forward order, no module twice.
+    """Return FSDP's gathering groups: (label, modules) in forward order, no module twice.
 
-    Of a user's model what `sharding` says. Else the family's blocks. VGG has none: there, the
-    convolutions between two poolings are one group, and each linear layer is one. What is in no group
-    (stem, head) belongs to the root.
+    A user's model has those that `sharding` defines, others the family's blocks. VGG has none: there, the
+    convolutions between two poolings are one group, and each linear layer is one. Modules in no group (stem,
+    head) belong to the root.
     """
     if (stated := facts_of(name).own) is not None:
         from stratbench.workload.network import sharding
@@ -346,9 +380,9 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
 
 
 def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
-    """What a network states by `key`; None: nothing.
+    """Return a model's declaration under `key`, or None.
 
-    A user may name, as `module:NAME`, what says it, or a function of the network that returns it.
+    A user may name, as `module:NAME`, the declaration, or a function of the model that returns it.
     """
     model = facts_of(network)
     if model.own is None:
@@ -361,28 +395,28 @@ def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
 
 
 def _states(network: str | Model, key: str) -> bool:
-    """Return whether it states anything; nothing is imported."""
+    """Return whether it has a declaration; nothing is imported."""
     model = facts_of(network)
     return getattr(model.own or FAMILIES[model.family], key) is not None
 
 
 def has_tensor_plan(network: str | Model) -> bool:
-    """Return whether the network states how workers divide its layers."""
+    """Return whether the model has a tensor plan."""
     return _states(network, "tensor_plan")
 
 
 def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
-    """How workers divide the layers of `model`: of modules, by their paths (`*`: any name), which way.
+    """Return how workers divide the layers of `model`, by module path (`*`: any name).
 
-    ValueError where it cannot say.
+    ValueError if it has no plan.
     """
     return _statement(network, "tensor_plan", model)
 
 
 def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
-    """Return the heads of its attention; 0, which any number divides, where it has none.
+    """Return the number of attention heads, or 0 without any, which any number divides.
 
-    A network that is `built` may say it where its user does not.
+    A `built` model may declare it itself.
     """
     model = facts_of(network)
     stated = model.own.num_heads if model.own else model.num_heads
@@ -390,19 +424,19 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
 
 
 def has_pieces(network: str | Model) -> bool:
-    """Return whether the network states its forward as a chain that can be cut into stages."""
+    """Return whether the model declares its forward as a chain that can be cut into stages."""
     return _states(network, "pipeline_modules")
 
 
 def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
-    """Return the network's forward as a chain of pieces. ValueError where one is not in it."""
+    """Return the model's forward as a chain of pieces. ValueError if it has no such piece."""
     from stratbench.workload.network import pieces
 
     return pieces.pieces_of(model, _statement(network, "pipeline_modules", model))
 
 
 def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
-    """By which rule `wrap_groups` makes its groups, in words; `built`: the network."""
+    """Return a text on the rule by which `wrap_groups` makes its groups. `built`: the model."""
     model = facts_of(name)
     if model.own:
         from stratbench.workload.network import sharding
@@ -431,7 +465,14 @@ def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 def facts_of_own(
     model: Model, built: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """What the record says of a user's model: the arguments of its call, and how it is sharded."""
+    """Return the record's entry of a user's model: the arguments of its call, and its sharding.
+
+    Args:
+        model: The model.
+        built: The built model.
+        classes: Number of classes or tokens.
+        shape: Shape of the input.
+    """
     return {
         "arguments": own.arguments(model.own, classes, shape),
         "sharding": sharding_rule(model, built),
@@ -446,7 +487,7 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether random numbers enter the forward pass: dropout or stochastic depth with p > 0."""
+    """Return whether the forward pass has dropout or stochastic depth with p > 0."""
     from torchvision.ops import StochasticDepth
 
     from stratbench.workload.torch_internals import Dropout

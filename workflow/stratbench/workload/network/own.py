@@ -39,10 +39,11 @@ _DOUBTFUL = "channels"
 
 @dataclass(frozen=True)
 class OwnModel:
-    """What a user says of a model; `wrap_classes` are class names, None where the rule by size is taken.
+    """A user's specification of a model; `wrap_classes` are class names, or None for the rule by size.
 
-    `tensor_plan`, `num_heads` and `pipeline_modules` say how it can be divided, as a built-in family does
-    (`workload/network/registry.py`), or name in the user's code, as `module:NAME`, what says it.
+    `tensor_plan`, `num_heads` and `pipeline_modules` declare how it can be divided, as those of a built-in
+    family do (`workload/network/registry.py`). Or they name the declaration in the user's code, as
+    `module:NAME`.
     """
 
     name: str
@@ -85,7 +86,7 @@ def torchvision_names() -> frozenset[str]:
 def facts_of_data(
     classes: int, shape: Sequence[int], vocabulary: int | None = None
 ) -> dict[str, Any]:
-    """What follows from the data, by role.
+    """Return values that follow from the data, by role.
 
     Args:
         classes: Classes, or the tokens of texts without labels.
@@ -116,10 +117,15 @@ def with_facts(value: Any, facts: Mapping[str, Any]) -> Any:
 
 
 def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
-    """The arguments of the call: those given, and what follows from the data where it is taken by name.
+    """Return the arguments of the call: those configured, and values of the data that it takes by name.
 
-    A callable that only passes keywords on (torchvision's, timm's) is given `num_classes`; timm's
-    `in_chans`, too.
+    A callable that only passes keywords on (torchvision's, timm's) gets `num_classes`; timm's `in_chans`,
+    too.
+
+    Args:
+        own: The specification.
+        classes: Number of classes or tokens.
+        shape: Shape of the input.
     """
     function = _maker(own)
     facts = facts_of_data(classes, shape, own.vocabulary)
@@ -150,9 +156,9 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
 
 
 def _maker(own: OwnModel) -> Callable[..., Any]:
-    """What makes the network: what the call names, or what gives a class of transformers its config.
+    """Return the callable that makes the model, which for transformers adds the config.
 
-    ModelError where it cannot be imported, or a library's files show that it cannot be built.
+    ModelError if it cannot be imported, or if a library's files show that it cannot be built.
     """
     if fault := libraries.fault_of_library({"call": own.call, "kwargs": own.kwargs}):
         raise ModelError(f"{own}: {fault}")
@@ -163,7 +169,7 @@ def _maker(own: OwnModel) -> Callable[..., Any]:
 
 
 def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
-    """What some of torchvision's networks need beside the classes: their size, one output only."""
+    """Return further arguments of some torchvision models: their size, a single output."""
     name = own.torchvision_name or ""
     if name.startswith("vit_"):
         return {"image_size": shape[1]}
@@ -175,7 +181,7 @@ def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
 
 
 def _for_timm(name: str | None, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a network of timm takes of images, beside the classes: their size where it is fixed."""
+    """Return further arguments of a timm model for images: their size if it is fixed."""
     import timm
 
     config = timm.get_pretrained_cfg(name, allow_unregistered=True) if name else None
@@ -187,7 +193,15 @@ def _for_timm(name: str | None, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
-    """Return the network. ModelError where the call fails or returns no network."""
+    """Return the model.
+
+    ModelError if the call fails or returns no model.
+
+    Args:
+        own: The specification.
+        classes: Number of classes or tokens.
+        shape: Shape of the input.
+    """
     from torch import nn
 
     given: dict[str, Any] = {}
@@ -267,10 +281,7 @@ def _overlap(t: Tensor, u: Tensor) -> bool:
 
 
 def _not_of_data(shape: Sequence[int], e: Exception) -> str:
-    """What an error about a call's arguments wants, and data of this kind do not have.
-
-    Or nothing.
-    """
+    """Return which arguments of a failed call do not exist for this kind of data, or nothing."""
     wanted = [
         key
         for role in ROLES.keys() - facts_of_data(0, shape).keys()
@@ -283,7 +294,7 @@ def _not_of_data(shape: Sequence[int], e: Exception) -> str:
 
 
 def _raise_out_of_memory(e: Exception) -> None:
-    """An error that is no fault of the model stays what it is."""
+    """Raise an out-of-memory error as it is: it is not the model's."""
     import torch
 
     if isinstance(e, torch.OutOfMemoryError):

@@ -1,8 +1,8 @@
-"""A network's forward as a chain of pieces, so that it can be cut into stages.
+"""A model's forward as a chain of pieces, so that it can be cut into stages.
 
-A plan of pieces is a tuple of their names in the order of the forward: the path of a module that is
-called (`*`: all of its number or name, in order), or a function of the model and what came before, with
-the paths of the modules and parameters that it reads. Importing this file imports torch.
+A plan of pieces is a tuple of their names in the order of the forward. A name is the path of a called module
+(`*`: all of its number or name, in order), or a function of the model and the previous output, with the paths
+of the modules and parameters that it reads. Importing this file imports torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Plan = tuple[str | tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of a forward: its name, what computes it, and the modules and parameters that it reads."""
+    """One step of a forward: its name, its function, and the modules and parameters that it reads."""
 
     name: str
     call: Callable[[nn.Module, Tensor], Tensor]
@@ -42,9 +42,10 @@ class Piece:
 
 
 def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
-    """Return the pieces of `model` by a plan, in the order in which forward computes them.
+    """Return the pieces of `model` by a plan, in the order of the forward.
 
-    ValueError where it has no module of a path.
+    Raises:
+        ValueError: If it has no module of a path.
     """
     pieces = []
     for entry in plan:
@@ -67,7 +68,7 @@ def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
 
 
 def faults_of(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
-    """What is wrong with pieces that a user states: the parameters that none of them reads."""
+    """Yield the parameters that none of a user's pieces reads."""
     read = {p for piece in pieces for p in piece.parameters(model)}
     if left := [name for name, p in model.named_parameters() if p not in read]:
         yield (
@@ -83,9 +84,14 @@ def _calling(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
 def units_of(
     model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
 ) -> list[list[Piece]]:
-    """Return the pieces between the places where the network may be cut: at its shard groups.
+    """Return the pieces between possible cuts of the model, which are at its shard groups.
 
-    A unit begins with a group's first module; so does what follows the last group, if it has parameters.
+    A unit begins with a group's first module; so does the part after the last group, if it has parameters.
+
+    Args:
+        model: The model.
+        pieces: Its pieces.
+        groups: Its shard groups.
     """
     at = [
         [i for i, p in enumerate(pieces) if any(p.holds(model, m) for m in modules)]

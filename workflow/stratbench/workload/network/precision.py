@@ -1,4 +1,4 @@
-"""What a cell's `precision` setting means: number formats, memory format, mixed precision."""
+"""Meaning of the `precision` setting: number formats, memory format, mixed precision."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PURE_BF16 = "bf16-true"
 
 
 def weights_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the weights, of the batches and of all that autocast does not convert."""
+    """Return the type of weights, batches and everything that autocast does not convert."""
     import torch
 
     return {"fp64": torch.float64, PURE_BF16: torch.bfloat16}.get(precision, torch.float32)
 
 
 def scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return the outputs as the loss is computed from them: in float32 where the weights are in bfloat16."""
+    """Return the outputs for computing the loss: in float32 if the weights are in bfloat16."""
     return outputs.float() if precision == PURE_BF16 else outputs
 
 
@@ -45,7 +45,7 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return a block in mixed precision, if `precision` asks for it."""
+    """Return a context of mixed precision, if `precision` has it."""
     import torch
 
     dtype = autocast_dtype(precision)
@@ -63,7 +63,7 @@ def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
 
 
 def _lacks_tf32(device: torch.device) -> str | None:
-    """What the device is, if it computes float32 whatever is allowed: a CPU, or a GPU before Ampere."""
+    """Return a text on a device that always computes full float32: a CPU, or a GPU before Ampere."""
     import torch
 
     if device.type != "cuda":

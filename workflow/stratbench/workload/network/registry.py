@@ -53,20 +53,17 @@ class Model:
 
     @property
     def batchnorm(self) -> bool | None:
-        """Whether it normalises over the batch.
-
-        None where that is not known before it is built.
-        """
+        """Whether it normalises over the batch, or None if that is not known before it is built."""
         return FAMILIES[self.family].batchnorm
 
     @property
     def reads_text(self) -> bool | None:
-        """Whether its input is tokens, and not images, or None where both may be."""
+        """Whether its input is tokens, and not images, or None if both are possible."""
         return FAMILIES[self.family].reads_text
 
     @property
     def is_torchvisions(self) -> bool:
-        """Whether it is torchvision's network, with its three input channels."""
+        """Whether it is torchvision's model, with its three input channels."""
         return self.builder is None and self.family != "own"
 
 
@@ -161,10 +158,10 @@ MODELS: dict[str, Model] = {
 
 
 def facts_of(model: str | Model) -> Model:
-    """What is known of a network before it is built.
+    """Return the metadata of a model before it is built.
 
     Raises:
-        ValueError: For a name that is none.
+        ValueError: For an unknown name.
     """
     if isinstance(model, Model):
         return model

@@ -1,4 +1,4 @@
-"""What of a user's network is sharded together: instances of classes, or groups by size.
+"""Sharding groups of a user's model: instances of classes, or groups by size.
 
 Importing this file imports torch.
 """
@@ -48,10 +48,18 @@ def stated_classes(model: nn.Module) -> list[str]:
 
 
 def groups_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -> Groups:
-    """(label, modules) of every instance of a class named in `wrap_classes`, the outermost where they nest.
+    """Return (label, modules) of every instance of the named classes, the outermost if nested.
 
-    In the order of registration. What shares a parameter with a module outside stays with the root.
-    ModelError where a class has no instance; `who` is the model in words.
+    They are in the order of registration. Modules that share a parameter with a module outside stay with the
+    root.
+
+    Args:
+        model: The model.
+        wrap_classes: Names of the classes.
+        who: Text on the model, for messages.
+
+    Raises:
+        ModelError: If a class has no instance.
     """
     groups: Groups = []
     for name, module in model.named_modules():
@@ -69,13 +77,13 @@ def groups_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) 
 
 
 def groups_by_size(model: nn.Module) -> Groups:
-    """(label, modules) of about 1/GROUPS of the parameters each, in the order of registration.
+    """Return (label, modules) of about 1/GROUPS of the parameters each, in registration order.
 
-    From the root down, a module with more than that is divided into those it holds; neighbours that
-    are smaller are put together. A module that is never called (ModuleList) is always divided; one of
-    PyTorch's that reads the weights of what it holds (MultiheadAttention), never. What shares a
-    parameter with a module outside stays with the root, and so does a module whose weights the class
-    that holds it reads (`self.head.weight` in its code).
+    From the root down, a larger module is divided into its children; smaller neighbours are combined. A
+    module that is never called (ModuleList) is always divided. A module of PyTorch's that reads its
+    children's weights (MultiheadAttention) is never divided. Modules that share a parameter with a module
+    outside stay with the root. So does a module whose weights its parent's class reads (`self.head.weight` in
+    its code).
     """
     limit = _size([model]) / GROUPS
     groups: Groups = []
@@ -118,10 +126,7 @@ def _may_divide(module: nn.Module) -> bool:
 
 @cache
 def _read_by(kind: type[nn.Module]) -> frozenset[str]:
-    """What a class holds and reads the weights of itself, by its code.
-
-    Making them is not reading.
-    """
+    """Return children whose weights a class reads itself, by its code. Assignments do not count."""
     names: set[str] = set()
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if (
@@ -140,7 +145,7 @@ def _size(modules: list[nn.Module]) -> int:
 
 
 def _stands_alone(modules: list[nn.Module], model: nn.Module) -> bool:
-    """Return whether it has parameters, and none of them belongs to a module outside, too."""
+    """Return whether it has parameters, none of which belongs to a module outside, too."""
     inside = {m for module in modules for m in module.modules()}
     own = {p for module in modules for p in module.parameters()}
     return bool(own) and own.isdisjoint(_parameters_outside(inside, model))

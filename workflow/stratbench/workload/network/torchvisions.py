@@ -1,4 +1,4 @@
-"""How torchvision's networks are divided: as chains of pieces, and by layers.
+"""Division of torchvision's models: as chains of pieces, and by layers.
 
 Importing this file imports torch.
 """

@@ -1,4 +1,4 @@
-"""One step of a network on two samples, before anything is trained: what it shows that nobody has said.
+"""Trial steps of a model on two samples before any training, to detect undeclared properties.
 
 Jobs and the check of a study take it, on real tensors or on fake ones. Importing this file imports torch.
 """
@@ -56,7 +56,7 @@ class PassFailed(ModelError):
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial. Parameters, buffers and modules are given by their names in the network."""
+    """The result of a trial. Parameters, buffers and modules are identified by their names in the model."""
 
     #: Trainable parameters without a gradient.
     unused: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Trial:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """What is known to get no gradient in some steps: parameters, and modules that may not be called."""
+        """Parameters without a gradient in some steps, and modules that may not be called."""
         return self.unused + self.by_chance + self.by_data
 
     @property
@@ -130,11 +130,21 @@ def take_trial(
     groups: Sequence[tuple[str, list[nn.Module]]] = (),
     classes: int = 2,
 ) -> Trial:
-    """Forward and backward of the batch `x` with targets `y`, and of others like it.
+    """Run forward and backward of the batch `x` with targets `y`, and of similar batches.
 
-    `groups`: the shard groups; `classes`: tokens that a text may have. The network and the generators of
-    random numbers are left as they were, and no gradient is kept. ModelError where the model does not give
-    a tensor of the shape `outputs`, or a pass fails; `who` is the model in words.
+    The model and the random generators are left as they were, and no gradient remains.
+
+    Args:
+        who: Text on the model, for messages.
+        model: The model.
+        x: Inputs.
+        y: Targets.
+        outputs: Shape of the outputs.
+        groups: The shard groups.
+        classes: Number of tokens of a text.
+
+    Raises:
+        ModelError: If the model does not return a tensor of the shape `outputs`, or a pass fails.
     """
     with generators_put_back(x.device), Changes(model) as changes:
         try:
@@ -144,7 +154,7 @@ def take_trial(
 
 
 class _Trying:
-    """A trial while it is taken: each method tries one thing, and leaves the network as it was."""
+    """A trial in progress: each method tries one thing, and leaves the model as it was."""
 
     def __init__(
         self,
@@ -216,7 +226,7 @@ class _Trying:
         return scores
 
     def backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
-        """Backward of a loss of the scores: the parameters that got a gradient, and what kind of one."""
+        """Run backward of a loss of the scores; return the parameters with a gradient, and its kind."""
         with _gradients_dropped(self.names) as reached:
             try:
                 # What a user's task makes of other outputs is not the network's fault.
@@ -254,7 +264,13 @@ class _Trying:
     def dependence(
         self, found: Mapping[str, list[str]], evaluated: Tensor, trained: Tensor
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """`Trial.kept_aside` and `Trial.counts`; `evaluated`, `trained`: the scores before any change."""
+        """Return `Trial.kept_aside` and `Trial.counts`.
+
+        Args:
+            found: Changed names by kind.
+            evaluated: Scores of evaluation before any change.
+            trained: Scores of training before any change.
+        """
         by_name = dict(self.model.named_parameters())
         frozen = [name for name in found["overwritten"] if not by_name[name].requires_grad]
         if self.on_fakes:
@@ -294,7 +310,7 @@ class _Trying:
         return _sometimes(reached), tuple(parted)
 
     def elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """`Trial.elsewhere` and `Trial.remade`: forward is given copies of the parameters, as FSDP does."""
+        """Return `Trial.elsewhere` and `Trial.remade`: forward gets copies of the parameters, as in FSDP."""
         more = {n for p, n in self.names.items() if type(p) is not nn.Parameter or vars(p)}
         if self.on_fakes:
             more = set()
@@ -325,10 +341,15 @@ def _batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
 
 
 def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
-    """Return names of modules that some of eight forward passes of `x` call, and some do not.
+    """Return names of modules that only some of eight forward passes call.
 
-    A network that skips modules draws random numbers of torch, numpy or Python. Fake tensors have no values
-    to choose by: one pass of them is enough that draws none of numpy and Python.
+    A model that skips modules draws random numbers of torch, numpy or Python. Fake tensors have no values to
+    decide by: one pass of them is enough if it draws none of numpy and Python.
+
+    Args:
+        model: The model.
+        x: Inputs.
+        changes: Restores the model.
     """
     called: list[set[str]] = []
     with torch.no_grad():
@@ -360,14 +381,14 @@ def _called(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _sometimes(reached: Sequence[set[str]]) -> tuple[str, ...]:
-    """Return what is in some of the sets and not in all, without modules within others of these."""
+    """Return elements of some but not all sets, without modules within others of these."""
     some = set.union(*reached) - set.intersection(*reached)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
 
 
 @contextmanager
 def _copied_parameters(model: nn.Module) -> Iterator[None]:
-    """In the block each parameter is another object in the same memory, wherever a module has it."""
+    """Replace each parameter in the block by another object in the same memory, wherever it is used."""
     kept = [
         (module, key, p)
         for module in model.modules()
@@ -384,7 +405,7 @@ def _copied_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _put_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
-    """As FSDP puts it: past what a module makes of an attribute, unless it is of its own class's making."""
+    """Set a parameter as FSDP does: past a module's own attribute setter, unless its class has one."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         get_parameters(module)[key] = p
     else:
@@ -418,10 +439,7 @@ def _check_scores(who: object, scores: Any, x: Tensor, y: Tensor, wanted: list[i
 
 
 def _raise_model_error(who: object, e: Exception, what: str) -> None:
-    """ModelError in one sentence.
-
-    An error that is no fault of the model stays what it is.
-    """
+    """Raise a ModelError in one sentence, or an error that is not the model's as it is."""
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         raise e
     if isinstance(e, NO_VALUES):
@@ -431,7 +449,7 @@ def _raise_model_error(who: object, e: Exception, what: str) -> None:
 
 @dataclass
 class _Gradient:
-    """How often one backward added to a parameter's gradient, and whether the gradient is sparse."""
+    """Number of additions to a parameter's gradient in one backward, and whether it is sparse."""
 
     times: int = 0
     sparse: bool = False
@@ -441,10 +459,7 @@ class _Gradient:
 def _gradients_dropped(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
-    """Each gradient is dropped when it is added up: all together would take the model's memory again.
-
-    Yields the parameters that got one.
-    """
+    """Drop each gradient as soon as it is accumulated, to save memory; yield the parameters with one."""
     reached: dict[nn.Parameter, _Gradient] = {}
 
     def drop(p: nn.Parameter) -> None:
@@ -565,10 +580,7 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 def _parameters_read(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a function reads.
-
-    One that gives no tensor asks for a shape or a dtype.
-    """
+    """Yield the parameters that a function reads; one without a tensor result reads only metadata."""
     if isinstance(result, Tensor | tuple | list):
         yield from _parameters_in([*args, *(kwargs or {}).values()])
 
