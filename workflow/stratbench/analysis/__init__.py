@@ -1,1 +1,1 @@
-"""Analysis of the records: flat tables, statistics, figures and the report. Never imports torch."""
+"""Analysis of the records: tables, statistics, figures and the report. Never imports torch."""

@@ -1,4 +1,4 @@
-"""An answer in a line of a terminal, from what answers.json holds; imports nothing that is slow."""
+"""An answer as a line of a terminal, from answers.json; imports nothing that is slow."""
 
 from __future__ import annotations
 

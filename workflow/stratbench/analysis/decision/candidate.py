@@ -32,7 +32,7 @@ def _three_digits(value: float) -> str:
 
 @dataclass(eq=False)
 class Candidate:
-    """A strategy on a number of workers; `kind` and `reason` say what excludes it, if anything does."""
+    """A strategy on a number of workers; `kind` and `reason` say why it is excluded, if it is."""
 
     strategy: str
     gpus: int
@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """It in a few words: `ddp × 4` is ddp on 4 workers."""
+        """Short name: `ddp × 4` is ddp on 4 workers."""
         return f"{self.strategy} × {self.gpus}"
 
     @property
@@ -124,12 +124,12 @@ class Candidate:
 
     @property
     def run(self) -> str:
-        """What one of its times is called: `run`, or `block`."""
+        """Noun for one of its times: `run` or `block`."""
         return "run" if self.unit == "repeat" else self.unit
 
     @property
     def by_cost(self) -> bool:
-        """Whether it is ranked by cost: if there is a price."""
+        """Whether it is ranked by cost, because there is a price."""
         return self.price_per_gpu_hour is not None
 
     @property
@@ -151,7 +151,7 @@ class Candidate:
 
     @property
     def sound_memory_bytes(self) -> float | None:
-        """Its memory, if the audit does not doubt it: what candidates may be preferred by."""
+        """Its memory for ranking, unless the audit has a finding on it."""
         return None if self.memory_doubts else self.memory_bytes
 
     @property

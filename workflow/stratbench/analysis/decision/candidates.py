@@ -34,7 +34,14 @@ def candidates_among(
     constraints: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> list[Candidate]:
-    """Return all candidates of one experiment and model (rows of cells.csv), measured ones first."""
+    """Return all candidates of one experiment and model, measured ones first.
+
+    Args:
+        rows: Rows of cells.csv.
+        findings: Findings of the audit.
+        constraints: Constraints of the decision.
+        evidence: Evidence of extensions.
+    """
     groups = Repeats(rows)
     candidates = []
     for key, on_it in findings_by_group(findings, groups.all):
@@ -55,7 +62,13 @@ def candidates_among(
 
 
 def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
-    """Return a candidate from a group of repeats."""
+    """Return a candidate from a group of repeats.
+
+    Args:
+        groups: All repeats.
+        group: Its group.
+        constraints: Constraints of the decision.
+    """
     frame = groups.all[group]
     ok = groups.ok.get(group, frame[:0])
     times = pd.Series(groups.values(group, "train_time_s"), dtype=float)
@@ -101,7 +114,7 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
 
 
 def says_no(flags: pd.Series) -> bool:
-    """Return whether a record says that it is not so."""
+    """Return whether a record has the value false."""
     return bool((flags.dropna().astype(str) == "False").any())
 
 
@@ -119,19 +132,16 @@ def time_of_elastic_workers(groups: Repeats, group: Group) -> dict[str, float]:
 
 
 def has_planned_repeats(frame: pd.DataFrame) -> bool:
-    """Return whether every record of a group says that as many repeats were planned as there are.
+    """Return whether every record of a group has the present number of repeats as planned.
 
-    A record has the number that the config had when its cell was trained. So a repeat that was added
-    later says another one than those before it, and where some are still to come there are too few.
+    A record has the number that the config had when its cell was trained. So a repeat that was added later
+    has another number than those before it. If some repeats are still missing, there are too few.
     """
     return set(frame["planned_repeats"]) == {len(frame)}
 
 
 def traits_of_group(frame: pd.DataFrame) -> Traits:
-    """The traits that the records of a group state of their strategy.
-
-    Cautious defaults for the rest.
-    """
+    """Return the traits in the records of a group, with cautious defaults."""
     said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in said.items() if len(values)})
 
@@ -142,9 +152,13 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     given: Constraints,
 ) -> None:
-    """Exclude a candidate that did not finish or that the audit calls unusable.
+    """Exclude a candidate that did not finish or is unusable by the audit; add other caveats.
 
-    Keep its other doubts.
+    Args:
+        candidate: The candidate, changed in place.
+        frame: Rows of its repeats.
+        findings: Findings of the audit.
+        given: Constraints of the decision.
     """
     for status, rows in frame.groupby("status", sort=False):
         share = "" if len(rows) == len(frame) else f"{len(rows)} of {len(frame)} repeats: "
@@ -199,12 +213,15 @@ def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
 
 
 def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
-    """Exclude a candidate whose memory and reserve exceed the limit.
-
-    Add a doubt if that is not known.
+    """Exclude a candidate whose memory and reserve exceed the limit, or add a caveat if unknown.
 
     The reserve is the plan's: a peak leaves out the memory of the driver, of the libraries and of a
     fragmented allocator.
+
+    Args:
+        candidate: The candidate, changed in place.
+        limit_bytes: Memory of a worker.
+        margin: Reserve as a fraction of the peak.
     """
     held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
     what = "model states alone" if candidate.on_cpu else "peak"
@@ -221,7 +238,14 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
 
 
 def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None) -> str:
-    """Return two amounts, one of which is too much for the other, in as many digits as tell them apart."""
+    """Return two amounts, the first above the second, with enough digits to differ.
+
+    Args:
+        held: The larger amount.
+        limit: The limit.
+        unit: Unit of both.
+        of_limit: Text on the limit.
+    """
     for digits in range(2 if max(held, limit) < 10 else 0, 6):
         texts = [
             f"{x:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{x:.0f}"

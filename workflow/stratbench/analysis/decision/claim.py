@@ -1,6 +1,6 @@
-"""What an answer claims, in a sentence: a winner, a tie, not told apart, one run, projected.
+"""The conclusion of an answer as a sentence: a winner, a tie, no difference, one run, projected.
 
-One number and its unit a sentence, the rival last; `ddp × 2` is ddp on 2 workers.
+Each sentence has one number with its unit, and the alternative last; `ddp × 2` is ddp on 2 workers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ from stratbench.cell.text.words import bytes_text, counted, joined_with_and, nam
 
 
 def is_count_known(found: Sequence[Candidate], given: Constraints) -> bool:
-    """Return whether anything is known of the number of workers that is asked for, if one is."""
+    """Return whether anything is known of the requested number of workers, if there is one."""
     return given.gpus is None or any(c.gpus == given.gpus for c in found)
 
 
 def unanswered(
     found: Sequence[Candidate], first: Candidate, noun: str, given: Constraints, slowed: bool
 ) -> Iterator[str]:
-    """What the constraints ask for and no record can tell."""
+    """Yield constraints that no record can answer.
+
+    Args:
+        found: Candidates.
+        first: The recommendation.
+        noun: Noun for workers.
+        given: Constraints of the decision.
+        slowed: Whether workers were slowed down on purpose.
+    """
     if not is_count_known(found, given):
         reason = first.not_projected or "nobody measured it"
         yield f"Nothing is known of {counted(given.gpus, noun)}: {reason}."
@@ -32,7 +40,7 @@ def unanswered(
 
 @dataclass(frozen=True)
 class Claim:
-    """What an answer claims: its kind, and that in a sentence."""
+    """Conclusion of an answer: its kind and its sentence."""
 
     #: `projected`, `alone`, `one run`, `winner`, `tie` or `apart` (not told apart).
     kind: str
@@ -46,7 +54,13 @@ LEFT = {"worse score": "of those with enough {score}", "does not fit": "of those
 def kept_out(
     found: Iterable[Candidate], first: Candidate | None, kinds: Iterable[str]
 ) -> dict[str, Candidate]:
-    """By kind of exclusion the best candidate that is excluded by it, where that is better than the first."""
+    """Return the best excluded candidate by kind of exclusion, if it is better than the first.
+
+    Args:
+        found: Candidates.
+        first: The recommendation, if any.
+        kinds: Kinds of exclusion.
+    """
     best = {}
     for kind in kinds:
         timed = [c for c in found if c.kind == kind and c.time_s is not None]
@@ -59,7 +73,14 @@ def kept_out(
 def claim_of(
     found: Sequence[Candidate], ranking: Ranking, given: Constraints, score_open: bool
 ) -> Claim:
-    """What the records of the candidates `found` allow to claim of the choice, and no more."""
+    """Return the conclusion on the recommendation that the records allow, and no more.
+
+    Args:
+        found: Candidates.
+        ranking: Their ranking.
+        given: Constraints of the decision.
+        score_open: Whether the score may be worse than allowed.
+    """
     first = ranking.first
     quick = "cheap" if first.by_cost else "fast"
     of = [LEFT[kind].format(score=first.score.name) for kind in kept_out(found, first, LEFT)]
@@ -95,7 +116,7 @@ def claim_of(
 
 
 def behind(c: AgainstRival, rival: str = "the next") -> str:
-    """How much longer a rival takes: `the next takes 9 % longer`, `takes 3.1 times as long`."""
+    """Return how much longer an alternative takes: `the next takes 9 % longer`, `3.1 times as long`."""
     ratio, by_cost = c.ratio.value, c.rival.by_cost
     if ratio >= 2:
         many = f"{ratio:.1f} times as"
@@ -105,14 +126,14 @@ def behind(c: AgainstRival, rival: str = "the next") -> str:
 
 
 def share(part: float) -> str:
-    """Return a share as text: `9 %`, `0.4 %`, and from twice on a factor is told by the caller's words."""
+    """Return a fraction as text: `9 %` or `0.4 %`; callers write 2 or more as a factor."""
     if part < 0.0005:
         return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"
 
 
 def advantage(first: Candidate, ties: Sequence[Candidate]) -> str:
-    """What the choice has before all that are as fast: fewer workers, or less memory."""
+    """Return the advantage of the choice over equally fast ones: fewer workers, or less memory."""
     if all(first.gpus < c.gpus for c in ties):
         return ", on fewer workers"
     known = [c.sound_memory_bytes for c in ties if c.sound_memory_bytes is not None]

@@ -1,4 +1,4 @@
-"""The confidence in a decision: what the repeats allow to claim, and what lowers the confidence."""
+"""The confidence in a decision: what the repeats allow to conclude, and what lowers it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOKED_AGAIN = (
 
 @dataclass(frozen=True)
 class Confidence:
-    """How sure a decision is: the level, the one reason for it in a few words, and all in sentences."""
+    """Confidence of a decision: its level, the main reason in short, and all reasons as sentences."""
 
     #: `high`, `medium` or `low`.
     level: str
@@ -39,9 +39,14 @@ def confidence_in(
 ) -> Confidence:
     """Return the confidence; docs/decision.md has the rules.
 
-    `slowed`: how workers were slowed down on purpose; `score_open`: whether the score may be worse than
-    allowed; `count_known`: whether anything is known of the number of workers asked for. Every limit has
-    the highest level that it allows, and a few words that say it.
+    Every limitation has a maximum level that it allows, and a short text.
+
+    Args:
+        ranking: Ranking of the candidates.
+        given: Constraints of the decision.
+        slowed: How workers were slowed down on purpose.
+        score_open: Whether the score may be worse than allowed.
+        count_known: Whether anything is known of the requested number of workers.
     """
     first, rivals = ranking.first, [c.rival for c in ranking.compared]
     runs = counted(ranking.repeats, first.run)
@@ -104,7 +109,7 @@ def confidence_in(
 
 
 def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
-    """Whether all ran on one host, and each rival takes over ROUGH longer by the low end of its interval."""
+    """Return whether all ran on one host, and all alternatives are clearly slower by over ROUGH."""
     lows = [c.ratio.low for c in ranking.compared]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
@@ -112,9 +117,12 @@ def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
 
 
 def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) -> str:
-    """What the repeats do not tell, in a few words.
+    """Return a short text on what the repeats leave open, or an empty one.
 
-    Empty if they tell what matters.
+    Args:
+        ranking: Ranking of the candidates.
+        given: Constraints of the decision.
+        level: Level of confidence.
     """
     first = ranking.first
     runs = counted(ranking.repeats, first.run)
@@ -137,7 +145,7 @@ def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) ->
 
 
 def doubts_in_short(ranking: Ranking) -> Iterator[str]:
-    """Yield the audit's doubts on the choice, or on a rival that its reason names, in a few words."""
+    """Yield short caveats of the audit on the choice, or on an alternative in its reason."""
     first = ranking.first
     if first.doubts:
         yield f"{whose(first.doubts[0])}{names_text(first.doubts, 1)}"
@@ -147,15 +155,12 @@ def doubts_in_short(ranking: Ranking) -> Iterator[str]:
 
 
 def whose(doubt: str) -> str:
-    """What stands before a doubt that is the name of a rule of the audit.
-
-    Other doubts are sentences.
-    """
+    """Return the text before a caveat that is the name of an audit rule; others are sentences."""
     return "" if " " in doubt else "doubted by the audit: "
 
 
 def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
-    """Yield the doubts on the choice, and on the rivals that its reason names."""
+    """Yield the caveats on the choice, and on the alternatives in its reason."""
     if ranking.first.doubts:
         yield f"Doubts: {', '.join(ranking.first.doubts)}."
     for c, others in doubted_rivals(ranking):
@@ -163,18 +168,16 @@ def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
 
 
 def doubted_rivals(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
-    """Yield the rivals that the reason names, with the doubts on them that are not on the choice, too."""
+    """Yield the alternatives in the reason, with caveats that the choice does not share."""
     for c in (found.rival for found in ranking.nearest):
         if others := [doubt for doubt in c.doubts if doubt not in ranking.first.doubts]:
             yield c, others
 
 
 def unequal_presence(ranking: Ranking, margin: float) -> str:
-    """Return a sentence on how many workers were there, if that differs by more than `margin`.
+    """Return a sentence on the mean number of workers if it differs by more than `margin`, else empty.
 
-    Else empty.
-
-    Of cells whose workers are jobs of their own: the time of such a training depends on when they came.
+    It is for cells whose workers are jobs of their own, whose time depends on when they came.
     """
     there = [c for c in (ranking.first, *(c.rival for c in ranking.nearest)) if c.present]
     shares = [c.present / c.gpus for c in there if c.present]
@@ -185,13 +188,13 @@ def unequal_presence(ranking: Ranking, margin: float) -> str:
 
 
 def rests_on_verdict(ranking: Ranking) -> bool:
-    """Whether the choice leads its comparison, and is clearly faster than all on other numbers of workers."""
+    """Return whether the choice leads its comparison, and clearly leads on all other worker counts."""
     others = (c for c in ranking.compared if c.rival.gpus != ranking.first.gpus)
     return ranking.first.claim is not None and all(c.stand == "slower" for c in others)
 
 
 def level_and_claim(ranking: Ranking) -> tuple[int, str]:
-    """Return the highest level of confidence that the repeats allow, and the claim that they make."""
+    """Return the highest confidence level that the repeats allow, and the conclusion."""
     first, repeats = ranking.first, ranking.repeats
     if first.projected:
         return 0, "An interval of 80 % stands behind it, and no measurement on as many workers."

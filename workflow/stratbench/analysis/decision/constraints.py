@@ -45,18 +45,21 @@ class Constraints:
         return cls(**json.loads(text))
 
     def tolerance_of(self, score: Score) -> float:
-        """How much worse a score may be, as shown."""
+        """Return by how much a score may be worse, as shown."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
     @property
     def ranking(self) -> str:
-        """By what candidates are ranked, in words."""
+        """Text on the criterion of the ranking."""
         if self.price_per_gpu_hour is None:
             return "ranked by training time"
         return f"ranked by cost at {self.price_per_gpu_hour:g} per GPU-hour"
 
     def sentences(self, ranking: str = "") -> Iterator[str]:
-        """Sentences on the constraints, including the defaults that matter; `ranking`: told for our own."""
+        """Yield sentences on the constraints, including important defaults.
+
+        `ranking` is the default text, to be shown, too.
+        """
         if self.gpus is not None:
             yield f"at most {counted(self.gpus, 'worker')}"
         if self.gpu_memory_gib is not None:

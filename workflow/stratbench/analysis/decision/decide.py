@@ -1,7 +1,7 @@
 """Decides which strategy to choose for each model: ranks the records under the constraints.
 
-Writes decision.csv, the matrix of all strategies and worker counts with its standing and a reason each,
-and answers.json, the decisions in words, which the report shows. Also prints them.
+Writes decision.csv, the matrix of all strategies and worker counts with its status and reason, and
+answers.json, the decisions as texts, which the report shows. Also prints them.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def decisions(
     Args:
         cells: cells.csv.
         findings: audit.csv.
-        constraints: What to decide under.
-        evidence: What extensions know of candidates beside the records.
+        constraints: Constraints of the decision.
+        evidence: Evidence of extensions in addition to the records.
 
     Raises:
         ConfigError: The constraints name a model that is not in the study.
@@ -110,9 +110,12 @@ def decide_together(
     given: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
-    """Return a decision for the rows and candidates of each model.
+    """Return a decision for each model, with variances pooled over all models.
 
-    All variances together say more.
+    Args:
+        studied: Rows and candidates of each model.
+        given: Constraints of the decision.
+        evidence: Evidence of extensions.
     """
     rankings = rankings_of_comparisons([found for _, found in studied], given.equivalence_margin)
     return [
@@ -128,9 +131,14 @@ def decide(
     given: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> Decision:
-    """Return the decision on one experiment and model (rows of cells.csv); `found` are its candidates.
+    """Return the decision on one experiment and model.
 
-    `ranking` ranks the candidates that nothing excludes; None if there are none.
+    Args:
+        rows: Rows of cells.csv.
+        found: Its candidates.
+        ranking: Ranking of those that are not excluded, or None if there are none.
+        given: Constraints of the decision.
+        evidence: Evidence of extensions.
     """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
     ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.compared)]
@@ -168,7 +176,13 @@ def decide(
 def matrix_rows(
     where: tuple[str, str, str], found: list[Candidate], ranking: Ranking | None
 ) -> tuple[dict[str, Any], ...]:
-    """Return a row of MATRIX for each candidate."""
+    """Return a row of MATRIX for each candidate.
+
+    Args:
+        where: Experiment, data set and model.
+        found: Candidates.
+        ranking: Their ranking, if any.
+    """
     compared = [] if ranking is None else list(ranking.compared)
     places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
     rows = []
@@ -200,10 +214,7 @@ def matrix_rows(
 
 
 def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
-    """What the audit finds against the study as a whole, as texts.
-
-    It limits every decision.
-    """
+    """Return the audit's findings on the whole study, which limit every decision, as texts."""
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
     whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] != "note")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
@@ -216,9 +227,14 @@ def describe_decisions(
     constraints: Sequence[str] = (),
     queue: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the decisions as text for a terminal; the answers stand last, a line each.
+    """Return the decisions as text for a terminal, with one line per answer at the end.
 
-    `constraints`: told for those of `given`. `queue`: what queue.json says, if there is one.
+    Args:
+        found: Decisions.
+        notes: Findings on the whole study.
+        given: Constraints of the decisions.
+        constraints: Texts in place of those on `given`.
+        queue: Content of queue.json, if any.
     """
     lines = [f"Constraints: {'; '.join(constraints or given.sentences())}.", *notes, ""]
     common = common_sentences(found)
@@ -239,12 +255,12 @@ def describe_decisions(
 
 
 def place_of(decision: Decision) -> str:
-    """What a decision is on, and its choice."""
+    """Return the subject of a decision, and its choice."""
     return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
 def named_answers(found: Sequence[Decision]) -> list[tuple[str, Short]]:
-    """The short answers, each with its model, and with its experiment where others have that model, too."""
+    """Return the short answers, each with its model, and with the experiment if needed to distinguish."""
     models = [d.model for d in found]
     return [
         (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)
@@ -253,7 +269,7 @@ def named_answers(found: Sequence[Decision]) -> list[tuple[str, Short]]:
 
 
 def common_sentences(found: Sequence[Decision]) -> list[str]:
-    """What several decisions, all that there are, say of their confidence: it is told once."""
+    """Return sentences on confidence that all decisions share, to be shown once."""
     if len(found) < 2:
         return []
     return [s for s in found[0].sure if all(s in other.sure for other in found)]
@@ -265,7 +281,14 @@ def answers_as_json(
     given: Constraints,
     queue: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of answers.json: the decisions in words, their constraints, and queue.json's if any."""
+    """Return the content of answers.json: the decisions as texts, their constraints, and the queue.
+
+    Args:
+        found: Decisions.
+        notes: Findings on the whole study.
+        given: Constraints of the decisions.
+        queue: Content of queue.json, if any.
+    """
     return {
         "common": common_sentences(found),
         "constraints": list(given.sentences()),
@@ -279,7 +302,7 @@ def answers_as_json(
 
 
 def answer_of(decision: Decision) -> dict[str, Any]:
-    """What answers.json says of a decision."""
+    """Return a decision's entry in answers.json."""
     words = ("experiment", "dataset", "model", "headline", "reason")
     words += ("confidence", "sure", "changes", "excluded")
     return {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
@@ -293,7 +316,16 @@ def write_decisions(
     answers_out: Path,
     queue: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
+    """Write the matrix (CSV) and the answers (JSON), and return the answers for a terminal.
+
+    Args:
+        found: Decisions.
+        findings: Findings of the audit.
+        given: Constraints of the decisions.
+        out: CSV file to write.
+        answers_out: JSON file to write.
+        queue: Content of queue.json, if any.
+    """
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)

@@ -1,4 +1,4 @@
-"""What extensions know of candidates beside the records: other times, or counts that nobody measured."""
+"""Evidence of extensions in addition to the records: other times, or unmeasured worker counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ class Evidence:
     def extend(
         self, question: Question, found: Sequence[Candidate], given: Constraints
     ) -> Iterable[Candidate]:
-        """Yield candidates on numbers of workers that nobody measured."""
+        """Yield candidates on unmeasured numbers of workers.
+
+        Args:
+            question: Experiment and model.
+            found: Measured candidates.
+            given: Constraints of the decision.
+        """
         return ()
 
     def exclude(self, question: Question, found: Sequence[Candidate]) -> None:

@@ -43,8 +43,12 @@ class Standings(NamedTuple):
 def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
     """Return the index of the choice: the most preferred among those within `margin` of the fastest.
 
-    `means`: logarithms of time or cost, shape [..., candidates]; `preference`: the same shape or
-    [candidates], the lowest value is preferred; among equals the fastest is chosen.
+    Among equals the fastest is chosen.
+
+    Args:
+        means: Logarithms of time or cost, shape [..., candidates].
+        preference: The same shape or [candidates]; the lowest value is preferred.
+        margin: Fraction by which a candidate may be slower.
     """
     behind = means - np.nanmin(means, axis=-1, keepdims=True)
     near = behind <= np.log1p(margin) + 1e-12
@@ -72,9 +76,16 @@ def standings_against_chosen(
     tail: float | np.ndarray,
     margin: float,
 ) -> Standings:
-    """Return the standings that paired differences `found` from the `chosen` allow, with moderated variances.
+    """Return the status of candidates from paired differences, with moderated variances.
 
-    `means` are used where there is no common repeat; `tail` is what an interval leaves out on each side.
+    Args:
+        found: Differences from the chosen one.
+        chosen: Index of the chosen one.
+        means: Mean logarithms, used without a common repeat.
+        variance: Moderated variances.
+        dof: Their degrees of freedom.
+        tail: Probability beyond each end of an interval.
+        margin: Fraction within which candidates are equal.
     """
     itself = np.arange(means.shape[-1]) == chosen[..., None]
     first = np.take_along_axis(means, chosen[..., None], axis=-1)
@@ -106,7 +117,7 @@ class AgainstRival:
 
 @dataclass(frozen=True)
 class RankingNoise:
-    """How repeats of one comparison scatter, and what that asks of a study like it."""
+    """Noise of a comparison's repeats, and the repeats that a similar study needs."""
 
     #: Standard deviation of the logarithm of a time (cost), repeats paired.
     sd: float
@@ -115,9 +126,9 @@ class RankingNoise:
     others: float
 
     def repeats_for(self, difference: float) -> int | None:
-        """Repeats until a rival slower by this share is told apart in four studies of five.
+        """Return the repeats to distinguish a slower alternative in four studies of five.
 
-        In a study whose number of repeats is fixed before. None if that takes more than MAX_REPEATS.
+        The number of repeats is fixed before. None if that takes more than MAX_REPEATS.
         """
         from scipy.special import nctdtr, stdtrit  # takes 0.2 s
 
@@ -150,19 +161,19 @@ class Ranking:
 
     @property
     def nearest(self) -> list[AgainstRival]:
-        """The next rival, and the next of another strategy than the choice, which may be the same."""
+        """The next alternative, and the next of another strategy than the choice, maybe the same."""
         others = (c for c in self.compared if c.rival.strategy != self.first.strategy)
         other = next(others, None)
         return [c for c in self.compared if c is self.compared[0] or c is other]
 
     @property
     def is_clear(self) -> bool:
-        """Whether every rival is clearly slower."""
+        """Whether every alternative is clearly slower."""
         return all(c.stand == "slower" for c in self.compared)
 
     @property
     def repeats(self) -> int:
-        """The fewest repeats behind an interval; without a rival, those of the chosen one."""
+        """Minimum number of repeats of an interval; without an alternative, those of the chosen one."""
         with_interval = [
             c.repeats for c in self.compared if c.ratio.low is not None and not c.rival.projected
         ]
@@ -170,10 +181,7 @@ class Ranking:
 
     @property
     def chance(self) -> str | None:
-        """A few words on why the order may be chance.
-
-        None if repeats decide, or nothing is compared.
-        """
+        """Short text on why the order may be chance, or None if repeats decide or nothing is compared."""
         if not self.compared or self.first.projected:
             return None
         if len(self.first.times) < 2:
@@ -229,7 +237,7 @@ class RankedGroup:
 
     @classmethod
     def of(cls, found: Sequence[Candidate], margin: float) -> RankedGroup:
-        """Return the comparison of `found`; what an unusable record measured tells nothing of the noise."""
+        """Return the comparison of candidates. Unusable records are left out of the noise."""
         left = [i for i, c in enumerate(found) if not c.kind]
         told = [c.times if c.kind != UNUSABLE else c.times[:0] for c in found]
         logs = logs_by_repeat(found, told)
@@ -246,7 +254,13 @@ class RankedGroup:
         return cls(found, left, chosen, differences, moderated.scatter_of_groups(logs))
 
     def ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
-        """Return the ranking, from moderated variances of the differences."""
+        """Return the ranking, from moderated variances of the differences.
+
+        Args:
+            variance: Moderated variances.
+            dof: Their degrees of freedom.
+            margin: Fraction within which candidates are equal.
+        """
         comparison = [self.all[i] for i in self.left]
         fixed = all(c.repeats_fixed for c in comparison)
         stood = standings_against_chosen(
@@ -306,8 +320,12 @@ def preference_places(comparison: Sequence[Candidate]) -> np.ndarray:
 def comparisons(
     comparison: Sequence[Candidate], found: Standings, margin: float
 ) -> Iterator[AgainstRival]:
-    """Yield every rival of one comparison against the chosen one, the best first, from the comparison's
-    standings.
+    """Yield every alternative against the chosen one, the best first.
+
+    Args:
+        comparison: Candidates.
+        found: Their status.
+        margin: Fraction within which candidates are equal.
     """
     for i in sorted(
         range(len(comparison)), key=lambda i: (comparison[i].objective, comparison[i].gpus)
@@ -330,10 +348,15 @@ def comparisons(
 def projected_comparison(
     rival: Candidate, first: Candidate, mean: float, margin: float
 ) -> AgainstRival:
-    """Return a rival against the chosen one, where the time of one of them or both is projected.
+    """Return an alternative against the chosen one, if at least one of their times is projected.
 
-    Their intervals stand for themselves, as if one knew nothing of the other: told apart is only what
-    does not overlap. `mean`: the logarithm of the ratio of their objectives.
+    Their intervals are regarded as independent: they differ only if these do not overlap.
+
+    Args:
+        rival: The alternative.
+        first: The chosen one.
+        mean: Logarithm of the ratio of their objectives.
+        margin: Fraction within which candidates are equal.
     """
     ratio = float(np.exp(mean))
     per_s = (

@@ -1,4 +1,4 @@
-"""A decision in words: the reason with its figures, and what would change it.
+"""Texts of a decision: the reason with its numbers, and what would change it.
 
 Each sentence names what it speaks of: `it` is the chosen strategy and nothing else.
 """
@@ -32,9 +32,12 @@ def name_of(c: Candidate, noun: str) -> str:
 
 
 def score_sentence(first: Candidate, noun: str, given: Constraints) -> str:
-    """What the choice may lose in score, and against which strategy.
+    """Return a sentence on the choice's possible loss in score, or an empty text if allowed.
 
-    Empty if that is allowed.
+    Args:
+        first: The choice.
+        noun: Noun for workers.
+        given: Constraints of the decision.
     """
     if not first.is_score_open(given):
         return ""
@@ -47,7 +50,7 @@ def score_sentence(first: Candidate, noun: str, given: Constraints) -> str:
 
 
 def why_none(found: Sequence[Candidate]) -> str:
-    """Why candidates are excluded: by kind of reason the strategies, and the reason of the nearest."""
+    """Return why all candidates are excluded, by kind of reason, with the reason of the nearest."""
     by_kind: dict[str, list[Candidate]] = {}
     for candidate in found:
         by_kind.setdefault(candidate.kind, []).append(candidate)
@@ -58,17 +61,14 @@ def why_none(found: Sequence[Candidate]) -> str:
 
 
 def reason_of_nearest(held: Sequence[Candidate]) -> str:
-    """Why the one is excluded that comes nearest of all of a kind, with its name if others say otherwise."""
+    """Return the reason of the nearest excluded candidate of a kind, with its name if others differ."""
     nearest = min(held, key=lambda c: math.inf if (lack := lacking(c)) is None else lack)
     named = "" if len({c.reason for c in held}) == 1 else f"the nearest, {nearest.name}: "
     return textwrap.shorten(f"{named}{nearest.reason}", MAX_OF_A_REASON, placeholder=" ...")
 
 
 def lacking(c: Candidate) -> float | None:
-    """What an excluded candidate has too much of, by the kind of its exclusion.
-
-    None if not known.
-    """
+    """Return by how much an excluded candidate exceeds a limit, or None if unknown."""
     by_kind = {
         "does not fit": c.states_bytes if c.on_cpu else c.memory_bytes,
         "too slow": c.time_s,
@@ -81,7 +81,14 @@ def lacking(c: Candidate) -> float | None:
 
 
 def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: Constraints) -> str:
-    """Return sentences with the numbers behind the choice: first its own, then those of its rivals."""
+    """Return sentences with the numbers behind the choice, first its own, then the alternatives'.
+
+    Args:
+        found: Candidates.
+        ranking: Their ranking.
+        noun: Noun for workers.
+        given: Constraints of the decision.
+    """
     first = ranking.first
     sentences = [figures_of(first), *filter(None, [score_sentence(first, noun, given)])]
     if first.served and first.cost is not None:
@@ -99,7 +106,7 @@ def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: C
 
 
 def figures_of(first: Candidate) -> str:
-    """Return a sentence with the figures of the choice."""
+    """Return a sentence with the results of the choice."""
     if first.projected:
         return first.projected_figures
     parts = [f"It trains in {describe_amount(first)}{unit_of_cost(first)}"]
@@ -118,9 +125,12 @@ def figures_of(first: Candidate) -> str:
 
 
 def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constraints) -> str:
-    """Which strategies are not projected to the number that is asked for, and why.
+    """Return which strategies are not projected to the requested number, and why; empty if none.
 
-    Empty if none.
+    Args:
+        found: Candidates.
+        noun: Noun for workers.
+        given: Constraints of the decision.
     """
     refused: dict[str, dict[str, None]] = {}
     for c in found:
@@ -135,7 +145,13 @@ def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constrain
 
 
 def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
-    """Return a rival's time (cost) against the choice's."""
+    """Return an alternative's time (cost) against the choice's.
+
+    Args:
+        found: Its comparison.
+        noun: Noun for workers.
+        given: Constraints of the decision.
+    """
     name, paid = name_of(found.rival, noun), describe_amount(found.rival)
     ratio, by_cost = found.ratio.value, found.rival.by_cost
     if ratio == 1:
@@ -161,10 +177,7 @@ def describe_amount(c: Candidate) -> str:
 
 
 def unit_of_cost(c: Candidate) -> str:
-    """Return the hours and the price that a cost is of, whose unit is the price's.
-
-    Empty without a price.
-    """
+    """Return the hours and the price that make up a cost, in the price's unit, or nothing."""
     if c.cost is None or not c.price_per_gpu_hour:
         return ""
     unit = "process-hours" if c.on_cpu else "GPU-hours"
@@ -178,7 +191,13 @@ def unit_of_cost(c: Candidate) -> str:
 def sentences_on_changes(
     found: Sequence[Candidate], ranking: Ranking, given: Constraints
 ) -> Iterator[str]:
-    """Yield sentences on what would change the answer, starting from the nearest alternatives."""
+    """Yield sentences on what would change the answer, starting from the nearest alternatives.
+
+    Args:
+        found: Candidates.
+        ranking: Their ranking.
+        given: Constraints of the decision.
+    """
     first = ranking.first
     ranked = [first, *(c.rival for c in ranking.compared)]
     if first.projected:
@@ -207,7 +226,7 @@ def sentences_on_changes(
 
 
 def what_repeats_say(ranking: Ranking) -> str:
-    """How many repeats it takes to tell a rival apart, at the noise of those that are there."""
+    """Return how many repeats would distinguish an alternative, at the noise of the existing ones."""
     text = "they would say whether this order holds."
     if ranking.first.unit != "repeat":  # a verdict says how many blocks
         return text
@@ -219,13 +238,13 @@ def what_repeats_say(ranking: Ranking) -> str:
 
 
 def smaller_than(candidate: Candidate, first: Candidate) -> bool:
-    """Return whether it needs clearly less memory than the first, if their records can be compared."""
+    """Return whether it needs clearly less memory than the first, if their records are comparable."""
     its, own = candidate.sound_memory_bytes, first.sound_memory_bytes
     return None not in (its, own) and not first.on_cpu and its < 0.95 * own
 
 
 def sentences_on_constraints(found: Sequence[Candidate], first: Candidate | None) -> Iterator[str]:
-    """For each constraint the best candidate that it keeps out, if that is better than the first."""
+    """Yield for each constraint the best candidate that it excludes, if better than the first."""
     lift = {
         "does not fit": "More memory",
         "too slow": "A later deadline",
@@ -246,11 +265,11 @@ def sentences_on_constraints(found: Sequence[Candidate], first: Candidate | None
 
 
 def sentences_on_slow_workers(ranking: Ranking) -> Iterator[str]:
-    """How slow a worker must be for the next strategy that does not wait to win, by theory.
+    """Yield how slow a worker must be for the next asynchronous strategy to win, in theory.
 
-    If one of N workers is f times slower, a strategy that waits takes f times as long, one that does
-    not takes N / (N - 1 + 1/f) times as long. They are equal at f = (N r - 1) / (N - 1), with r the
-    ratio of their times. Nothing is said of costs.
+    If one of N workers is f times slower, a strategy that waits takes f times as long, and one that does not
+    takes N / (N - 1 + 1/f) times as long. They are equal at f = (N r - 1) / (N - 1), with r the ratio of
+    their times. Costs are left out.
     """
     first = ranking.first
     if not first.traits.waits_for_slowest or first.by_cost:

@@ -1,6 +1,6 @@
-"""A decision in a few words: a row of the report, a line of a terminal.
+"""Short texts of a decision: a row of the report, a line of a terminal.
 
-One number and its unit a sentence, the rival last; `ddp × 2` is ddp on 2 workers.
+Each sentence has one number with its unit, and the alternative last; `ddp × 2` is ddp on 2 workers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 @dataclass(frozen=True)
 class Short:
-    """The answer to one question in a few words; texts are empty where nothing is known."""
+    """The short answer to one question; texts are empty if nothing is known."""
 
     #: The choice; None if nothing can be recommended.
     strategy: str | None
@@ -101,9 +101,9 @@ class Short:
 
 
 def none_left(found: Sequence[Candidate], margin: float) -> Short:
-    """Return the answer where every one of the candidates `found` is excluded.
+    """Return the answer if all candidates are excluded.
 
-    `margin`: the share of a peak that is kept free on top of it.
+    `margin`: the fraction of a peak that is reserved on top of it.
     """
     kinds = Counter(c.kind for c in found)
     kind, count = kinds.most_common(1)[0]
@@ -136,11 +136,15 @@ def short_answer(
     unknown: Sequence[str],
     slowed: Sequence[str] = (),
 ) -> Short:
-    """Return the answer on the candidates `found` of one model.
+    """Return the answer on the candidates of one model.
 
-    `unknown`: what was asked and is not known.
-
-    `slowed`: how workers were slowed down on purpose.
+    Args:
+        found: Candidates.
+        ranking: Their ranking.
+        given: Constraints of the decision.
+        sure: Confidence.
+        unknown: Requested values that are unknown.
+        slowed: How workers were slowed down on purpose.
     """
     first = ranking.first
     score_open = first.is_score_open(given)
@@ -179,7 +183,7 @@ def short_answer(
 
 
 def value_texts(c: Candidate) -> tuple[str, str]:
-    """Return the time (with a price the cost) of a candidate, and below it how far its runs scatter."""
+    """Return the time (or cost) of a candidate, and below it the spread of its runs."""
     if c.cost is not None:
         return f"{c.cost:.3g}", f"for {duration(c.time_s)}"
     if c.time_s is None:
@@ -195,9 +199,12 @@ def value_texts(c: Candidate) -> tuple[str, str]:
 
 
 def with_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
-    """Return the texts of a value.
+    """Return the texts of a value, with tokens per second in the note if text is trained.
 
-    The note also has the tokens per second where text is trained.
+    Args:
+        c: The candidate.
+        value: Text of the value.
+        note: Text below it.
     """
     return value, "; ".join(filter(None, (note, c.rate_text)))
 
@@ -236,7 +243,13 @@ def grouped(value: float) -> str:
 def score_texts(
     found: Sequence[Candidate], first: Candidate, given: Constraints
 ) -> tuple[str, str]:
-    """Return the score, and what is known of what may be lost."""
+    """Return the score, and what is known of a possible loss.
+
+    Args:
+        found: Candidates.
+        first: The choice.
+        given: Constraints of the decision.
+    """
     if first.unscored:
         return "not measured", "equal scores are assumed"
     if first.mean_score is None:
@@ -261,7 +274,7 @@ def score_texts(
 
 
 def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
-    """Return the peak of a worker, what it stands against, and the share of the card that it takes."""
+    """Return a worker's peak, its limit, and the fraction of the card that it takes."""
     if first.memory_bytes is None:
         return "", "", None
     if first.on_cpu or first.memory_doubts or not first.card_bytes:
@@ -275,7 +288,7 @@ def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
 
 
 def next_best(ranking: Ranking) -> str:
-    """Return the next after the choice: `recomputed × 1 takes 28 % longer, with 30 % less memory`."""
+    """Return the next after the choice: `recomputed × 1 takes 28 % longer`."""
     if not ranking.compared:
         return ""
     c = ranking.compared[0]
@@ -284,7 +297,7 @@ def next_best(ranking: Ranking) -> str:
 
 
 def leanest(first: Candidate, others: Sequence[Candidate]) -> str:
-    """Return the rival that needs the least memory, where that is clearly less: `fsdp × 2: 40 % less`."""
+    """Return the alternative with the least memory, if clearly less: `fsdp × 2: 40 % less`."""
     own = first.sound_memory_bytes
     known = [(c.sound_memory_bytes, c.name) for c in others if c.sound_memory_bytes is not None]
     if not own or not known or min(known)[0] > (1 - CLEARLY_LESS) * own:

@@ -1,7 +1,7 @@
-"""Excludes candidates whose score is worse than allowed, and says how much worse the others may be.
+"""Excludes candidates whose score is worse than allowed, and bounds the loss of the others.
 
-Repeats of a cell differ a little, and the finite test set adds chance. So a candidate is excluded if its
-loss exceeds the tolerance beyond chance; a loss that only may exceed it is stated.
+Repeats of a cell differ a little, and the finite test set adds chance. So a candidate is excluded if its loss
+exceeds the tolerance beyond chance; a loss that only may exceed it is stated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
-    """Exclude candidates that lose more than the score's tolerance; set `score_loss_upper` of the others.
+    """Exclude candidates that lose more than tolerated; set `score_loss_upper` of the others.
 
     The loss is against the best class of candidates. Candidates of equal arithmetic have the same score
-    except for chance, so those of one global batch form one class with one mean (with BatchNorm, or a loss
-    that does not add up, one for each number of workers); any other candidate is a class of its own. Cells
-    that were not evaluated are assumed equal; the confidence says so.
+    except for chance, so those of one global batch form one class with one mean. With BatchNorm, or a loss
+    that does not add up, there is one class per number of workers. Any other candidate is a class of its own.
+    Cells that were not evaluated are assumed equal; the confidence says so.
     """
     unknown = [c for c in found if c.mean_score is None and not c.kind and not c.unscored]
     known = [c for c in found if c.mean_score is not None and not c.projected]
@@ -83,10 +83,10 @@ def shares_score(c: Candidate, other: Candidate) -> bool:
 
 
 def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
-    """Classes of candidates with equal arithmetic.
+    """Return classes of candidates with equal arithmetic.
 
-    A candidate that is farther from the median of its class (of two: from the other) than tolerance
-    and chance explain is a class by itself, with a doubt: it is wrong, or the others are.
+    A candidate that is farther from the median of its class (of two: from the other) than tolerance and
+    chance explain is a class by itself, with a caveat: it is wrong, or the others are.
     """
     classes: dict[tuple[object, ...], list[Candidate]] = {}
     for c in usable:
@@ -111,11 +111,11 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
 
 
 def loss_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """How much of each class's loss against the `best` one may be chance, shape [..., classes].
+    """Return how much of each class's loss may be chance, shape [..., classes].
 
-    95 %, one side, for all classes together. `values`: scores as shown, shape [..., classes, repeats],
-    NaN for a repeat that is missing; `best`: the index of the best class, shape [...]. By moderated t
-    on differences paired by repeat; infinite without two repeats, 0 for the best class.
+    95 %, one side, for all classes together. `values`: scores as shown, shape [..., classes, repeats], NaN
+    for a missing repeat; `best`: the index of the best class, shape [...]. By moderated t on differences
+    paired by repeat; infinite without two repeats, 0 for the best class.
     """
     first = np.take_along_axis(values, best[..., None, None], axis=-2)
     itself = np.arange(values.shape[-2]) == best[..., None]
@@ -130,17 +130,17 @@ def loss_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
 
 
 def chance_difference(one: Candidate, other: Candidate) -> float:
-    """Return the difference that two equally good models may show on a finite test set by chance, as shown.
+    """Return the chance difference of two equally good models on a finite test set, as shown.
 
-    It is half the 95 % interval of the difference of two means. That both are tested on the same
-    samples narrows it, so this is the cautious side. 0 if a standard error is not known.
+    It is half the 95 % interval of the difference of two means. That both are tested on the same samples
+    narrows it, so this is the cautious side. 0 if a standard error is not known.
     """
     errors = [standard_error(one), standard_error(other)]
     return 0.0 if None in errors else 1.96 * math.hypot(*errors)
 
 
 def standard_error(c: Candidate) -> float | None:
-    """The standard error of a score, as shown: as recorded, or for a share from its binomial variance."""
+    """Return the standard error of a score, as shown, recorded or from its binomial variance."""
     if c.score_error is not None or not c.score.is_share or not c.test_samples:
         return c.score_error
     share = (c.mean_score or 0.0) / 100

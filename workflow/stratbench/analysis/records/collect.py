@@ -1,8 +1,8 @@
 """Collects the records of a study into cells.csv, a row per cell, and epochs.csv, a row per epoch.
 
-Every expected cell gets its row, in the order of the config. A cell without a record is `missing`,
-`error` if a failure left evidence or its record cannot be used, or `infeasible` if the plan skipped it; one
-of a user's command that did other work than those beside it is `incomparable`. No cell is left out.
+Every expected cell gets its row, in the order of the config. A cell without a record is `missing`, `error` if
+a failure left evidence or its record cannot be used, or `infeasible` if the plan skipped it. One of a user's
+command that did other work than comparable ones is `incomparable`. No cell is left out.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ UNMEASURED = ("missing", "error")
 
 @dataclass(frozen=True)
 class Expected:
-    """The config's statements on a study, besides its cells.
+    """Expectations of the config, besides the study's cells.
 
-    The reasons of skipped cells (by path), scores to reach (by experiment), and the study, whose
-    settings every record must have been trained with; None: settings are not checked.
+    The reasons of skipped cells (by path), scores to reach (by experiment), and the study, whose settings
+    every record must have been trained with; None: settings are not checked.
     """
 
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -64,11 +64,12 @@ def expected_of(args: argparse.Namespace) -> Expected:
 
 
 def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
-    """Training time at the end of the first epoch that reached `target`.
+    """Return training time at the end of the first epoch that reached `target`, or None.
 
-    None if none did.
-
-    Reaching means at least `target` if `better` is `higher`, else at most `target`.
+    Args:
+        per_epoch: Results of the epochs.
+        target: Score to reach, if any.
+        better: `higher` if it is a minimum, else it is a maximum.
     """
     if target is None:
         return None
@@ -82,7 +83,7 @@ def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> 
 
 
 def status_without_record(log_dir: Path) -> Row:
-    """Status and reason of a cell without a record: `error` if a failure left evidence, else `missing`."""
+    """Return status and reason without a record: `error` if there is evidence, else `missing`."""
     reason = record.failure_reason(log_dir)
     if reason is None:
         return {"status": "missing", "reason": "no record yet"}
@@ -97,9 +98,15 @@ def rows_of_cell(
 ) -> tuple[Row, list[Row]]:
     """Return the row of a cell and its epochs' rows.
 
-    Faults of the record become status `error`.
+    An invalid record has the status `error`.
 
-    A skipped cell without a record is `infeasible`. `read` reads the record in a file.
+    A skipped cell without a record is `infeasible`.
+
+    Args:
+        cell: The cell.
+        study_dir: The folder results/<study>.
+        asked: Expectations of the config.
+        read: Reads a record.
     """
     path = study_dir / "cells" / cell.path / "record.json"
     log_dir = study_dir / "logs" / cell.path
@@ -143,7 +150,14 @@ def rows_of_cell(
 def rows_of_cells(
     cells: Sequence[Cell], study_dir: Path, asked: Expected, read: Callable[[Path], Record]
 ) -> Iterator[tuple[Row, list[Row]]]:
-    """Yield the results of `rows_of_cell` for all cells; prints progress every few seconds."""
+    """Yield the results of `rows_of_cell` for all cells; print progress every few seconds.
+
+    Args:
+        cells: The cells.
+        study_dir: The folder results/<study>.
+        asked: Expectations of the config.
+        read: Reads a record.
+    """
     next_line_s = time.monotonic() + 3
     for done, cell in enumerate(cells):
         if time.monotonic() > next_line_s:
@@ -153,7 +167,7 @@ def rows_of_cells(
 
 
 def read_expected(path: Path) -> list[Cell]:
-    """Return the cells that the study's config asks for, from a JSON list of their coordinates."""
+    """Return the cells of the study's config, from a JSON list of their coordinates."""
     cells = [Cell(**coordinates) for coordinates in json.loads(path.read_text(encoding="utf-8"))]
     if not cells:
         raise ValueError(f"{path} names no cells")
@@ -168,9 +182,15 @@ def collect(
     asked: Expected | None = None,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> list[Row]:
-    """Write both files.
+    """Write both files; return the rows of cells that should have a usable record and have none.
 
-    Return the rows of cells that should have a usable record and have none.
+    Args:
+        cells: The cells.
+        study_dir: The folder results/<study>.
+        out: The file cells.csv.
+        epochs_out: The file epochs.csv.
+        asked: Expectations of the config.
+        read: Reads a record.
     """
     listed = list(rows_of_cells(cells, study_dir, asked or Expected(), read))
     rows = [row for row, _ in listed]

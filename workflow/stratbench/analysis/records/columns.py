@@ -48,7 +48,7 @@ class Column:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its numbers are whole, according to the record's schema or the type of its source."""
+        """Whether its numbers are integers, by the record's schema or the type of its source."""
         if self.source is None:
             return get_type_hints(Cell).get(self.name) is int
         if callable(self.source):
@@ -57,7 +57,7 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is read as text, whatever its values look like."""
+        """Whether it is always read as text."""
         return self.kind in ("text", "json")
 
 
@@ -305,10 +305,7 @@ def described_in_schema(path: str) -> str:
 
 
 def types_in_schema(path: str) -> list[str]:
-    """The types that the schema allows for the record's field at a dotted path.
-
-    Empty if not stated.
-    """
+    """Return the types of the record's field at a dotted path in the schema, empty if undeclared."""
     node = schema()
     for key in path.split("."):
         node = node.get("items", node)

@@ -31,9 +31,9 @@ def value_at(value: Any, path: str) -> Any:
 
 
 def time_to_result_s(record: Record) -> float | None:
-    """From the submission of a cell's job to its end.
+    """Return the time from the submission of a cell's job to its end.
 
-    None outside of SLURM for one that is not elastic.
+    None outside of SLURM, unless the cell is elastic.
     """
     wait_s, total_s = value_at(record, "time.queue_wait_s"), value_at(record, "time.total_s")
     if wait_s is None and value_at(record, "elastic") is None:
@@ -49,7 +49,7 @@ def score_error(record: Record) -> float | None:
 
 
 def perplexity(record: Record) -> float | None:
-    """E to the power of the score, if the score is in nats per token and the result is finite."""
+    """Return e to the power of the score, if it is in nats per token and the result is finite."""
     final = value_at(record, "score.final")
     if final is None or value_at(record, "task.unit") != "nats/token" or final > 700:
         return None
@@ -108,7 +108,7 @@ def driver_versions(record: Record) -> str | None:
 
 
 def cpu_cores(record: Record) -> float | None:
-    """Return CPU cores that the workers may use together: for each host, its affinity within its quota."""
+    """Return CPU cores that the workers may use: the sum over hosts of affinity within quota."""
     cores_of: dict[str, tuple[set[int], float]] = {}
     for worker in record["workers"]:
         name = value_at(worker["provenance"], "host.name")
@@ -127,7 +127,7 @@ def other_cpu_cores(record: Record) -> float | None:
 
 
 def node_cores(record: Record) -> int | None:
-    """Return the number of cores of the smallest node, whoever may use them."""
+    """Return the number of cores of the smallest node, usable or not."""
     counts = (value_at(worker["provenance"], "host.cores_logical") for worker in record["workers"])
     return min((count for count in counts if count), default=None)
 
@@ -140,7 +140,7 @@ def revision(record: Record) -> str | None:
 
 
 def slowdown(record: Record) -> str | None:
-    """How workers were slowed down on purpose, in words."""
+    """Return a text on how workers were slowed down on purpose."""
     setting = value_at(record, "settings.slowdown")
     if not setting:
         return None
@@ -157,17 +157,17 @@ def slowdown(record: Record) -> str | None:
 
 
 def peak_memory_bytes(record: Record) -> int | None:
-    """Peak memory of the rank that used most: the one figure that tables, figures and rules use.
+    """Return the peak memory of the rank with most, for tables, figures and rules.
 
-    On a GPU this is the allocator's peak, including model states. On a CPU it is the growth of the
-    resident set over its base; the base holds libraries, weights and momentum, which are not counted.
+    On a GPU this is the allocator's peak, including model states. On a CPU it is the growth of the resident
+    set over its base; the base holds libraries, weights and momentum, which are not counted.
     """
     on_cpu = "cpu" in (device_kind(record) or "").split("; ")
     return value_at(record, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
 
 
 def model_states_bytes(record: Record) -> int | None:
-    """Return parameters, gradients, optimizer state and buffers of the rank that holds most."""
+    """Return parameters, gradients, optimizer state and buffers of the rank that has most."""
     states = value_at(record, "memory.model_states") or {}
     kinds = ("parameters", "gradients", "optimizer", "buffers")
     held = [states.get(f"{kind}_bytes") for kind in kinds]
@@ -220,7 +220,7 @@ def server_bytes(record: Record) -> int | None:
 
 
 def server_wait_s(record: Record) -> float | None:
-    """Return the time for which servers held workers back, in s, summed over servers and workers."""
+    """Return the time workers waited for servers, in s, summed over servers and workers."""
     if not servers_in(record):
         return None
     return sum(link.get("wait_s") or 0.0 for link in links_of(record))
@@ -236,8 +236,8 @@ def server_lost(record: Record) -> int | None:
 def staleness(record: Record) -> str | None:
     """Return the number of pushes by staleness, over all shards and servers, as a JSON list.
 
-    The index is the staleness: the number of updates between a push and the weights that its gradient
-    was computed from.
+    The index is the staleness: the number of updates between a push and the weights that its gradient was
+    computed from.
     """
     total: list[int] = []
     for server in servers_in(record):

@@ -1,4 +1,4 @@
-"""The fields of a record by their paths, what follows from several of them, and comparisons of figures."""
+"""The fields of a record by their paths, derived values, and comparisons of values."""
 
 from __future__ import annotations
 
@@ -45,9 +45,12 @@ class Facts:
         return None if None in values else math.prod(values)
 
     def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
-        """Return the samples of a worker's host, or of a process or GPU there.
+        """Return the samples of a worker's host, or of a process or GPU there, or None.
 
-        Return None without.
+        Args:
+            worker: The worker's entry.
+            kind: Kind of the samples.
+            name: Name of the process or GPU.
         """
         if self.timeline is None:
             return None
@@ -58,14 +61,14 @@ class Facts:
         return self.samples_on(worker, "gpu", name_of_gpu(worker))
 
     def series_of(self, worker: dict[str, Any]) -> tuple[str, Series | None]:
-        """Return the samples of what a worker computed on, and their kind: of its GPU, or of its process."""
+        """Return the samples of a worker's device, and their kind: of its GPU, or of its process."""
         if self("provenance.device") == "cuda":
             return "gpu", self.gpu_series(worker)
         return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
 
     @property
     def workers_per_node(self) -> int:
-        """How many workers each node had; the last one may have had fewer."""
+        """Number of workers per node; the last node may have had fewer."""
         return self("provenance.workers_per_node") or self.gpus
 
     def node_of(self, rank: int) -> int:
@@ -74,7 +77,7 @@ class Facts:
 
     @property
     def averages_all(self) -> bool:
-        """Whether every update is made of the gradients of all workers, whoever comes first."""
+        """Whether every update averages the gradients of all workers, whatever their order."""
         traits = self("strategy.traits")
         return bool(traits["waits_for_slowest"] and traits["updates_per_step"] == 1)
 
@@ -89,7 +92,7 @@ class Facts:
 
     @property
     def steps_run(self) -> int:
-        """The number of global batches that were trained on, if the workers trained to an end."""
+        """Number of trained global batches, if the workers trained to an end."""
         whole = self.passes_run * (self("batch.steps_per_epoch") or 0)
         return min(whole, self("settings.steps") or whole)
 
@@ -109,7 +112,7 @@ class Facts:
         return self.bytes_of(self("model.parameters"))
 
     def bytes_of(self, count: int | None) -> float | None:
-        """Return the size of `count` parameters in the format in which they are kept."""
+        """Return the size of `count` parameters in their stored format."""
         widths = {"float64": 8, "bfloat16": 2}
         width = widths.get(self("strategy.details.weights_dtype"), 4)
         return None if count is None else count * width
@@ -132,7 +135,7 @@ def host_of(worker: dict[str, Any]) -> str | None:
 
 
 def name_of_gpu(worker: dict[str, Any]) -> str | None:
-    """Return the id of a worker's GPU in a timeline: NVML's number, of a MIG instance its UUID."""
+    """Return the id of a worker's GPU in a timeline: NVML's number, or a MIG instance's UUID."""
     gpu = value_at(worker["provenance"], "gpu") or {}
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
@@ -145,15 +148,15 @@ def unless_equal(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yield a sentence if a figure is not what a formula gives.
+    """Yield a sentence if a value does not equal that of a formula.
 
     Args:
-        what: Name of the figure, such as its path in the record.
-        value: The figure.
-        formula: Name of what the figure must be equal to.
+        what: Name of the value, such as its path in the record.
+        value: The value.
+        formula: Name of the formula.
         other: The value of the formula.
-        relative: The difference that is allowed, as a share of the larger value.
-        absolute: A difference that is allowed besides.
+        relative: Allowed difference as a fraction of the larger value.
+        absolute: Further allowed difference.
     """
     if None in (value, other):
         return
@@ -170,9 +173,15 @@ def unless_at_most(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yield a sentence if a figure is more than a formula gives.
+    """Yield a sentence if a value exceeds that of a formula.
 
-    Arguments as of `unless_equal`.
+    Args:
+        what: Name of the value, such as its path in the record.
+        value: The value.
+        formula: Name of the formula.
+        most: The value of the formula.
+        relative: Allowed difference as a fraction of the larger value.
+        absolute: Further allowed difference.
     """
     if None not in (value, most) and not value <= most + absolute + relative * abs(most):
         yield f"{what} is {value:.6g}, more than {formula}, {most:.6g}"

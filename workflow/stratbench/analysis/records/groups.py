@@ -1,4 +1,4 @@
-"""Groups of repeats: cells that share experiment, strategy, model and number of workers, and their values."""
+"""Groups of repeats: cells with equal experiment, strategy, model and number of workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stratbench.analysis.records.columns import Row
 
 
 class Group(NamedTuple):
-    """The coordinates that the repeats of a group share, in the order by which rows are grouped."""
+    """The common coordinates of a group's repeats, in the order of grouping."""
 
     experiment: str
     strategy: str
@@ -45,10 +45,7 @@ def rows_by_group(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
 
 
 def bases_by_strategy(cells: pd.DataFrame) -> dict[str, str]:
-    """The strategy that each strategy, or variant of one, is by its records.
-
-    Only where they say so.
-    """
+    """Return the strategy of each strategy or variant, if the records have it."""
     known = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
     return dict(zip(known["strategy"], known["strategy_base"], strict=True))
 
@@ -58,8 +55,8 @@ def findings_by_group(
 ) -> Iterator[tuple[Group, list[Row]]]:
     """Yield each group with the audit's findings on it.
 
-    A finding without some coordinates is on all cells that share its others. A finding without any is
-    on the study as a whole, and on no group.
+    A finding without some coordinates is on all cells that share its others. A finding without any is on the
+    study as a whole, and on no group.
     """
     placed: defaultdict[tuple[tuple[str, Any], ...], list[Row]] = defaultdict(list)
     for finding in findings:
@@ -75,7 +72,7 @@ def findings_by_group(
 class Repeats:
     """The groups of repeats in rows of cells.csv, with the values of a column by repeat.
 
-    Tables, decisions, the audit, claims and comparisons of sets all take their values from here.
+    Tables, decisions, the audit, claims and comparisons of sets all use these values.
     """
 
     def __init__(self, cells: pd.DataFrame, findings: Iterable[Row] = ()) -> None:
@@ -92,9 +89,12 @@ class Repeats:
         }
 
     def values(self, group: Group, column: str, concerns: str = "") -> dict[int, float]:
-        """Return the values of a column of numbers by repeat, of repeats that are `ok` and state one.
+        """Return a column's numbers by repeat, for repeats that are `ok` and have one.
 
-        `concerns`: time, memory or score; there are no values if the audit calls that unusable.
+        Args:
+            group: The group.
+            column: Name of the column.
+            concerns: Time, memory or score; there are no values if the audit calls that unusable.
         """
         if group not in self.ok or self.rejected[group] & {concerns, "all"}:
             return {}
@@ -107,13 +107,25 @@ class Repeats:
         return {r: value for r, value in zip(repeats, found, strict=True) if value == value}
 
     def common(self, groups: Sequence[Group], column: str, concerns: str = "") -> np.ndarray:
-        """Return the values of the repeats that all `groups` have, shape [groups, repeats]."""
+        """Return the values of the repeats that all `groups` have, shape [groups, repeats].
+
+        Args:
+            groups: The groups.
+            column: Name of the column.
+            concerns: As in `values`.
+        """
         by_group = [self.values(group, column, concerns) for group in groups]
         shared = [repeat for repeat in by_group[0] if all(repeat in values for values in by_group)]
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
     def median(self, group: Group, column: str, concerns: str = "") -> float | None:
-        """Return the median of `values`, or None without any."""
+        """Return the median of `values`, or None without any.
+
+        Args:
+            group: The group.
+            column: Name of the column.
+            concerns: As in `values`.
+        """
         values = list(self.values(group, column, concerns).values())
         return float(np.median(values)) if values else None
 

@@ -1,6 +1,6 @@
-"""The measures of tables and figures: the column, the unit and the baseline of each.
+"""The metrics of tables and figures: the column, the unit and the baseline of each.
 
-A measure that shows a column as it is has the column's unit and definition.
+A metric that shows a column as it is has the column's unit and definition.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Measure:
         return self
 
     def with_unit_for(self, rows: pd.DataFrame) -> Measure:
-        """Return the measure as shown for rows of cells.csv: memory of several GiB is not shown in MiB.
+        """Return the metric in a suitable unit for rows of cells.csv, such as GiB.
 
         All measures of memory follow the peak, so that they share a unit.
         """
@@ -200,12 +200,18 @@ def format_number(value: float, decimals: int | None) -> str:
 
 
 def marked(text: str, flags: str) -> str:
-    """Return the text of a figure, with a mark if the audit's `flags` doubt it."""
+    """Return the text of a value, with a mark if the audit's `flags` concern it."""
     return f"{text} {DOUBT}" if flags else text
 
 
 def status_label(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
-    """Return the text of a table in place of a number, for a cell that is not `ok`."""
+    """Return the text in place of a number, for a cell that is not `ok`.
+
+    Args:
+        status: Status of the cell.
+        time_limit_s: Its time limit, if any.
+        reason: Reason of the status, if any.
+    """
     if status == "infeasible":
         return f"infeasible ({reason})"
     if status == "timeout":

@@ -1,4 +1,4 @@
-"""What extensions add to decisions and the report: evidence, notices, sections and further pages."""
+"""Extensions' additions to decisions and the report: evidence, notices, sections and pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportInput:
-    """What a report is made from: tables that are read, and folders for what else there is."""
+    """Input of a report: tables, and folders of the other files."""
 
     #: Where the other stages' files are.
     folder: Path
@@ -49,16 +49,16 @@ class Section:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one extension adds to decisions and the report.
+    """Additions of one extension to decisions and the report.
 
     Attributes:
         notices: cells and findings -> sentences that a reader must see before any number.
         sections: Returns none where the study has nothing of the kind.
-        page: Returns a page beside the report as HTML; its second argument: the notices of the report.
+        page: Returns a page next to the report as HTML; its second argument: the notices of the report.
         page_name: The page's file name.
-        page_link: How the list of sections calls the page.
-        evidence: The path of the extension's file ("" if there is none) and the constraints -> what it
-            knows of a decision's candidates.
+        page_link: The page's title in the list of sections.
+        evidence: The path of the extension's file ("" if there is none) and the constraints -> evidence on
+            a decision's candidates.
     """
 
     notices: Callable[[pd.DataFrame, Sequence[Row]], Iterable[str]] | None = None

@@ -1,4 +1,4 @@
-"""The samples of a cell's timeline, added up in one pass over the file, for tables and rules."""
+"""The samples of a cell's timeline, summed in one pass over the file, for tables and rules."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _by_column(place: dict[str, int], samples: Sequence[Sample]) -> dict[str, Va
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the timeline of a cell says. `series`: by node, kind (host, process, gpu) and id."""
+    """Content of a cell's timeline. `series`: by node, kind (host, process, gpu) and id."""
 
     series: dict[tuple[str, str, str], Series]
 

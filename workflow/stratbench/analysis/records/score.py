@@ -1,4 +1,4 @@
-"""The score of an experiment's task, with the names and units that texts, axes and decisions use for it."""
+"""The score of an experiment's task, with its names and units in texts, axes and decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """A task's score; values are as shown: a share in percent, anything else in the record's unit."""
+    """A task's score; values are as shown: a fraction in percent, others in the record's unit."""
 
     name: str = "accuracy"
     #: The record's unit.
@@ -80,9 +80,6 @@ _SAID = {
 
 
 def score_of(rows: pd.DataFrame) -> Score:
-    """Return the score that rows of cells.csv of one experiment state.
-
-    Accuracy if they state none.
-    """
+    """Return the score in rows of cells.csv of one experiment, accuracy by default."""
     stated = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
     return Score(**{name: values.iloc[0] for name, values in stated.items() if len(values)})

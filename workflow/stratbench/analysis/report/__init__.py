@@ -1,1 +1,1 @@
-"""The report and the page for exploring: what is said where, and their templates."""
+"""The report and the page for exploring: their content and templates."""

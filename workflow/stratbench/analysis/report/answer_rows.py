@@ -1,4 +1,4 @@
-"""The answers of a study as rows of a page's first screen, each with its rivals on a scale."""
+"""The answers of a study as rows of a page's first screen, each with a scale of alternatives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
 
 @dataclass(frozen=True)
 class DrawnAnswer:
-    """A mark on the scale: its path, the CSS colour of its line and of its inside, and its name."""
+    """A mark on the scale: its path, its line's and inside's CSS colour, and its name."""
 
     path: str
     colour: str
@@ -44,12 +44,21 @@ class DrawnAnswer:
 
 
 def at(ratio: float) -> float:
-    """Return the place of a ratio on the scale, in pixels; logarithmic."""
+    """Return the position of a ratio on the logarithmic scale, in pixels."""
     return ONE + (END - ONE) * math.log(ratio) / math.log(FARTHEST)
 
 
 def drawn(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> DrawnAnswer:
-    """Return a strategy's mark around (x, y); `full`: in its family's full colour."""
+    """Return a strategy's mark around (x, y).
+
+    Args:
+        mark: The strategy's mark.
+        x: Horizontal position.
+        y: Vertical position.
+        radius: Its size.
+        title: Its name.
+        full: Whether in its family's full colour.
+    """
     quiet = "" if full else "-q"
     colour = f"var(--{mark.variable}{quiet})"
     half = f"url(#half-{mark.variable}{quiet})"
@@ -67,9 +76,14 @@ def icon(mark: Mark) -> DrawnAnswer:
 def scale_of(
     short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
 ) -> dict[str, Any] | None:
-    """What is drawn of a choice and its rivals: marks, intervals, the band of equals.
+    """Return the drawing of a choice and its alternatives, or None without any.
 
-    None without any.
+    It has marks, intervals, and the band of equals.
+
+    Args:
+        short: The short answer.
+        marks: Marks by strategy.
+        margin: Fraction within which strategies are equal.
     """
     others: Sequence[Mapping[str, Any]] = short["others"]
     if short["strategy"] is None or not others:
@@ -124,7 +138,7 @@ def scale_of(
 
 
 def label_of(other: Mapping[str, Any]) -> str:
-    """Return the nearest rival in words: `zero1 × 8: 1.09× [1.06–1.12]`."""
+    """Return the label of the nearest alternative: `zero1 × 8: 1.09× [1.06–1.12]`."""
     interval = ""
     if other["low"] is not None:
         high = other["high"]
@@ -133,14 +147,20 @@ def label_of(other: Mapping[str, Any]) -> str:
 
 
 def named(other: Mapping[str, Any]) -> str:
-    """Return a rival and its ratio: `zero1 × 8: 1.09×`."""
+    """Return an alternative and its ratio: `zero1 × 8: 1.09×`."""
     return f"{other['strategy']} × {other['gpus']}: {other['ratio']:.2f}×"
 
 
 def answer_rows(
     answers: Sequence[Mapping[str, Any]], bases: Mapping[str, str | None], margin: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each answer of answers.json. `bases`: those of a study's strategies, by name."""
+    """Yield a row for each answer of answers.json.
+
+    Args:
+        answers: The answers.
+        bases: Strategy of each strategy or variant.
+        margin: Fraction within which strategies are equal.
+    """
     listed = {a["short"]["strategy"] for a in answers if a["short"]["strategy"]}
     listed |= {o["strategy"] for a in answers for o in a["short"]["others"]}
     marks = marks_by_strategy(({name: name for name in listed} | dict(bases)).items())
@@ -164,12 +184,12 @@ def shown_names(short: Mapping[str, Any]) -> list[str]:
 
 
 def ticks() -> list[dict[str, Any]]:
-    """Return the head of the scale: a place and a text for each tick."""
+    """Return the head of the scale: a position and a text for each tick."""
     return [{"x": at(t), "text": f"{t:g}×"} for t in TICKS]
 
 
 def first_screen(bases: Mapping[str, str | None], decided: Mapping[str, Any]) -> dict[str, Any]:
-    """What a page's first screen prints: a row for each answer, and the marks' colours and shapes.
+    """Return the values of a page's first screen: a row per answer, and the marks' styles.
 
     `bases` as in `answer_rows`; `decided`: the content of answers.json.
     """

@@ -1,4 +1,4 @@
-"""The result of a finished study in a few lines for the terminal: choices, audit, start skew."""
+"""The result of a finished study in a few terminal lines: choices, audit, start skew."""
 
 from __future__ import annotations
 

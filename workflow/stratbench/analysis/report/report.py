@@ -1,4 +1,4 @@
-"""Writes the report, one self-contained HTML page, and the pages that extensions put beside it."""
+"""Writes the report, one self-contained HTML page, and extensions' pages next to it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def length_of_training(rows: pd.DataFrame) -> str:
-    """Return the number of epochs as text, or the number of steps of cells that were not evaluated."""
+    """Return the number of epochs as text, or of steps if the cells were not evaluated."""
     if rows["steps"].notna().any():
         return f"{distinct_values(rows, 'steps')} steps, no score"
     return distinct_values(rows, "epochs")
@@ -110,7 +110,14 @@ def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
 def list_notices(
     cells: pd.DataFrame, findings: Sequence[Row], readings: Iterable[Reading], partial: bool
 ) -> list[str]:
-    """Return what a reader must know before any number, by the core and by extensions."""
+    """Return notices before any number, of the core and of extensions.
+
+    Args:
+        cells: Rows of cells.csv.
+        findings: Findings of the audit.
+        readings: Additions of extensions.
+        partial: Whether it is an interim report.
+    """
     notices = list(iter_notices(cells, partial))
     for reading in readings:
         if reading.notices is not None:
@@ -119,7 +126,7 @@ def list_notices(
 
 
 def measured_on(cells: pd.DataFrame) -> str:
-    """What the cells ran on, and how many of them finished, in a line."""
+    """Return a line on the devices of the cells, and how many finished."""
     known = cells.dropna(subset=["device_kind"])
     kinds = set(known["device_kind"])
     ended = known[known["status"] == "ok"] if (known["status"] == "ok").any() else known
@@ -145,7 +152,7 @@ def measured_on(cells: pd.DataFrame) -> str:
 
 
 def matrix_line(rows: pd.DataFrame) -> str:
-    """What an experiment trained: `6 epochs, global batch 128 · 10 strategies on 1, 2 GPUs · 5 repeats`."""
+    """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies on 1, 2 GPUs`."""
     noun = plural(worker_noun(rows["device_kind"]))
     steps = rows["steps"].notna().any()
     length = length_of_training(rows) if steps else f"{distinct_values(rows, 'epochs')} epochs"
@@ -160,7 +167,7 @@ def matrix_line(rows: pd.DataFrame) -> str:
 
 
 def note_on_experiment(rows: pd.DataFrame) -> str:
-    """Return a note that holds for all figures and tables of an experiment."""
+    """Return a note for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
     told = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
@@ -169,11 +176,15 @@ def note_on_experiment(rows: pd.DataFrame) -> str:
 
 
 def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
-    """Return the best of summary rows.
+    """Return the best of summary rows, or None for a tie.
 
-    Return None for a tie: less than `margin` ahead, or overlapping spreads.
+    It is a tie if the best is less than `margin` ahead, or if spreads overlap. None, too, if some of its
+    repeats have no value, or the audit calls it unusable.
 
-    None, too, if some of its repeats have no value, or the audit calls it unusable.
+    Args:
+        rows: Rows of summary.csv.
+        measure: The metric.
+        margin: Fraction within which values are equal.
     """
     valued = [row for row in rows if pd.notna(row["value"])]
     if measure.better is None or len(valued) < 2:
@@ -207,7 +218,14 @@ def table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
 def table_values(
     rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
 ) -> dict[str, Any]:
-    """Return the values of a table: texts split into number and rest, the clear best of each model marked."""
+    """Return the values of a table: texts split into number and rest, with the clear best marked.
+
+    Args:
+        rows: Rows of cells.csv.
+        summary: Rows of summary.csv.
+        measure: The metric.
+        margin: Fraction within which values are equal.
+    """
     counts, lines = wide_rows(rows, summary, measure)
     best = {
         (model, count): clear_best(
@@ -237,7 +255,13 @@ def table_values(
 
 
 def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all cells, with links to their records and logs, relative to the page."""
+    """Yield the rows of all cells, with links to their records and logs, relative to the page.
+
+    Args:
+        cells: Rows of cells.csv.
+        study_dir: The folder results/<study>.
+        page_dir: Folder of the page.
+    """
 
     def link(path: object) -> str | None:
         if not isinstance(path, str) or not (study_dir / path).exists():
@@ -265,7 +289,7 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
 def experiment_sections(
     given: ReportInput,
 ) -> Iterator[dict]:
-    """Yield the section of each experiment: its models, each with what was found and figures, and tables."""
+    """Yield the section of each experiment: its models with results and figures, and tables."""
     cells, decided, folder = given.cells, given.decided, given.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
@@ -301,7 +325,13 @@ def experiment_sections(
 def page_values(
     given: ReportInput, notices: Sequence[str], sections: Iterable[Section]
 ) -> dict[str, Any]:
-    """Return all values that the template prints; `sections`: those of extensions."""
+    """Return all values that the template prints.
+
+    Args:
+        given: Input of the report.
+        notices: Notices before any number.
+        sections: Sections of extensions.
+    """
     cells, decided, folder = given.cells, given.decided, given.folder
     counts = cells["status"].value_counts()
     return {
@@ -329,7 +359,13 @@ def render(values: dict[str, Any]) -> str:
 
 
 def read_input(folder: Path, study_dir: Path, verdict_path: str = "") -> ReportInput:
-    """Read what a report is made from; `folder`: where the other stages' files are."""
+    """Read the input of a report.
+
+    Args:
+        folder: Folder of the other stages' files.
+        study_dir: The folder results/<study>.
+        verdict_path: The file verdict.json, if any.
+    """
     return ReportInput(
         folder=folder,
         study_dir=study_dir,
@@ -343,7 +379,14 @@ def read_input(folder: Path, study_dir: Path, verdict_path: str = "") -> ReportI
 def write_pages(
     given: ReportInput, readings: Sequence[Reading], partial: bool, description: str
 ) -> Iterator[Path]:
-    """Write the report and the pages that extensions put beside it; yield their paths."""
+    """Write the report and extensions' pages next to it; yield their paths.
+
+    Args:
+        given: Input of the report.
+        readings: Additions of extensions.
+        partial: Whether it is an interim report.
+        description: Description of the study.
+    """
     notices = list_notices(given.cells, given.findings.to_dict("records"), readings, partial)
     sections = (s for r in readings if r.sections is not None for s in r.sections(given))
     values = page_values(given, notices, sections) | {"description": description}

@@ -31,7 +31,7 @@ def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
 
 
 def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row for each combination of machine and versions that trained cells, the most frequent first."""
+    """Return a row per combination of machine and versions, the most frequent first."""
     columns = {
         "host": "host",
         "device": "device_name",
@@ -51,7 +51,7 @@ def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row for each strategy, model and worker count with parameter servers (repeats added up)."""
+    """Return a row per strategy, model and worker count with parameter servers (sum of repeats)."""
     known = cells[cells["staleness"].notna()]
     lines = []
     keys = ["experiment", "strategy", "model", "gpus"]
@@ -80,5 +80,5 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def whole_number(value: float) -> str:
-    """Return a whole number as text; empty if there is none."""
+    """Return an integer as text, empty if there is none."""
     return "" if pd.isna(value) else f"{value:.0f}"

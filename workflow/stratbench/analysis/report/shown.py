@@ -1,4 +1,4 @@
-"""The figures of a study as a page shows them: what each says of itself, and its file inside the page."""
+"""The figures of a study on a page: their descriptions, and the embedded files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stratbench.analysis.figures.figure_list import INDEX
 
 
 def data_uri(svg: bytes) -> str:
-    """Return an SVG as a data URI: inside an image it can load nothing and run nothing."""
+    """Return an SVG as a data URI, which as an image can load and run nothing."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
 def shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the figures that `figures.plots` left in a folder, in their order, each with its `uri`."""
+    """Yield the figures of `figures.plots` in a folder, in their order, each with its `uri`."""
     index = folder / INDEX
     if not index.exists():
         return

@@ -1,4 +1,4 @@
-"""Summarises a study in one long table: a value, a spread and a text for each group and measure.
+"""Summarises a study in one long table: a value, a spread and a text per group and metric.
 
 Tables, figures and the report all take their numbers from here, so that they cannot disagree.
 """
@@ -51,15 +51,18 @@ def describe_outcome(frame: pd.DataFrame) -> str:
 
 
 def outcome_kinds(outcome_text: str) -> str:
-    """Return the outcome without counts, for a cell with nothing else to print: `3 × OOM` becomes `OOM`."""
+    """Return the outcome without counts, for a cell with nothing else: `3 × OOM` becomes `OOM`."""
     kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
     return ", ".join(dict.fromkeys(kinds))
 
 
 def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return the median of a measure and the ends of its spread.
+    """Return the median of a metric and the ends of its spread, or a reason as `text`.
 
-    If there are none, `text` says why.
+    Args:
+        groups: All repeats.
+        group: The group.
+        measure: The metric.
     """
     found = list(groups.values(group, measure.column).values())
     if not found:
@@ -71,7 +74,13 @@ def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
 
 
 def why_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
-    """Why cells that ended well may have no value of a measure."""
+    """Return why cells that ended well may have no value of a metric.
+
+    Args:
+        groups: All repeats.
+        group: The group.
+        measure: The metric.
+    """
     rows = groups.all[group]
     if measure.name == "time_to_target" and rows["target_score"].notna().any():
         return "target not reached"
@@ -82,7 +91,15 @@ def why_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
 
 
 def lacking(groups: Repeats, group: Group, measure: Measure, known: int, reason: str = "") -> Row:
-    """The number of repeats behind a figure and what came of the others, if some that ended well are not."""
+    """Return the number of repeats behind a value, and the outcomes of the others.
+
+    Args:
+        groups: All repeats.
+        group: The group.
+        measure: The metric.
+        known: Number of repeats with a value.
+        reason: Reason for the others.
+    """
     ok = len(groups.ok[group])
     if known == ok:
         return {}
@@ -100,7 +117,13 @@ def why_none(groups: Repeats, group: Group) -> str:
 
 
 def baseline_of(groups: Repeats, group: Group, measure: Measure) -> Group | str:
-    """Return the baseline group of a ratio, or a text that says why there is none."""
+    """Return the baseline group of a ratio, or a text on why there is none.
+
+    Args:
+        groups: All repeats.
+        group: The group.
+        measure: The metric.
+    """
     match measure.baseline:
         case "self":
             against, where, count = group.strategy, "1 worker", 1
@@ -115,9 +138,12 @@ def baseline_of(groups: Repeats, group: Group, measure: Measure) -> Group | str:
 
 
 def ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """A ratio to the baseline, as the `pair` of values behind it.
+    """Return a ratio to the baseline, as the `pair` of values behind it, or a reason as `text`.
 
-    If there is none, `text` says why.
+    Args:
+        groups: All repeats.
+        group: The group.
+        measure: The metric.
     """
     if not groups.values(group, measure.column):
         return {"text": why_none(groups, group) or "n/a (not recorded)"}
@@ -156,7 +182,7 @@ def fill_ratios(rows: list[Row]) -> None:
 
 
 def cell_text(row: Row, measure: Measure) -> str:
-    """Return the text of a table's cell: the value, its spread, and the outcomes that are not `ok`."""
+    """Return the text of a table's cell: value, spread, and outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
     found = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
@@ -169,7 +195,7 @@ def cell_text(row: Row, measure: Measure) -> str:
 def doubts_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
-    """Return the rules that doubt a group's time, memory or score: (what, *group) to severities by rule."""
+    """Return audit rules on a group's values: (what, *group) to severities by rule."""
     doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     told = [finding for finding in findings if finding["severity"] != "note"]
     for key, found in findings_by_group(told, groups):
@@ -183,7 +209,7 @@ def doubts_by_group(
 def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
     """Return the long table (SUMMARY_COLUMNS) from the rows of cells.csv, in their order.
 
-    `flags`: severity and name of the audit's rules (rows of audit.csv, except notes) that doubt the figure.
+    `flags`: severity and name of the audit's rules (rows of audit.csv, except notes) that concern the value.
     """
     groups = Repeats(cells)
     measures = measures_by_experiment(cells)

@@ -1,7 +1,6 @@
-"""Writes the tables of a study: for each experiment and measure, models and strategies by worker count.
+"""Writes the tables of a study: per experiment and metric, models and strategies by worker count.
 
-Writes summary.csv (every number in a row of its own) and, for readers, each table as CSV, Markdown
-and LaTeX.
+Writes summary.csv (every number in a row of its own) and, for readers, each table as CSV, Markdown and LaTeX.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _LATEX = {
 
 
 def workers_are(cells: pd.DataFrame) -> str:
-    """Return a sentence that says what a worker is in these rows of cells.csv, according to the records.
+    """Return a sentence on what a worker is in these rows of cells.csv.
 
     For a cell in which no worker reported, such as a timeout, only the kind of device is known.
     """
@@ -98,7 +97,13 @@ def table_heading(cells: pd.DataFrame, measure: Measure) -> str:
 
 
 def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str:
-    """Sentences on the numbers of one experiment: their meaning, the brackets, and what a worker is."""
+    """Return sentences on one experiment's numbers: meaning, brackets, and what a worker is.
+
+    Args:
+        cells: Rows of cells.csv.
+        measure: The metric.
+        workers: Sentence on workers.
+    """
     parts = (measure.definition, spread_note(cells, measure), least_note(cells, measure), workers)
     return " ".join(part for part in parts if part)
 
@@ -116,10 +121,14 @@ def least_note(cells: pd.DataFrame, measure: Measure) -> str:
 def wide_rows(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
 ) -> tuple[list[int], list[tuple[str, str, dict[int, dict[str, Any]]]]]:
-    """Return the table of one experiment: its worker counts, and (model, strategy, summary row by count).
+    """Return one experiment's worker counts, and (model, strategy, summary row by count).
 
-    `cells` are the experiment's rows of cells.csv. The rows of a model stand together, in the order of
-    the config.
+    The rows of a model are adjacent, in the order of the config.
+
+    Args:
+        cells: The experiment's rows of cells.csv.
+        summary: Rows of summary.csv.
+        measure: The metric.
     """
     rows = summary[summary["measure"] == measure.name]
     rows = rows[rows["experiment"] == cells["experiment"].iloc[0]]
@@ -137,17 +146,14 @@ def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str,
 
 
 def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
-    """Return a sentence that says what a table's marks mean, with the rules.
-
-    Empty without marks.
-    """
+    """Return a sentence on the meaning of a table's marks, with the rules, empty without marks."""
     found = rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
     told = " or ".join(f"{severity} ({', '.join(rules)})" for severity, rules in found.items())
     return f" {DOUBT}: {told}, says the audit." if found else ""
 
 
 def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Return the rules in the flags of summary rows, by what the audit calls a figure: the worst first."""
+    """Return the rules in the flags of summary rows by severity, the worst first."""
     named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
     found: dict[str, list[str]] = {}
     for rule in named:
@@ -161,9 +167,12 @@ def wide_table(
     counts: Sequence[int],
     lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]],
 ) -> pd.DataFrame:
-    """Return the texts of one experiment's table: model, strategy, and a column for each worker count.
+    """Return the texts of one experiment's table: model, strategy, and a column per worker count.
 
-    `counts` and `lines` come from `wide_rows`.
+    Args:
+        cells: Rows of cells.csv.
+        counts: From `wide_rows`.
+        lines: From `wide_rows`.
     """
     texts = (
         (model, strategy, {n: marked(row["text"], row["flags"]) for n, row in by_count.items()})
@@ -175,9 +184,12 @@ def wide_table(
 def table_by_count(
     counts: Sequence[int], lines: Iterable[tuple[str, str, Mapping[int, str]]], noun: str
 ) -> pd.DataFrame:
-    """A table of texts: model, strategy, and a column for each worker count.
+    """Return a table of texts: model, strategy, and a column per worker count.
 
-    A worker is called `noun`.
+    Args:
+        counts: Worker counts.
+        lines: Model, strategy and texts by count.
+        noun: Noun for a worker.
     """
     return pd.DataFrame(
         [[*names, *(texts.get(n, NO_CELL) for n in counts)] for *names, texts in lines],
@@ -214,9 +226,14 @@ def latex(table: pd.DataFrame, title: str) -> str:
 
 
 def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
-    """Return whether a measure has a table in an experiment (its rows of cells.csv): if any cell has a value.
+    """Return whether a metric has a table in an experiment: if any cell has a value.
 
     The training time always has one, because it also shows how each cell ended.
+
+    Args:
+        rows: The experiment's rows of cells.csv.
+        summary: Rows of summary.csv.
+        measure: The metric.
     """
     here = summary["experiment"] == rows["experiment"].iloc[0]
     found = summary.loc[here & (summary["measure"] == measure.name), "value"]
@@ -224,16 +241,27 @@ def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bo
 
 
 def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
-    """Write a table as <stem>.csv, .md and .tex."""
+    """Write a table as <stem>.csv, .md and .tex.
+
+    Args:
+        table: The table.
+        title: Its title.
+        stem: Path without an ending.
+    """
     write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False))
     write_atomic(stem.with_suffix(".md"), markdown(table, title))
     write_atomic(stem.with_suffix(".tex"), latex(table, title))
 
 
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
-    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; returns the number of tables.
+    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; return the number of tables.
 
-    A measure without any value gets no table; an old one is removed.
+    A metric without any value gets no table; an old one is removed.
+
+    Args:
+        cells: Rows of cells.csv.
+        summary: Rows of summary.csv.
+        out_dir: Folder to write to.
     """
     written = 0
     for experiment, rows in cells.groupby("experiment", sort=False):
@@ -254,7 +282,13 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
 
 
 def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
-    """Write the paper's tables 3 to 8 from these records, and the sources of the figures in table 8."""
+    """Write the paper's tables 3 to 8 from these records, and the sources of table 8.
+
+    Args:
+        cells: Rows of cells.csv.
+        summary: Rows of summary.csv.
+        out_dir: Folder to write to.
+    """
     table_8 = qualities(cells, summary)
     for name, table in paper_tables(cells, summary, table_8):
         table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])

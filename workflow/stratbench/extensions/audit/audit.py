@@ -1,7 +1,7 @@
-"""The audit: runs every rule over all cells and records, and says which figures not to believe.
+"""The audit: runs every rule over all cells and records, and flags values not to trust.
 
-There is one module for each kind of evidence. A rule is a decorated function in one of them; the modules
-are searched for their rules.
+There is one module for each kind of evidence. A rule is a decorated function in one of them; the modules are
+searched for their rules.
 """
 
 from __future__ import annotations
@@ -64,12 +64,18 @@ def audit(
     timelines: Mapping[Key, Timeline] | None = None,
     study_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the findings on the rows of cells.csv and on `records`, the most severe first.
+    """Return the findings on cells and records, the most severe first.
 
     Keys are AUDIT_COLUMNS.
 
     A missing coordinate means all its values: a finding without `strategy` is on a comparison.
-    `floors`, `timelines`, `study_dir`: see `AuditData`.
+
+    Args:
+        cells: Rows of cells.csv.
+        records: The records.
+        floors: See `AuditData`.
+        timelines: See `AuditData`.
+        study_dir: See `AuditData`.
     """
     evidence = AuditData(cells, records, floors, timelines, study_dir)
     findings = [
@@ -88,10 +94,7 @@ def audit(
 
 
 def found_by(rule: Rule, evidence: AuditData) -> Iterator[Found]:
-    """Yield the findings of a rule.
-
-    If odd figures make it fail, that is a finding, and other rules go on.
-    """
+    """Yield the findings of a rule. If odd values make it fail, that is a finding."""
     try:
         yield from rule.check(evidence)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -101,7 +104,13 @@ def found_by(rule: Rule, evidence: AuditData) -> Iterator[Found]:
 def read_records(
     cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read_measured
 ) -> list[Record]:
-    """Return the records of the rows of cells.csv that have a usable one, below results/<study>."""
+    """Return the usable records of the rows of cells.csv.
+
+    Args:
+        cells: Rows of cells.csv.
+        study_dir: The folder results/<study>.
+        read: Reads a record.
+    """
     paths = cells.loc[cells["status"].isin([*STATUSES, INCOMPARABLE]), "record_path"].dropna()
     return [read(study_dir / path) for path in paths]
 

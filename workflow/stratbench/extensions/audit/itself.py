@@ -1,4 +1,4 @@
-"""The rule on a record by itself: figures that follow from each other must agree, and must be possible."""
+"""Rules on a single record: values that depend on each other must agree, and be possible."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The rules of the audit: how one is made, and the evidence that its check gets.
+"""The rules of the audit: their decorator, and the data for their checks.
 
-A rule is one decorated function. The decorator names it and says how bad what it finds is, the docstring
-what is suspicious and why; the function yields each case with its figures. A field that a record does not
-state trips no rule, unless the record must state it.
+A rule is one decorated function. The decorator has its name and severity, and the docstring explains the
+suspicion to users. The function yields each case with its values. A field that a record lacks triggers no
+rule, unless it is required.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Case = tuple[Any, str]
 
 @dataclass(frozen=True)
 class Found:
-    """A case that a rule found: its coordinates, and the figures."""
+    """A case that a rule found: its coordinates, and its values."""
 
     where: Row
     figures: str
 
 
 class AuditData:
-    """The evidence for all rules: the rows of cells.csv, and the records behind them if there are any.
+    """The data for all rules: the rows of cells.csv, and the records behind them, if any.
 
-    `floors`: accuracies by data set that any working training reaches, for tables that state too
-    little to be judged on their own. `timelines`: by `key_of` their cell. `study_dir`: results/<study>.
+    `floors`: accuracies by data set that any working training reaches, for tables that have too little to be
+    evaluated on their own. `timelines`: by `key_of` their cell. `study_dir`: results/<study>.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AuditData:
 
     @cached_property
     def rows(self) -> list[Any]:
-        """The cells with a result one by one, for all rules: pandas takes long over so many columns."""
+        """The cells with a result as tuples, cached for all rules, since pandas is slow with many columns."""
         return list(self.ok.itertuples())
 
     def with_any_strategy(self, group: Group) -> list[Group]:
@@ -100,18 +100,12 @@ class AuditData:
         return None if None in values else math.prod(values)
 
     def value_of(self, group: Group, column: str) -> Any:
-        """Return the value that all repeats of a group share in a column, such as a trait.
-
-        Return None if absent.
-        """
+        """Return the common value of a group's repeats in a column, such as a trait, or None."""
         value = self.groups[group][column].iloc[0]
         return None if pd.isna(value) else value
 
     def unsharded_rival_of(self, group: Group) -> Group | None:
-        """The group of a collective on as many workers that each hold the whole model.
-
-        None without one.
-        """
+        """Return the group of an unsharded collective on as many workers, or None without one."""
         return next(
             (
                 other
@@ -126,7 +120,7 @@ class AuditData:
 
 @dataclass(frozen=True)
 class Rule:
-    """One suspicion. `affects`: the figures of the cells that it casts doubt on."""
+    """One suspicion. `affects`: the values of the cells that it concerns."""
 
     id: str
     severity: Severity
@@ -138,7 +132,13 @@ class Rule:
 def rule(
     id: str, severity: Severity, affects: Affects
 ) -> Callable[[Callable[[AuditData], Iterator[Case]]], Rule]:
-    """A decorator that makes a rule of a check over the whole study, whose docstring explains it to users."""
+    """Return a decorator that makes a rule of a check over the study; its docstring is the explanation.
+
+    Args:
+        id: Name of the rule.
+        severity: Its severity.
+        affects: The values that it concerns.
+    """
 
     def made(check: Callable[[AuditData], Iterator[Case]]) -> Rule:
         if not check.__doc__:
@@ -156,10 +156,15 @@ def rule(
 def record_rule(
     id: str, severity: Severity, affects: Affects, of: Of = "ours"
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
-    """A decorator that makes a rule of a check over one record, which yields a sentence for each fault.
+    """Return a decorator that makes a rule of a check over one record, which yields its violations.
 
-    The check's docstring explains the rule to users.
-    `of`: records of our own loop (`ours`), those of users' commands (`commands`), or `both`.
+    The check's docstring is the explanation for users.
+
+    Args:
+        id: Name of the rule.
+        severity: Its severity.
+        affects: The values that it concerns.
+        of: Records of our own loop (`ours`), those of users' commands (`commands`), or `both`.
     """
 
     def made(check: Callable[[Facts], Iterator[str]]) -> Rule:
@@ -177,10 +182,7 @@ def record_rule(
 
 
 def faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
-    """Yield the faults that `check` finds.
-
-    A field with an unexpected shape is a fault, too.
-    """
+    """Yield the violations that `check` finds. A field with an unexpected shape is one, too."""
     try:
         yield from check(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -188,7 +190,7 @@ def faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> I
 
 
 def coordinates_of(cells: Any) -> Row:
-    """The coordinates of a finding: on a Group, a row of `itertuples`, or what a mapping states of them.
+    """Return the coordinates of a finding, from a Group, a row of `itertuples`, or a mapping.
 
     A finding without some of them is on all cells that share the others.
     """
@@ -200,7 +202,7 @@ def coordinates_of(cells: Any) -> Row:
 
 
 def coordinates_of_strategy(group: Group) -> Row:
-    """The coordinates of a finding on a strategy, for all worker counts: a fault on one is one on all."""
+    """Return the coordinates of a finding on a strategy, for all worker counts."""
     return {name: value for name, value in group._asdict().items() if name != "gpus"}
 
 

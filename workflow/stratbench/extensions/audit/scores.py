@@ -1,4 +1,4 @@
-"""Rules on scores: training that did not work, and losses that equal arithmetic does not give."""
+"""Rules on scores: failed training, and losses that differ despite equal arithmetic."""
 
 from __future__ import annotations
 
@@ -70,14 +70,17 @@ def score_below_floor(evidence: AuditData) -> Iterator[Case]:
 
 
 def in_words(score: Score, value: float) -> str:
-    """Return a score, given as in records, in words."""
+    """Return a score in a record's unit as text."""
     return f"{value:.1%}" if score.is_share else score.text(score.factor * value)
 
 
 def error_of_guessing(score: Score, guess: float, row: Any) -> float:
-    """Return the standard error of guessing on the test set.
+    """Return the standard error of guessing on the test set; each token of a text is an answer.
 
-    Each token of a text counts as an answer.
+    Args:
+        score: The task's score.
+        guess: Score of random guessing.
+        row: Row of cells.csv.
     """
     if not score.is_share:
         return 0.0 if pd.isna(row.score_error) else row.score_error
@@ -86,7 +89,15 @@ def error_of_guessing(score: Score, guess: float, row: Any) -> float:
 
 
 def expected_score(evidence: AuditData, row: Any, score: Score) -> tuple[str, float | None]:
-    """The expected score and its origin: synchronous training of equal length, on the fewest workers."""
+    """Return the expected score, of synchronous training on the fewest workers, and its origin.
+
+    Its training is of equal length.
+
+    Args:
+        evidence: Data of the audit.
+        row: Row of cells.csv.
+        score: The task's score.
+    """
     rows = evidence.ok
     as_long = rows["epochs"].isna() if pd.isna(row.epochs) else rows["epochs"] == row.epochs
     same = (rows["experiment"] == row.experiment) & (rows["model"] == row.model) & as_long
@@ -169,7 +180,7 @@ def equal_arithmetic_unequal_loss(evidence: AuditData) -> Iterator[Case]:
 def unlike_median(
     members: list[Facts], name: str
 ) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
-    """Yield the cells whose loss or score is not the median of all: epoch, value and median of each case."""
+    """Yield the cells that differ from the median of all, with epoch, value and median of each case."""
     off: list[list[tuple[int, float, float]]] = [[] for _ in members]
     epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
     for epoch, entries in enumerate(epochs, 1):
@@ -197,7 +208,13 @@ def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
 
 
 def most_by_rounding(facts: Facts, name: str, usual: float) -> float:
-    """By how much a loss or score of equal arithmetic may differ after some epochs."""
+    """Return by how much a loss or score of equal arithmetic may differ after some epochs.
+
+    Args:
+        facts: A record.
+        name: Name of the loss or score.
+        usual: Its median.
+    """
     if name != "score":
         return LOSS + LOSS_SHARE * usual
     if facts("task.unit") != "share" or not 0 <= usual <= 1:

@@ -1,4 +1,4 @@
-"""The audit as a list by severity, which says what of it touches the choices."""
+"""The audit as a list by severity, with the choices that it concerns."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
 
 
 def make_audit_sections(given: ReportInput) -> Iterator[Section]:
-    """Make the section on all findings.
-
-    Its link says how many there are of each severity.
-    """
+    """Make the section on all findings, with their number by severity in its link."""
     answers = given.decided["answers"]
     rules = audit_rules(given.findings, answers)
     tally = f"Audit: {tally_text(given.findings)}"
@@ -54,9 +51,9 @@ def tally_text(findings: pd.DataFrame) -> str:
 def audit_rules(
     findings: pd.DataFrame, answers: Sequence[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Return the audit's rules with findings, the most severe first, each with its places and figures.
+    """Return the audit's rules with findings, the most severe first, with coordinates and values.
 
-    `answers`: those of answers.json; each rule says which of their choices it touches.
+    Each rule has the choices in `answers` (of answers.json) that it concerns.
     """
     rules = []
     for rule, rows in findings.groupby("rule", sort=False):
@@ -79,7 +76,7 @@ def audit_rules(
 
 
 def place_of(row: Mapping[str, Any]) -> str:
-    """Where a finding is."""
+    """Return the coordinates of a finding as text."""
     place = [row[name] for name in _PLACE if pd.notna(row[name])]
     place += [counted(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
     place += [f"repeat {row['repeat']}"] if pd.notna(row["repeat"]) else []
@@ -87,7 +84,7 @@ def place_of(row: Mapping[str, Any]) -> str:
 
 
 def where_text(found: Sequence[Mapping[str, Any]]) -> str:
-    """Where the findings of a rule are, in a few words: `ddp, fsdp and 3 more, in 12 places`."""
+    """Return a short text on where a rule has findings: `ddp, fsdp and 3 more, in 12 places`."""
     if len(found) == 1:
         return place_of(found[0])
     names = list(dict.fromkeys(row["strategy"] for row in found if pd.notna(row["strategy"])))
@@ -100,7 +97,7 @@ def where_text(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the choices that these findings touch, and those whose nearest rival they touch."""
+    """Return the choices that these findings concern, directly or through the nearest alternative."""
     chosen, rivals = [], []
     for answer in answers:
         short = answer["short"]
@@ -117,7 +114,7 @@ def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, A
 
 
 def nearest_of(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rivals that a reason names: the next one, and the next of another strategy."""
+    """Return the alternatives in a reason: the next one, and the next of another strategy."""
     others = short["others"]
     further = [o for o in others if o["strategy"] != short["strategy"]]
     return [*others[:1], *(o for o in further[:1] if o not in others[:1])]
@@ -126,7 +123,12 @@ def nearest_of(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def is_of(row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]) -> bool:
     """Return whether a finding is on a strategy and count of an answer.
 
-    What it leaves open holds for all.
+    A coordinate that the finding lacks matches all.
+
+    Args:
+        row: The finding.
+        answer: The answer.
+        what: Strategy and worker count.
     """
     wanted = {
         "experiment": answer["experiment"],
@@ -138,7 +140,7 @@ def is_of(row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, 
 
 
 def audit_lead(rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> str:
-    """What the findings mean for the choices, in a sentence."""
+    """Return a sentence on what the findings mean for the choices."""
     choices = [a for a in answers if a["short"]["strategy"] is not None]
     doubts = [rule for rule in rules if rule["severity"] != "note" and rule["touches"]]
     if not rules:

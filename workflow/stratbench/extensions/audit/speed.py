@@ -100,9 +100,12 @@ def superlinear(evidence: AuditData) -> Iterator[Case]:
 def superlinear_at_least(
     evidence: AuditData, group: Group, stopped: Iterable[tuple[int, float]]
 ) -> Iterator[Case]:
-    """Finds superlinear speedups over the next fewer workers, if those ran into a time limit.
+    """Yield superlinear speedups over the next fewer workers, if those reached a time limit.
 
-    `stopped`: the numbers of workers on which the strategy was stopped, and the least limit there.
+    Args:
+        evidence: Data of the audit.
+        group: A group on more workers.
+        stopped: Worker counts at which the strategy was stopped, with the minimum limit.
     """
     time_s = evidence.median(group, "train_time_s")
     few, limit_s = max((s for s in stopped if s[0] < group.gpus), default=(0, 0.0))

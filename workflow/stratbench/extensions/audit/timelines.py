@@ -1,4 +1,4 @@
-"""Rules on timelines: GPUs that did nothing or were slow, and other users of the machine."""
+"""Rules on timelines: GPUs that were idle or slow, and other users of the machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OTHERS, OTHERS_SHARE = 0.5, 0.05
 
 
 def is_crowded(facts: Facts) -> bool:
-    """Return whether so many processes wanted a core that one may have got none for seconds."""
+    """Return whether a process may have waited for a core for seconds, because of the load."""
     cores = [value_at(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers]
     loads = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
     if facts.timeline is not None:
@@ -170,10 +170,16 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
 def load_while_running(
     total_s: float, before: float | None, after: float, one: Series | None
 ) -> float:
-    """Return the number of processes that wanted a core in the time of a cell, from `load_1m`.
+    """Return the load average in the time of a cell, from `load_1m`.
 
-    The kernel's average forgets with a time constant of a minute: what was before is taken out. 0 where
-    most of it is from before.
+    The kernel's average has a time constant of a minute, so the load before the cell is subtracted. 0 if most
+    of it is from before.
+
+    Args:
+        total_s: Time of the cell.
+        before: Load at its start, if known.
+        after: Load at its end.
+        one: Samples of the load.
     """
     spans = [(before, after, total_s)]
     if one is not None and "load_1m" in one.first:
@@ -187,9 +193,13 @@ def load_while_running(
 
 
 def cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> float:
-    """The cores of a host that were busy in training, without the cell's own processes.
+    """Return the busy cores of a host in training without the cell's processes, or 0 if unknown.
 
-    0 if unknown.
+    Args:
+        facts: A record.
+        host: Name of the host.
+        one: Samples of the host.
+        cores: Number of its cores.
     """
     used = one and one.training.get("cpu_pct")
     if not used or used.count < SAMPLES:

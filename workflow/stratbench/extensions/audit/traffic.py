@@ -37,10 +37,10 @@ def bandwidth_impossible(evidence: AuditData) -> Iterator[Case]:
 
 
 def implied_bytes_per_s(row: Any) -> float | None:
-    """Return the traffic that a cell's training implies, in bytes per second: what it counted, or the least.
+    """Return the traffic that a cell's training implies, in bytes per second.
 
-    For collectives, of one rank; for servers, of the busiest one. The least is used if it is more than
-    the count, and for records without a count, such as the paper's.
+    For collectives it is that of one rank, for servers that of the busiest one. The minimum is used if it is
+    more than the recorded count, and for records without a count, such as the paper's.
     """
     is_served = row.strategy_kind == "server"
     counted = getattr(row, "busiest_server_bytes_per_s" if is_served else "implied_bytes_per_s")

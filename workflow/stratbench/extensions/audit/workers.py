@@ -1,4 +1,4 @@
-"""Rules on a cell's workers: their strategy, those that were lost, and attempts that came before."""
+"""Rules on a cell's workers: their strategy, lost ones, and earlier attempts."""
 
 from __future__ import annotations
 

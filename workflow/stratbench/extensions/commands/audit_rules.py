@@ -1,4 +1,4 @@
-"""Rules on cells that a user's command trains: its word against what was measured from outside."""
+"""Rules on cells that a user's command trains: its own report against external measurements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether a cell that a user's command trains did the work of those it is compared with.
+"""Checks whether a cell of a user's command did the same work as the cells it is compared with.
 
-Its figures are its own word. They are ranked beside others' where samples, batch, parameters and score agree
-with theirs; else the cell is `incomparable`, with the reason, and no table or decision ranks it.
+Its values are self-reported. They are ranked with others' if samples, batch, parameters and score agree.
+Otherwise, the cell is `incomparable`, with the reason, and no table or decision ranks it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COUNTS = (
 
 
 def judge_same_work(rows: Sequence[Row]) -> None:
-    """Fill in `same_work` in the rows of cells.csv that a command trained, and the status of those unlike."""
+    """Fill in `same_work` in rows of commands' cells, and the status of incomparable ones."""
     beside: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row["status"] == "ok":
@@ -48,9 +48,9 @@ def judge_same_work(rows: Sequence[Row]) -> None:
 
 
 def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
-    """Return the cells that a command's is held to: on as many workers, if there are any.
+    """Return the cells that a command's is compared with, preferably on as many workers.
 
-    Of those whose loop is ours the ones that train as DDP does, if there are any; without ours, other
+    Among cells of our loop, those that train as DDP does have precedence; without ours, these are other
     commands.
     """
     others = [r for r in beside if r["strategy"] != row["strategy"]]
@@ -62,7 +62,7 @@ def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
 
 
 def differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """How the work of a command differs from its partners', in words."""
+    """Yield texts on how a command's work differs from its partners'."""
     if row["command_workers"] != row["gpus"]:
         yield f"it says that {row['command_workers']} processes train, and the cell has {row['gpus']}"
     if not partners:
@@ -78,7 +78,7 @@ def differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def difference_of_score(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """How far its score is from theirs, beyond the task's tolerance and what so few test samples explain."""
+    """Yield a text if its score differs by more than the tolerance and a small test set explain."""
     known = [r for r in partners if r["score_final"] is not None]
     if not known:
         return
@@ -97,10 +97,7 @@ def difference_of_score(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def standard_error(row: Row) -> float:
-    """Return the standard error of a score: as recorded, or of a share from its binomial variance.
-
-    Else 0.
-    """
+    """Return the standard error of a score: recorded, or binomial for a share, else 0."""
     if row["score_error"] is not None:
         return row["score_error"]
     if row["score_unit"] != "share" or not row["test_samples"]:
@@ -113,7 +110,7 @@ def _listed(values: set[float]) -> str:
 
 
 def notice_commands(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
-    """Yield notices on cells that a user's commands trained: whose word their figures are, and which rank."""
+    """Yield notices on cells of a user's commands: their values are self-reported, and which rank."""
     rows = cells[cells["same_work"].notna()]
     if not len(rows):
         return

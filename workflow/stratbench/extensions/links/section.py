@@ -80,7 +80,7 @@ def _name(library: str, kind: str) -> str:
 def _chart(
     library: str, kind: str, links: Sequence[dict[str, str]], times: Sequence[dict[str, str]]
 ) -> dict[str, Any]:
-    """Return median times by bytes, a colour for each layout, with what the fit says."""
+    """Return median times by bytes, a colour for each layout, with the fit."""
     fitted = [r for r in links if (r["library"], r["kind"]) == (library, kind)]
     levels = {
         r["level"]: LinkModel(float(r["alpha_s"]), float(r["bytes_per_s"]), float(r["log_sd"]))

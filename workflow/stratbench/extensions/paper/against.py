@@ -1,7 +1,7 @@
-"""Compares a study with the paper: every published cell beside ours, and whether its claims hold.
+"""Compares a study with the paper: every published cell next to ours, and its claims.
 
-Hardware differs, so absolute times cannot be compared, only ratios between strategies and between GPU
-counts. Writes against_cells.csv and against_claims.csv.
+Hardware differs, so absolute times cannot be compared, only ratios between strategies and between GPU counts.
+Writes against_cells.csv and against_claims.csv.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ PUBLISHED_COLUMNS = (
 
 
 def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every published cell with ours (NaN if there is none), and the comparison of their ratios.
+    """Return every published cell with ours (NaN if there is none), and the ratio of ratios.
 
-    A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by
-    differences in points instead of ratios (`kind` is `difference`).
+    A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by differences
+    in points instead of ratios (`kind` is `difference`).
     """
     ours = our_medians(cells, findings)
     found = published.published_tables().rename(columns={"value": "published"})
@@ -67,7 +67,7 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
 
 
 def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return the medians of cells that the paper published, too, in its units: PLACE, ours, experiment."""
+    """Return medians of our cells that the paper has, too, in its units: PLACE, ours, experiment."""
     groups = Repeats(cells[published.is_counterpart(cells)], findings.to_dict("records"))
     rows = []
     for group, repeats in groups.ok.items():
@@ -80,7 +80,13 @@ def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratio_or_difference(is_points: pd.Series, one: pd.Series, other: pd.Series) -> pd.Series:
-    """Return one / other; of accuracies in points one - other."""
+    """Return one / other, or for accuracies in points one - other.
+
+    Args:
+        is_points: Which values are points of accuracy.
+        one: Values.
+        other: Values to compare with.
+    """
     return (one - other).where(is_points, one / other)
 
 

@@ -1,4 +1,4 @@
-"""Judges the claims of the paper's text: by our records, by other records, and by its own tables."""
+"""Evaluates the claims of the paper's text: by our records, by others, and by its own tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
 
 
 def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
-    """HOLDS if all figures (with intervals) lie in [low, high], FAILS if one is wholly out, else UNKNOWN."""
+    """Return HOLDS if all intervals are in [low, high], FAILS if one is completely out, else UNKNOWN.
+
+    Args:
+        figures: Values with intervals.
+        low: Low end of the claim.
+        high: High end of the claim.
+    """
     low, high = (-np.inf if pd.isna(low) else low), (np.inf if pd.isna(high) else high)
     if not figures:
         return UNKNOWN
@@ -93,7 +99,7 @@ def published_groups(version: str) -> tuple[Repeats, Repeats]:
 def describe_weak_figures(
     metric: Callable[[Repeats], Iterator[ClaimFigure]], claim: dict[str, Any]
 ) -> str:
-    """Says which of the paper's own figures behind a claim are copies, or bounds at a time limit."""
+    """Return which of the paper's own values behind a claim are copies, or bounds at a time limit."""
     printed, believed = (
         {f.label: f for f in metric(groups) if is_about(claim, f)}
         for groups in published_groups(claim["version"])
@@ -107,11 +113,9 @@ def describe_weak_figures(
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every claim of the text and whether it holds.
+    """Return every claim of the text and whether it holds, by the paper's models on GPUs.
 
-    Only the paper's models on GPUs are evidence.
-
-    `elsewhere` has the figures of other models and of CPU processes, which prove nothing. `in_the_paper` has
+    `elsewhere` has the values of other models and of CPU processes, which prove nothing. `in_the_paper` has
     what holds in the paper's own tables, including their defects.
     """
     is_ours = published.is_counterpart(cells)

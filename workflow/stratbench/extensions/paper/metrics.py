@@ -1,4 +1,4 @@
-"""The metrics of the paper's claims: the figures that a set of records gives for each of them."""
+"""The metrics of the paper's claims: the values of each for a set of records."""
 
 from __future__ import annotations
 
@@ -53,7 +53,19 @@ def ratio_figure(
     label: str,
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """scale(one / other) over the repeats of both; a bound if one hit its time limit; None without data."""
+    """Return scale(one / other) over the repeats of both, or None without data.
+
+    It is a bound if one reached its time limit.
+
+    Args:
+        groups: All repeats.
+        one: A group.
+        other: Another group.
+        column: Column of the values.
+        concerns: Concern of audit findings.
+        label: Label of the value.
+        scale: Converts the ratio.
+    """
     pair = groups.common((one, other), column, concerns)
     if pair.size:
         served = groups.are_served((one, other))
@@ -85,7 +97,13 @@ def limit_s(groups: Repeats, group: Group) -> float | None:
 
 
 def least_time_s(groups: Repeats, group: Group, beside: Group) -> float | None:
-    """Return a lower bound on the training time of a group at its limit, using another group's start-up."""
+    """Return a lower bound on a group's training time at its limit, using another's start-up.
+
+    Args:
+        groups: All repeats.
+        group: A group.
+        beside: The other group.
+    """
     limit = limit_s(groups, group)
     if limit is None or beside not in groups.ok:
         return None
@@ -100,9 +118,14 @@ def ratios(
     concerns: str = "time",
     scale: Callable[[float, int], float] = lambda ratio, gpus: ratio,
 ) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """The metric of the ratios of two groups each: of those that `pair_of` gives for a group with a time.
+    """Return the metric of the ratios of pairs of groups.
 
-    `scale` makes the figure of a ratio and the group's number of GPUs; `label` has its coordinates.
+    Args:
+        pair_of: Returns the pair for a group with a time, if any.
+        label: Label of a value, with its coordinates.
+        column: Column of the values.
+        concerns: Concern of audit findings.
+        scale: Converts a ratio and the group's number of GPUs.
     """
 
     def figures(groups: Repeats) -> Iterator[ClaimFigure]:
@@ -166,7 +189,13 @@ def median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
 
 
 def counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
-    """Yield groups of any experiment in which `strategy` did the same work on the same model and GPUs."""
+    """Yield groups in which `strategy` did the same work on the same model and GPUs.
+
+    Args:
+        groups: All repeats.
+        group: A group.
+        strategy: The other strategy.
+    """
     for experiment in dict.fromkeys(other.experiment for other in groups.ok):
         other = group._replace(experiment=experiment, strategy=strategy)
         if other in groups.ok and same_work(groups, group, other):
@@ -174,7 +203,13 @@ def counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group
 
 
 def same_work(groups: Repeats, one: Group, other: Group) -> bool:
-    """Return whether both trained equally long, on the same data with the same batch."""
+    """Return whether both trained equally long, on the same data with the same batch.
+
+    Args:
+        groups: All repeats.
+        one: A group.
+        other: Another group.
+    """
     columns = ["dataset", "global_batch", "epochs", "precision"]
     first, second = (groups.ok[key].iloc[0][columns].fillna("") for key in (one, other))
     return bool((first == second).all())

@@ -26,7 +26,7 @@ from stratbench.analysis.records.measures import (
 
 @dataclass(frozen=True)
 class NumberedTable:
-    """One of tables 3 to 7: the strategies (with their variants) and the measures that it compares."""
+    """One of tables 3 to 7: its strategies (with their variants) and metrics."""
 
     name: str
     title: str
@@ -79,9 +79,14 @@ def numbered_table(
 ) -> pd.DataFrame:
     """Return one of tables 3 to 7 from the rows of summary.csv.
 
-    `bases` maps each strategy or variant to its strategy; `measures` are those of each experiment.
-    Columns: experiment, strategy, model, measure, and one for each worker count; no rows if the study
-    has no such strategy.
+    Columns: experiment, strategy, model, measure, and one for each worker count; no rows if the study has no
+    such strategy.
+
+    Args:
+        summary: Rows of summary.csv.
+        bases: Strategy of each strategy or variant.
+        measures: Metrics of each experiment.
+        table: The table.
     """
     rows = summary[summary["measure"].isin(table.measures)]
     rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
@@ -111,10 +116,10 @@ def text_as_in_the_paper(row: object) -> str:
 
 
 def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Table 8: the figures of each strategy on the most workers of each experiment.
+    """Return table 8: the results of each strategy on the most workers of each experiment.
 
-    Columns: experiment, strategy, workers, property, text (the range over models), models, records
-    (the cells behind it), outcomes (of cells that did not finish).
+    Columns: experiment, strategy, workers, property, text (the range over models), models, records (the cells
+    behind it), outcomes (of cells that did not finish).
     """
     found, measures = [], measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
@@ -158,7 +163,7 @@ def describe_range(values: list[float], measure: Measure) -> str:
 
 
 def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
-    """Table 8 for readers: a row for each strategy, a column for each property and for outcomes."""
+    """Return table 8 for readers: a row per strategy, a column per property and for outcomes."""
     lines = []
     for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
         texts = {row.property: marked(row.text, row.flags) for row in rows.itertuples()}
@@ -171,9 +176,12 @@ def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
 def paper_tables(
     cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Name and texts of each of tables 3 to 8, including empty ones.
+    """Yield name and texts of each of tables 3 to 8, including empty ones.
 
-    The last comes from `qualities`.
+    Args:
+        cells: Rows of cells.csv.
+        summary: Rows of summary.csv.
+        table_8: Result of `qualities`.
     """
     bases = bases_by_strategy(cells)
     measures = measures_by_experiment(cells)
@@ -183,7 +191,7 @@ def paper_tables(
 
 
 def read_paper_tables(folder: Path) -> Iterator[dict[str, Any]]:
-    """The tables that `tables` wrote into `folder`, without empty ones: id, title, columns, rows of texts."""
+    """Yield the tables that `tables` wrote into `folder`, without empty ones, as id, title and texts."""
     for name, title in TITLES.items():
         with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as f:
             columns, *rows = csv.reader(f)

@@ -29,12 +29,12 @@ def published_tables() -> pd.DataFrame:
 
 
 def published_claims() -> pd.DataFrame:
-    """Return the claims of the paper's text, reworded, each with the range that it gives for a metric."""
+    """Return the claims of the paper's text, reworded, each with its range of a metric."""
     return pd.read_csv(REFERENCE / "claims.csv")
 
 
 def explanations() -> pd.DataFrame:
-    """Reasons why records may disagree with a claim or a table: the subject, the audit's rule, the words."""
+    """Return why records may disagree with a claim or a table: subject, audit rule, text."""
     return pd.read_csv(REFERENCE / "explanations.csv", keep_default_na=False)
 
 
@@ -104,7 +104,7 @@ def cells_of_version(version: str) -> pd.DataFrame:
 
 
 def is_counterpart(cells: pd.DataFrame) -> pd.Series:
-    """The mask of rows that correspond to a cell of the paper: strategy, data set, model, count, on GPUs.
+    """Return the mask of rows that match a cell of the paper: strategy, data set, model, count.
 
     Excludes `single`, variants by another name or with other options, and cells slowed on purpose.
     """

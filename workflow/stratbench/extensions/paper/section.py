@@ -1,4 +1,4 @@
-"""The report's section on the paper: its tables filled from the records, and both beside each other."""
+"""The report's section on the paper: its tables filled from the records, and a comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_paper_sections(given: ReportInput) -> Iterator[Section]:
 
 
 def paper_section(folder: Path) -> dict[str, Any]:
-    """The comparison with the paper, from the files of `against`: claims, and its tables beside ours."""
+    """Return the comparison with the paper, from the files of `against`: claims, and tables."""
     compared = pd.read_csv(folder / "against_cells.csv")
     judged = pd.read_csv(folder / "against_claims.csv", dtype=str, keep_default_na=False)
     return {

@@ -11,7 +11,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "queue.html.j2"
 
 
 def make_queue_sections(given: ReportInput) -> Iterator[Section]:
-    """Make the section where the study asks for the queue."""
+    """Make the section, if the study has a queue."""
     if queue := given.decided["queue"]:
         yield Section("queue", render_section(TEMPLATE, queue=queue), answers=True)
 

@@ -1,4 +1,4 @@
-"""Rules on full runs whose strategy a verdict's blocks timed, too: both must give the same time."""
+"""Rules on full runs of strategies that a verdict timed, too: both must give the same time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps_of(record: Record) -> int:
 
 
 def logs_of_steps(timed: list[PairedBlock], record: Record) -> list[float]:
-    """Log step times of the record's cell in blocks that ran it with the same settings."""
+    """Return log step times of the record's cell in blocks with the same settings."""
     if not timed:
         return []
     strategy, trained = record["cell"]["strategy"], trained_digest(record["settings"])

@@ -1,4 +1,4 @@
-"""Reads the verdict of a study, as `snakemake verdict` wrote it: what its blocks say of each strategy."""
+"""Reads a study's verdict.json, with the results of its blocks for each strategy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
 
 
 def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
-    """Return the results of a verdict for each strategy, model and number of workers in the comparison."""
+    """Return the results of a verdict for each strategy, model and number of workers."""
     by_group = {}
     for comparison in verdict["comparisons"]:
         if comparison["unusable"]:
@@ -91,7 +91,7 @@ def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
 
 
 def traits_from(said: Mapping[str, Any]) -> Traits:
-    """Return the traits that a verdict states, without those that this version does not know."""
+    """Return the traits in a verdict, without those unknown to this version."""
     known = {field.name for field in fields(Traits)}
     return Traits(**{name: value for name, value in said.items() if name in known})
 
@@ -120,7 +120,7 @@ class BlocksEvidence(Evidence):
         candidate.repeats_fixed = False  # a verdict looks after every block
 
     def exclude(self, question: Question, found: Sequence[Candidate]) -> None:
-        """Exclude what the verdict found slower than a remaining candidate on as many workers."""
+        """Exclude strategies that the verdict found slower than a remaining candidate on as many workers."""
         experiment, model = question
         left = {(c.strategy, c.gpus) for c in found if not c.kind}
         for c in found:

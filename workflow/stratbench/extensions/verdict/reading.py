@@ -1,4 +1,4 @@
-"""What a verdict adds: its blocks to decisions, and its section to the report."""
+"""Additions of a verdict: its blocks as evidence of decisions, and a section of the report."""
 
 from __future__ import annotations
 

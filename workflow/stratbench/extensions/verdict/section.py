@@ -47,7 +47,7 @@ def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str
 
 
 def comparison_line(comparison: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of the table of claims, and its rivals."""
+    """Return a row of the table of conclusions, with its alternatives."""
     matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
     spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]
     return {
@@ -70,7 +70,7 @@ def comparison_line(comparison: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nearest_interval(comparison: Mapping[str, Any]) -> str:
-    """Return the ratio and bound of the rival that may be the fastest, with its name."""
+    """Return the ratio and bound of the alternative that may be the fastest, with its name."""
     known = [
         r
         for r in comparison["ratios"]
@@ -84,7 +84,7 @@ def nearest_interval(comparison: Mapping[str, Any]) -> str:
 
 
 def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
-    """Return a rival as a row: its state, when it changed and why."""
+    """Return an alternative as a row: its state, when it changed and the reason."""
     return {
         "strategy": ratio["strategy"],
         "state": ratio["words"],
@@ -125,7 +125,7 @@ def noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 def interval_figures(
     verdict: Mapping[str, Any], marks: Mapping[str, Mark]
 ) -> Iterator[dict[str, Any]]:
-    """A figure for each comparison with intervals: every rival's time against the leader's, and its bound."""
+    """Yield a figure per comparison with intervals: times relative to the leader's, and bounds."""
     for comparison in verdict["comparisons"]:
         known = [r for r in comparison["ratios"] if r["ratio"] is not None]
         if len(known) < 2 or comparison["leader"] is None:

@@ -18,7 +18,7 @@ SAMPLES = 1.005
 def comparable_cells(
     evidence: AuditData, column: str
 ) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
-    """Yield the cells of each experiment and model that state `column`: those that a reader compares."""
+    """Yield the cells of each experiment and model that have `column`, which readers compare."""
     stated = evidence.ok.dropna(subset=[column])
     yield from stated.groupby(["experiment", "model"], sort=False)
 

@@ -1,4 +1,4 @@
-"""Rules on what a difference between strategies could come from instead: the hour, or the host."""
+"""Rules on other reasons for a difference between strategies: the hour, or the host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEIGHBOURS = 3.3
 
 
 class Run(NamedTuple):
-    """One repeat: its start and end in s since 1970 (None: not recorded), its hosts, log of its time.
+    """One repeat: start and end in s since 1970 (None: not recorded), hosts, log of its time.
 
     `device`: the names of its GPUs or processors.
     """
@@ -57,7 +57,7 @@ def runs_of(evidence: AuditData) -> dict[Group, list[Run]]:
 
 
 def moment_of(record: Record, name: str) -> float | None:
-    """Return a moment of the record's provenance, in s since 1970."""
+    """Return a date in the record's provenance, in s since 1970."""
     text = value_at(record, f"provenance.{name}")
     return datetime.fromisoformat(text).timestamp() if text else None
 
@@ -74,7 +74,7 @@ def hosts_of(record: Record) -> str:
 def rivals_by_group(
     evidence: AuditData, on_equal_counts: bool
 ) -> Iterator[tuple[Group, list[Group]]]:
-    """Yield each group with those that it is compared with and that its time is near to: EXPLAINED."""
+    """Yield each group with the compared groups of similar time, within EXPLAINED."""
     runs = runs_of(evidence)
     means = {group: float(np.mean([run.log_s for run in own])) for group, own in runs.items()}
     compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)
@@ -112,7 +112,7 @@ def not_in_turns(evidence: AuditData) -> Iterator[Case]:
 
 @lru_cache(maxsize=1)
 def out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
-    """Return the groups that took no turns with most of their rivals, how, and whether that is doubtful."""
+    """Return the groups that were not interleaved with most alternatives, how, and if it is a warning."""
     found, drifting = [], trends(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
@@ -134,7 +134,7 @@ def out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
 
 
 def are_apart(own: Iterable[Run], others: Iterable[Run]) -> bool:
-    """Return whether all of some runs ended before the first of the others began, or the other way round."""
+    """Return whether all of some runs ended before the others began, or vice versa."""
     (begun, ended), (from_s, to_s) = (
         (min(run.begun_s for run in runs), max(run.ended_s for run in runs))
         for runs in map(list, (own, others))
@@ -143,7 +143,10 @@ def are_apart(own: Iterable[Run], others: Iterable[Run]) -> bool:
 
 
 def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
-    """`before` or `after` if most pairs of equal repeats ran so with other repeats of the two in between."""
+    """Return `before` or `after` if most pairs of equal repeats ran so, not interleaved, else nothing.
+
+    They are not interleaved if other repeats of the two ran in between.
+    """
     pairs = [(run, others[repeat]) for repeat, run in own.items() if repeat in others]
     if len(pairs) < 2:
         return ""
@@ -153,7 +156,13 @@ def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
 
 
 def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
-    """1 if `one` ended before `other` began and another of `runs` ran in between, -1 the other way round."""
+    """Return 1 if `one` ended before `other` began and another ran in between, or -1 vice versa.
+
+    Args:
+        one: A run.
+        other: Another run.
+        runs: All runs.
+    """
     first, last = (one, other) if one.begun_s <= other.begun_s else (other, one)
     from_s, to_s = first.ended_s, last.begun_s
     between = from_s < to_s and any(from_s <= r.begun_s and r.ended_s <= to_s for r in runs)
@@ -207,12 +216,11 @@ def trends(evidence: AuditData) -> dict[str, str]:
 
 
 def trend_in(groups: Sequence[Sequence[Run]]) -> str:
-    """How log times, less their group's mean, follow the order of execution.
+    """Return how log times, less their group's mean, depend on the order of execution.
 
-    Empty if by chance at most.
-
-    By their regression on the place in the order (within groups, so that it does not matter which strategy
-    ran when), or by their correlation with the next in the order, which finds a slow hour.
+    It is a regression on the position in the order (within groups, so that it does not matter which strategy
+    ran when), or a correlation with the next in the order, which detects a slow hour. Empty if it may be
+    chance.
     """
     runs = sorted((run.begun_s, i, run) for i, own in enumerate(groups) for run in own)
     total, dof = len(runs), len(runs) - len(groups) - 1
@@ -237,7 +245,14 @@ def less_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -> float:
-    """Return the slope of `y` over `x`, or 0 where it is less than CHANGE or chance explains it."""
+    """Return the slope of `y` over `x`, or 0 where it is less than CHANGE or chance explains it.
+
+    Args:
+        x: Positions.
+        y: Values.
+        dof: Degrees of freedom.
+        chance: Allowed probability of chance.
+    """
     width = float(x @ x)
     slope = float(x @ y) / width if width else 0.0
     if abs(slope) <= math.log1p(CHANGE):

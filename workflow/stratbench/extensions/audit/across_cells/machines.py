@@ -43,7 +43,7 @@ def busy_machine(evidence: AuditData) -> Iterator[Case]:
 
 
 def are_busy(cells: pd.DataFrame) -> pd.Series:
-    """Return for each cell whether others used more cores at its start than a node's services do."""
+    """Return for each cell whether the foreign CPU load at its start exceeded that of services."""
     allowed = (OTHERS_SHARE * cells["node_cores"]).clip(lower=OTHERS).fillna(OTHERS)
     return cells["other_cpu_cores"] > allowed
 
@@ -134,10 +134,7 @@ def memory_held_by_others(facts: Facts) -> Iterator[str]:
 
 
 def foreign_processes_in(facts: Facts) -> Iterator[str]:
-    """Yield the foreign processes on the cell's own GPUs, at its start and while it ran.
-
-    Others' GPUs do not count.
-    """
+    """Yield the foreign processes on the cell's own GPUs, at its start and while it ran."""
     own = own_gpus(facts)
     seen: dict[tuple[str, int], str] = {}
     for node, busy in (facts("provenance.busy_at_start") or {}).items():
@@ -154,7 +151,7 @@ def foreign_processes_in(facts: Facts) -> Iterator[str]:
 
 
 def memory_of_others(facts: Facts) -> Iterator[str]:
-    """Memory of the cell's GPUs that is not the worker's: as NVML told the worker, and in the timeline."""
+    """Yield foreign memory on the cell's GPUs, as the worker and the timeline recorded it."""
     for worker in facts.workers:
         # PyTorch may open a context of each process of a node on the node's first GPU.
         is_first = worker["rank"] % facts.workers_per_node == 0
@@ -243,7 +240,7 @@ def shared_cores(evidence: AuditData) -> Iterator[Case]:
 
 
 def cores_on(host: str, record: Record) -> tuple[set[int], int]:
-    """The cores of a host that the workers of a cell might use, and how many threads they have there."""
+    """Return the cores of a host that the cell's workers may use, and their number of threads."""
     there = [worker for worker in record["workers"] if host_of(worker) == host]
     cores = (value_at(worker["provenance"], "host.affinity") or () for worker in there)
     threads = value_at(record, "provenance.threads_per_worker") or 1
@@ -253,9 +250,9 @@ def cores_on(host: str, record: Record) -> tuple[set[int], int]:
 def stays_together(
     evidence: AuditData, places_of: Callable[[Record], Iterable[str]]
 ) -> Iterator[tuple[str, float, Record, Record]]:
-    """Places where two cells were at the same time, for how long in s, and the two, the earlier one first.
+    """Yield hosts or GPUs with two concurrent cells: the time in s, and both, the earlier one first.
 
-    Without cells that left their places meanwhile: whose workers came and went, or that were started again.
+    Cells whose workers came and went, or that were restarted, are left out.
     """
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
     for record in evidence.records:

@@ -116,7 +116,7 @@ def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def texts_by_path(record: Record) -> dict[str, set[str]]:
-    """Return the fields of a record that could make it incomparable: texts by path, over all its workers."""
+    """Return the fields of a record that could make it incomparable: texts by path, over all workers."""
     texts: dict[str, set[str]] = defaultdict(set)
     parts = (
         "settings", "strategy", "model", "task", "data", "batch", "memory", "provenance", "score",
@@ -164,7 +164,7 @@ def row_comparing(path: str) -> int | None:
 
 @lru_cache(maxsize=1)
 def records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str, set[str]]]]]:
-    """For each row of TABLE, every record with its values of the row's fields."""
+    """Return every record for each row of TABLE, with its values of the row's fields."""
     by_row: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
     for record in evidence.records:
         parts: list[dict[str, set[str]]] = [{} for _ in TABLE]
@@ -195,7 +195,7 @@ def differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
 
 
 def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
-    """Return a field's values in words: the most frequent, then up to three others with their cells."""
+    """Return a text on a field's values: the most frequent, then up to three others with cells."""
     counts = Counter(value for _, values in said for value in values)
     usual, *others = (value for value, _ in counts.most_common())
     parts = [f"{path}: {shortened(usual)}"]

@@ -23,7 +23,7 @@ def make_prediction_sections(given: ReportInput) -> Iterator[Section]:
 
 
 def prediction_lines(path: Path) -> list[dict[str, Any]]:
-    """Return a row for each experiment and strategy with the errors of the plan, from prediction.csv."""
+    """Return a row per experiment and strategy with the plan's errors, from prediction.csv."""
     rows = pd.read_csv(path)
     lines = []
     for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):
@@ -39,7 +39,7 @@ def prediction_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_errors(percent: pd.Series) -> str:
-    """The error; of several the median and the one that is farthest from 0; empty if there are none."""
+    """Return the error, or of several the median and the farthest from 0, or an empty text."""
     if len(percent) < 2:
         return "".join(f"{error:+.1f} %" for error in percent)
     return f"median {percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"

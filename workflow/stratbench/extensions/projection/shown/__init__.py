@@ -1,1 +1,1 @@
-"""What `projection.csv` says of workers that nobody has: to decisions, and to the report."""
+"""Use of `projection.csv`, on unmeasured worker counts, in decisions and the report."""

@@ -1,4 +1,4 @@
-"""On how many workers which strategy is the fastest by a projection.csv, and where two of them meet."""
+"""The fastest strategy by worker count in a projection.csv, and where two of them cross."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratbench.cell.text.words import counted, plural
 
 @dataclass(frozen=True)
 class Count:
-    """A strategy's step on so many workers, in s; of measured ones low and high are the repeats'."""
+    """A strategy's step on a number of workers, in s; for measured ones the range of repeats."""
 
     workers: int
     low_s: float
@@ -27,10 +27,10 @@ Lines = dict[str, Sequence[Count]]
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where the lead passes from `before` to `after`.
+    """Change of the lead from `before` to `after`.
 
-    `workers`: where their middle times meet, between `low` and `high`: the nearest counts below and above
-    on which their intervals are apart. None: on no count.
+    `workers`: where their middle times are equal, between `low` and `high`: the nearest counts below and
+    above at which their intervals are apart, or None.
     """
 
     before: str
@@ -55,7 +55,7 @@ class Crossing:
 
 
 def crossings(lines: Lines) -> list[Crossing]:
-    """Where the lead passes on, between neighbouring counts that both strategies have."""
+    """Return the changes of the lead between neighbouring counts that both strategies have."""
     by_count: dict[int, dict[str, Count]] = {}
     for strategy, counts in lines.items():
         for count in counts:
@@ -73,7 +73,7 @@ def crossings(lines: Lines) -> list[Crossing]:
 def _crossing(
     lines: Lines, before: str, after: str, here: dict[str, Count], there: dict[str, Count]
 ) -> Crossing:
-    """Where the lines through two counts meet, on logarithmic axes."""
+    """Return the intersection of lines through two counts, on logarithmic axes."""
     ahead = [math.log(at[after].step_s / at[before].step_s) for at in (here, there)]
     low, high = (math.log(at[after].workers) for at in (here, there))
     meet = math.exp(low + (high - low) * ahead[0] / (ahead[0] - ahead[1]))
@@ -84,10 +84,7 @@ def _crossing(
 
 
 def sentences_on_crossings(lines: Lines, noun: str) -> list[str]:
-    """Where the lead passes on.
-
-    Or who has it throughout, of two strategies or more that are projected.
-    """
+    """Return sentences on changes of the lead, or on a permanent leader of several strategies."""
     projected = {s: c for s, c in lines.items() if any(not count.measured for count in c)}
     if len(projected) < 2:
         return []

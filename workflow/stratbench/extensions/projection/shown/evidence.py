@@ -1,4 +1,4 @@
-"""A projection as evidence of a decision: candidates on numbers of workers that nobody measured."""
+"""A projection as evidence of a decision: candidates on unmeasured numbers of workers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,15 @@ class ProjectionEvidence(Evidence):
     def extend(
         self, question: Question, found: Sequence[Candidate], given: Constraints
     ) -> Iterator[Candidate]:
-        """Yield each strategy on the GPUs at hand, if that count was not measured, and on fewer.
+        """Yield each strategy on the available GPUs, if that count was not measured, and on fewer.
 
-        Its time is that of the projection, with an interval of 80 %. Its score is that of the most workers
-        that were measured. Where nothing is projected to all GPUs, the strategy's candidates say why.
+        Its time is that of the projection, with an interval of 80 %. Its score is that of the largest
+        measured number of workers. If nothing is projected to all GPUs, the strategy's candidates say why.
+
+        Args:
+            question: Experiment and model.
+            found: Measured candidates.
+            given: Constraints of the decision.
         """
         for name in dict.fromkeys(c.strategy for c in found):
             line = [c for c in found if c.strategy == name]
@@ -72,7 +77,13 @@ def read_evidence(path: str, given: Constraints) -> Evidence:
 
 
 def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> Candidate:
-    """Return a strategy as projected to so many workers, from its usable candidates, by their workers."""
+    """Return a strategy as projected to so many workers.
+
+    Args:
+        usable: Its usable measured candidates.
+        gpus: Number of workers.
+        made: The projection.
+    """
     low_s, middle_s, high_s = made.train_s
     candidate = replace(
         usable[-1],
@@ -98,7 +109,7 @@ def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> C
 
 
 def why_not_projected(usable: list[Candidate], gpus: int) -> str:
-    """Why there is no projection of a strategy at all, by its usable candidates."""
+    """Return why there is no projection of a strategy at all."""
     if not usable:
         return "none of its records can be used"
     if gpus < (least := usable[0].gpus):
@@ -107,7 +118,7 @@ def why_not_projected(usable: list[Candidate], gpus: int) -> str:
 
 
 def describe_projection(first: Candidate, made: Projected) -> str:
-    """Say a projected candidate's figures, each with its interval, and from what they are."""
+    """Return a text on a projected candidate: values with intervals, and their basis."""
     (low_s, step_s, high_s), (least, share, most) = made.step_s, made.efficiency
     parts = [
         f"It would train in {describe_amount(first)}{unit_of_cost(first)}",

@@ -1,4 +1,4 @@
-"""What `projection.csv`, which `plan/projection` writes, says to a decision."""
+"""Reads `projection.csv`, which `plan/projection` writes, for decisions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Line = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Projected:
-    """The training of a strategy on a number of workers, or why nothing is said (`reason`).
+    """Projected training of a strategy on a number of workers, or why there is none (`reason`).
 
-    Times in s, low, middle and high of an interval of 80 %; `memory_bytes`: the upper end of a worker's
-    peak, None where it is not known.
+    Times in s, low, middle and high of an interval of 80 %; `memory_bytes`: the upper end of a worker's peak,
+    None if unknown.
     """
 
     reason: str
@@ -52,7 +52,7 @@ def read_rows(path: Path) -> pd.DataFrame:
 
 
 def lines_of(rows: pd.DataFrame) -> Lines:
-    """Return the counts of each strategy that are measured or projected, of rows of one model."""
+    """Return each strategy's measured or projected counts, from rows of one model."""
     return {
         str(strategy): [
             Count(int(r.workers), r.step_low_s, r.step_s, r.step_high_s, r.kind == "measured")
@@ -63,7 +63,7 @@ def lines_of(rows: pd.DataFrame) -> Lines:
 
 
 def read_crossings(path: str) -> dict[tuple[str, str], list[str]]:
-    """Where the lead passes from one strategy to another, in sentences, by experiment and model."""
+    """Return sentences on changes of the lead, by experiment and model."""
     if not path or not Path(path).exists():
         return {}
     return {
@@ -73,15 +73,12 @@ def read_crossings(path: str) -> dict[tuple[str, str], list[str]]:
 
 
 def noun_of(rows: pd.DataFrame) -> str:
-    """What the workers of these rows are called."""
+    """Return the noun for workers in these rows."""
     return "CPU process" if (rows["device"] == "CPU").all() else "GPU"
 
 
 def read_projection(path: str, most: int | None) -> dict[Line, dict[int, Projected]]:
-    """What a projection.csv says of at most so many workers, by strategy and count.
-
-    None without a `path`.
-    """
+    """Return a projection.csv up to `most` workers, by strategy and count, or None without a path."""
     if not path or most is None or not Path(path).exists():
         return {}
     table = read_rows(Path(path))

@@ -1,4 +1,4 @@
-"""The projection to more workers: a section of the report, and the text answer of `snakemake project`.
+"""The projection to more workers: a section of the report, and the text of `snakemake project`.
 
 python -m stratbench.extensions.projection.shown.section --table results/STUDY/projection.csv
 """
@@ -87,7 +87,7 @@ def _model(
 
 
 def _lacks(rows: pd.DataFrame, trained: Collection[tuple[str, int]]) -> bool:
-    """Whether records were made since the table was: of its strategies on counts that it does not have."""
+    """Return whether newer records have counts of its strategies that the table lacks."""
     measured = rows[rows["kind"] == "measured"]
     known = set(zip(measured["strategy"], measured["workers"], strict=True))
     projected = set(rows["strategy"])
@@ -171,7 +171,7 @@ def _range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[float], s
 
 
 def _cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
-    """Which strategy and count takes the least time, and which the fewest GPU-hours."""
+    """Yield which strategy and count takes the least time, and which the fewest GPU-hours."""
     # Of weak scaling in a fixed number of steps more workers see more samples.
     seen = rows["train_s"] / rows["step_s"] * rows["workers"].where(rows["scaling"] == "weak", 1)
     if seen.max() > MAX_MORE_SAMPLES * seen.min():
@@ -202,7 +202,7 @@ def _cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
 
 
 def _evidence(rows: pd.DataFrame) -> Iterator[str]:
-    """From what each strategy is projected."""
+    """Yield the basis of each strategy's projection."""
     for strategy, group in rows[rows["kind"] == "projected"].groupby("strategy", sort=False):
         by_evidence = list(group.groupby("evidence", sort=False)["workers"])
         for evidence, counts in by_evidence:
@@ -211,10 +211,7 @@ def _evidence(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _refused(rows: pd.DataFrame) -> Iterator[str]:
-    """What is not projected and why, each reason once.
-
-    Beyond all projected counts the first one's.
-    """
+    """Yield what is not projected, each reason once, beyond all projected counts only the first."""
     alike: dict[tuple[str, str], list[str]] = {}
     for strategy, group in rows.groupby("strategy", sort=False):
         projected = group[group["kind"] == "projected"]["workers"].max()
@@ -235,7 +232,7 @@ def _refused(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _untold(rows: pd.DataFrame) -> Iterator[str]:
-    """Why nothing is said of the time to the target."""
+    """Yield why there is no time to the target."""
     for strategy, group in rows.groupby("strategy", sort=False):
         if reason := next((w for w in group["why_no_target"] if w), ""):
             yield f"No time to the target of {strategy}: {reason}."

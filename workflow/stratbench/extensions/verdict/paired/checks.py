@@ -1,4 +1,4 @@
-"""What speaks against a claim: full runs that contradict the blocks, copied blocks, different devices."""
+"""Checks of a conclusion: contradicting full runs, copied blocks, different devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAME = 1e-6
 
 @dataclass(frozen=True)
 class Moved:
-    """What full runs that contradict the blocks leave of a claim; logarithms."""
+    """Correction of a conclusion by contradicting full runs; logarithms."""
 
     at_most: float  # upper bound on how much faster than the leader something may be
     fastest: bool  # whether all rivals are still slower
@@ -36,9 +36,14 @@ class Moved:
 def off_from_steps(
     evidence: PairedEvidence, comparison: PairedComparison, blocks: Sequence[PairedBlock]
 ) -> dict[str, list[float]]:
-    """By strategy the log ratio of each full run's time to its steps times the step time of `blocks`.
+    """Return the log ratio of each full run's time to its predicted time, by strategy.
 
-    Covers runs that ended well, whether the verdict asked for them or not.
+    The prediction is its steps times the step time of `blocks`. It includes all runs that ended well.
+
+    Args:
+        evidence: Evidence of the verdict.
+        comparison: The comparison.
+        blocks: Its blocks.
     """
     found: dict[str, list[float]] = {}
     for strategy in comparison.strategies:
@@ -56,15 +61,19 @@ def moved_by(
     blocks: int,
     level: tuple[float, int],
 ) -> Moved | None:
-    """What the full runs of a comparison leave of its claim.
+    """Return the correction of a conclusion by full runs, or None if they agree with the blocks.
 
-    None if they agree with the blocks.
+    If the leader's full runs are slower than predicted by more than MAX_OFF beyond the alternative's, the
+    alternative's bound is lowered: by the difference, and by its possible chance part (95 %), since a full
+    run has another allocation than the blocks. An alternative's own deviation counts if it exceeds MAX_OFF.
+    One without full runs takes that of the others, if they are slower.
 
-    `off`: off_from_steps; `bounds`: of each rival the lower bound of its log time over the leader's, by so
-    many `blocks`; `level`: level_scatter. Where the leader's full runs are slower than its steps by more than
-    MAX_OFF beyond what the rival's are, the rival's bound moves: by the difference, and by what chance may
-    have made of it (95 %), since a full run is in another allocation than the blocks. A rival's counts where
-    it is off by more than MAX_OFF; for one without full runs those of the others, if slower, too.
+    Args:
+        off: Deviations from `off_from_steps`.
+        leader: The leader.
+        bounds: Lower bound of each alternative's log time over the leader's.
+        blocks: Number of blocks.
+        level: Result of `level_scatter`.
     """
     mean = {strategy: statistics.fmean(logs) for strategy, logs in off.items()}
     others = [log for strategy, logs in off.items() if strategy != leader for log in logs]
@@ -89,22 +98,25 @@ def moved_by(
 
 
 def beyond_chance(off: float) -> float:
-    """How far a full run is off its steps.
-
-    0 for what one allocation more than another may do.
-    """
+    """Return the deviation of a full run, or 0 if allocations may explain it."""
     return off if abs(off) > MAX_OFF else 0.0
 
 
 def check_scatter(runs: int, blocks: int, level: tuple[float, int]) -> float:
-    """Return the standard deviation of what the mean of full runs is off their steps, if both agree."""
+    """Return the standard deviation of the mean deviation of full runs, if both agree.
+
+    Args:
+        runs: Number of full runs.
+        blocks: Number of blocks.
+        level: Result of `level_scatter`.
+    """
     return level[0] * math.sqrt(1 / runs + 1 / blocks)
 
 
 def level_scatter(evidence: PairedEvidence) -> tuple[float, int]:
-    """The standard deviation of the level of a block, by what its allocation does to all strategies alike.
+    """Return the between-allocation standard deviation of blocks, common to all strategies.
 
-    Of logarithms, pooled over the comparisons, with its degrees of freedom.
+    It is of logarithms, pooled over the comparisons, with its degrees of freedom.
     """
     squares, dof = 0.0, 0
     for comparison in evidence.comparisons:
@@ -122,8 +134,12 @@ def level_scatter(evidence: PairedEvidence) -> tuple[float, int]:
 def far_from_full_run(
     evidence: PairedEvidence, comparison: PairedComparison, block: PairedBlock
 ) -> Iterator[tuple[str, float]]:
-    """Yield the strategies whose step in a block is not that of their own full run by MAX_APART, with the
-    factor.
+    """Yield the strategies whose step in a block differs from their full run by MAX_APART, and how.
+
+    Args:
+        evidence: Evidence of the verdict.
+        comparison: The comparison.
+        block: One of its blocks.
     """
     for strategy in comparison.strategies:
         logs = [
@@ -140,7 +156,7 @@ def far_from_full_run(
 
 
 def why_unusable(blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Why the blocks of a comparison allow no claim: copies, and devices of several kinds. Sentences."""
+    """Yield why the blocks of a comparison allow no conclusion: copies, and mixed devices."""
     for one, other in combinations(blocks, 2):
         if is_copy(one, other):
             yield (
@@ -160,7 +176,7 @@ def why_unusable(blocks: Sequence[PairedBlock]) -> Iterator[str]:
 
 
 def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
-    """Return whether two blocks have the same ratios, of all segments or of at least three strategies."""
+    """Return whether two blocks have the same ratios, of all or at least three strategies."""
     segments = [
         {(s.strategy, s.in_pass): math.log(s.mean_step_s) for s in block.segments if s.mean_step_s}
         for block in (one, other)

@@ -1,4 +1,4 @@
-"""Costs of a verdict: what it has cost, what its next round will cost, what the full matrix would."""
+"""Costs of a verdict: spent so far, of the next round, and of the full matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Costs:
-    """The GPU-seconds of a course, measured on its blocks and full runs."""
+    """GPU-seconds of a sequential analysis, measured on its blocks and full runs."""
 
     def __init__(self, course: Course) -> None:
         self._course, self._evidence = course, course.evidence
@@ -67,7 +67,7 @@ class Costs:
         return math.exp(statistics.fmean(known)) if known else None
 
     def full_s(self, state: State, strategy: str) -> float | None:
-        """Return GPU-seconds of a full cell: from its runs, else from its start and its steps in the blocks.
+        """Return GPU-seconds of a full cell: from its runs, else from its start and block steps.
 
         The estimate leaves out evaluations. None if the step time or the number of steps is not known.
         """
@@ -85,10 +85,9 @@ class Costs:
         return state.comparison.place.gpus * (statistics.median(starts) + steps * step_s)
 
     def matrix_s(self, state: State) -> float | None:
-        """GPU-seconds of the comparison in the full matrix of MATRIX_REPEATS repeats; failed cells cost
-        nothing.
+        """Return GPU-seconds of the comparison in the full matrix of MATRIX_REPEATS repeats.
 
-        None if nothing tells how long any cell takes.
+        Failed cells cost nothing. None if the time of cells is unknown.
         """
         found = [self.full_s(state, strategy) for strategy in state.comparison.strategies]
         known = [f for f in found if f is not None]

@@ -1,7 +1,7 @@
-"""Blocks that depend on their predecessor: how far they do, and what an interval must be widened by.
+"""Blocks that depend on their predecessor: how much, and the widening of intervals.
 
-A neighbour's job or a hot card that lasts for several blocks makes them alike, and their scatter too small.
-Successive blocks then differ less than any two do: von Neumann's ratio (1941) is below 1.
+A neighbour's job or a hot card that lasts for several blocks makes them similar, and their variance too
+small. Successive blocks then differ less than any two do: von Neumann's ratio (1941) is below 1.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
 
 def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Half the mean square of successive differences over the variance, and how far it is below 1.
+    """Return von Neumann's ratio of blocks, and by how many standard deviations it is below 1.
 
-    `logs`, shape [..., strategies, blocks]: NaN where a block does not count; `active`, shape [...,
-    strategies]. Of all strategies together, without the means of blocks and strategies: about 1 for
-    independent blocks. The second is in standard deviations. Both have shape [...]; they are 1 and 0 with
-    fewer than 3 blocks or 2 strategies.
+    It is half the mean square of successive differences over the variance: about 1 for independent blocks. It
+    is over all strategies together, without the means of blocks and strategies. `logs`, shape [...,
+    strategies, blocks]: NaN where a block does not count; `active`, shape [..., strategies]. Both results
+    have shape [...]; they are 1 and 0 with fewer than 3 blocks or 2 strategies.
     """
     there = np.isfinite(logs) & active[..., None]
     n, k = there.any(-2).sum(-1), active.sum(-1)
@@ -50,12 +50,10 @@ def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """The factor for intervals of blocks whose neighbours correlate as a ratio says.
+    """Return the factor for intervals of correlated blocks, 1 for independent ones.
 
-    1 for independent ones.
-
-    Of blocks with an autoregression of first order: the root of the true variance of their mean over what
-    their scatter lets one expect.
+    For an autoregression of first order it is the root of the true variance of their mean over the expected
+    one.
     """
     factor = np.ones(np.broadcast(ratio, blocks).shape)
     for n in (n for n in np.unique(blocks) if n >= 3):

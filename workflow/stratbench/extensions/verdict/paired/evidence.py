@@ -52,7 +52,7 @@ class PairedComparison:
 
 @dataclass(frozen=True)
 class FullRun:
-    """A full training of a cell: what its record says."""
+    """A full training of a cell, from its record."""
 
     status: str
     reason: str | None
@@ -106,7 +106,13 @@ class PairedEvidence:
         return self._blocks_by_place.get(place, [])
 
     def cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
-        """Return the cell of a strategy's full training."""
+        """Return the cell of a strategy's full training.
+
+        Args:
+            comparison: The comparison.
+            strategy: Its strategy.
+            repeat: Number of the repeat.
+        """
         return cell_of(self.study, comparison, strategy, repeat)
 
     def runs_of(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
@@ -117,7 +123,13 @@ class PairedEvidence:
     def order(
         self, comparison: PairedComparison, block: int, strategies: Iterable[str]
     ) -> list[str]:
-        """The strategies in the order of a block's first pass: by a hash, so the same for every caller."""
+        """Return the strategies in a block's order, which is by a hash and so always the same.
+
+        Args:
+            comparison: The comparison.
+            block: Number of the block.
+            strategies: Strategies of the block.
+        """
         return sorted(
             strategies, key=lambda strategy: _hash(self.seed, comparison.place, block, strategy)
         )
@@ -132,7 +144,14 @@ def _hash(*parts: object) -> str:
 
 
 def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
-    """Return the cell of a strategy and repeat in a comparison."""
+    """Return the cell of a strategy and repeat in a comparison.
+
+    Args:
+        study: Name of the study.
+        comparison: The comparison.
+        strategy: Its strategy.
+        repeat: Number of the repeat.
+    """
     place = comparison.place
     return Cell(
         study, place.experiment, strategy, place.model, comparison.dataset, place.gpus, repeat
@@ -187,9 +206,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
 
 
 def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
-    """Yield the comparisons of a study, in the order of the config, without the cells whose path is in
-    `skipped`.
-    """
+    """Yield the comparisons of a study in the config's order, without the cells in `skipped`."""
     found: dict[ComparisonKey, list[Cell]] = {}
     for cell in study.cells:
         if cell.repeat == 0 and cell.path not in skipped:
@@ -219,7 +236,13 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
 def with_full_steps(
     study: Study, comparison: PairedComparison, train_samples: int | None
 ) -> PairedComparison:
-    """Return the comparison with the number of steps of its full cells, if it is known."""
+    """Return the comparison with the number of steps of its full cells, if it is known.
+
+    Args:
+        study: The study.
+        comparison: The comparison.
+        train_samples: Number of training samples, if known.
+    """
     known = train_samples or study.dataset(comparison.dataset).train_samples
     settings = study.settings(cell_of(study.name, comparison, comparison.strategies[0]))
     if settings.steps is None and known is None:
@@ -255,7 +278,7 @@ def _usable_blocks(
 def _full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
-    """Yield the full runs that have the config's settings, each with the number of its training samples."""
+    """Yield the full runs with the config's settings, each with its number of training samples."""
     for comparison in comparisons:
         for strategy in comparison.strategies:
             for repeat in range(MATRIX_REPEATS):

@@ -1,9 +1,8 @@
-"""The verdict: judges the strategies of a comparison by its blocks, and says when it ends.
+"""The verdict: evaluates the strategies of a comparison by its blocks, and stops it.
 
-A strategy is a strategy in a comparison; a comparison is an experiment, model and number of workers. All
-arrays have the axes [..., comparisons, strategies, blocks], [..., comparisons, strategies] or [...,
-comparisons], so that a simulation runs the same functions that judge a study. Times are natural logarithms of
-seconds per step.
+A comparison is an experiment, model and number of workers, with several strategies. All arrays have the axes
+[..., comparisons, strategies, blocks], [..., comparisons, strategies] or [..., comparisons], so that a
+simulation runs the same functions as a study. Times are natural logarithms of seconds per step.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Look(NamedTuple):
 
     @property
     def fastest(self) -> np.ndarray:
-        """Whether every rival is slower than the leader, shape [..., comparisons]."""
+        """Whether every alternative is slower than the leader, shape [..., comparisons]."""
         return ~(self.rivals & ~self.slower).any(-1)
 
     @property
@@ -91,12 +90,12 @@ def mean_logs(logs: np.ndarray) -> np.ndarray:
 
 
 def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the values that repeat, how many node sets there are, and whether few of them came again.
+    """Return the repeated values, the number of node sets, and whether few of them were reused.
 
     Strategies differ by several percent between nodes, so blocks on the same nodes are no two repeats of a
-    claim about others. From MIN_SETS node sets on the values are the means of each; else the blocks, and the
-    claim is about their nodes alone. `nodes`, shape [..., comparisons, blocks]: a number from 0 for each node
-    set.
+    conclusion about others. From MIN_SETS node sets on the values are the means of each; with fewer they are
+    the blocks, and the conclusion is about their nodes alone. `nodes`, shape [..., comparisons, blocks]: a
+    number from 0 for each node set.
     """
     there = np.isfinite(logs).any(-2)
     nodes = np.where(there, nodes, -1)
@@ -127,18 +126,24 @@ def judge(
     nodes: np.ndarray,
     doubtful: np.ndarray | bool = False,
 ) -> Look:
-    """Judges every comparison of the mask `judged` by its blocks so far.
+    """Evaluate every comparison of the mask `judged` by its blocks so far.
 
-    `logs`: NaN where a strategy was not in a block; `active`: strategies in the comparison; `admissible`:
-    strategies that may lead because their score is known to be good; `served`: strategies with a parameter
-    server; `started`: the number of strategies that the comparison began with; `margin`: a comparison is
-    decided when nothing may be faster than its leader by more than this share; `screen`: the log ratio from
-    which one block shows a strategy slower; `nodes`: the node set of each block (by_node_set); `doubtful`:
-    strategies of which a block is not believed, so that they are not called slower.
+    If few nodes were reused, blocks may depend on their predecessor, and a conclusion is about these nodes
+    and hours. So it takes MIN_ALIKE blocks, only strategies beyond the margin are distinguished, and
+    intervals are widened according to the dependence (dependence.py).
 
-    Where few nodes came again, blocks may depend on their predecessor, and a claim is about these nodes and
-    hours. So it takes MIN_ALIKE blocks, only strategies beyond the margin are told apart, and intervals are
-    as much wider as the blocks are too much alike (dependence.py).
+    Args:
+        logs: NaN where a strategy was not in a block.
+        active: Strategies in the comparison.
+        admissible: Strategies that may lead because their score is known to be good.
+        served: Strategies with a parameter server.
+        started: Number of strategies with which the comparison began.
+        judged: Comparisons to evaluate.
+        margin: A comparison is decided when nothing may be faster than its leader by more than this
+            fraction.
+        screen: Log ratio from which one block shows a strategy slower.
+        nodes: Node set of each block (by_node_set).
+        doubtful: Strategies with a suspect block, which are not called slower.
     """
     logs = in_common(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)
@@ -199,9 +204,9 @@ def reported_tail(started: np.ndarray) -> np.ndarray:
 
 
 def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
-    """Return the strategies that leave the comparison after a look: those shown to be slower.
+    """Return the strategies that leave the comparison after a look, because they are slower.
 
-    A decided comparison keeps them, for their intervals. Below MIN_BLOCKS the nearest rival stays, so
+    A decided comparison keeps them, for their intervals. Below MIN_BLOCKS the nearest alternative stays, so
     that the next blocks still have something to compare.
     """
     near = index_of_fastest(look.mean, look.rivals)
@@ -220,7 +225,7 @@ def next_look(blocks: int) -> int | None:
 
 
 class InterimResult(NamedTuple):
-    """The result of one round: a look at each comparison that was open, and what followed from it."""
+    """The result of one round: a look at each open comparison, and its consequences."""
 
     look: Look
     judged: np.ndarray  # comparisons that were open, shape [..., comparisons]
@@ -231,16 +236,20 @@ class InterimResult(NamedTuple):
 
 
 class SequentialAnalysis:
-    """The state of all comparisons of a study between rounds; a round gives each open comparison its next
-    blocks.
-    """
+    """The state of a study's comparisons between rounds, each of which adds blocks."""
 
     def __init__(
         self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
     ) -> None:
-        """`served`: strategies with a parameter server; `equal`: strategies whose arithmetic equals DDP's;
-        `there`: strategies that the comparison has (others only pad the array); shape [..., comparisons,
-        strategies].
+        """Start without blocks.
+
+        All arrays have shape [..., comparisons, strategies].
+
+        Args:
+            served: Strategies with a parameter server.
+            equal: Strategies whose arithmetic equals DDP's.
+            there: Strategies of the comparison; others only pad the array.
+            margin: See `judge`.
         """
         self.served, self.margin = served, margin
         self.active = there.copy()
@@ -264,13 +273,17 @@ class SequentialAnalysis:
         disagreement: np.ndarray | float = 0.0,
         doubtful: np.ndarray | bool = False,
     ) -> InterimResult:
-        """Judges the open comparisons after their next blocks.
+        """Evaluate the open comparisons after their next blocks.
 
-        `values`: shape [..., comparisons, strategies, blocks]; NaN beyond the `new` blocks of a comparison,
-        and where a strategy has no value: that strategy then leaves the comparison. `nodes`: the node set of
-        each of these blocks, shape [..., comparisons, blocks], the same number for the same nodes in all
-        calls. `disagreement`: the difference from which two segments of one strategy in a first block
-        disagree; no screen is below it. `doubtful`: as in judge.
+        Args:
+            values: Shape [..., comparisons, strategies, blocks]; NaN beyond the `new` blocks of a
+                comparison, and where a strategy has no value: that strategy then leaves the comparison.
+            new: Number of new blocks of each comparison.
+            nodes: Node set of each of these blocks, shape [..., comparisons, blocks], with the same
+                number for the same nodes in all calls.
+            disagreement: Difference from which two segments of one strategy in a first block disagree; no
+                screen is below it.
+            doubtful: As in `judge`.
         """
         judged = self.open.copy()
         count = np.isfinite(values).sum(-1)
@@ -312,8 +325,9 @@ class SequentialAnalysis:
 
     @property
     def unknown(self) -> np.ndarray:
-        """Strategies whose score may change the answer: the fastest of each open comparison, if its score is
-        unknown.
+        """The fastest strategy of each open comparison, if its score is unknown.
+
+        Its score may change the answer.
         """
         means = mean_logs(in_common(self.logs, self.active))
         ahead = np.arange(means.shape[-1]) == index_of_fastest(means, self.active)[..., None]

@@ -1,4 +1,4 @@
-"""The verdict in words: what is decided, what is open, what it cost, what the next round will cost."""
+"""Texts of the verdict: decided and open comparisons, spent cost, cost of the next round."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
 
 
 def title_of(comparison: dict[str, Any]) -> str:
-    """Return the title of a comparison: open, decided, or ended without the claim that was asked for."""
+    """Return the title of a comparison: open, decided, or ended without a conclusion."""
     if comparison["open"]:
         return "Open"
     return "Decided" if comparison["claim"] in ("fastest", "within", "only") else "Ended undecided"
 
 
 def comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
-    """The lines of a comparison: its claim, the confidence, and each other strategy against the leader."""
+    """Yield the lines of a comparison: its conclusion, confidence, and each strategy's ratio."""
     yield (
         f"  {comparison['model']} on {comparison['workers']} ({comparison['experiment']}): "
         f"{comparison['text']}"

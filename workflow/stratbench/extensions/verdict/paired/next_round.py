@@ -1,4 +1,4 @@
-"""The next round of a verdict: its blocks and full runs, what it may cost, and how many may follow."""
+"""The next round of a verdict: its blocks and full runs, maximum cost, and further rounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NextRound:
 
     @property
     def outlook(self) -> str:
-        """What it may cost, and how many rounds may follow: a sentence, for who plans it."""
+        """A sentence on the maximum cost and number of further rounds."""
         if self.done:
             return f"Nothing more is to run: {self.reason}."
         cost = "No cost is known before the first block"
@@ -66,7 +66,7 @@ def next_round(evidence: PairedEvidence) -> NextRound:
 
 
 def round_of(course: Course) -> NextRound:
-    """Return the next round of a replayed course."""
+    """Return the next round of a replayed analysis."""
     evidence = course.evidence
     costs = Costs(course)
     spent_s = costs.spent_s
@@ -102,7 +102,7 @@ def round_of(course: Course) -> NextRound:
 
 
 def decided(course: Course, state: State) -> bool:
-    """Return whether a comparison has ended with the claim that it was asked for."""
+    """Return whether a comparison has ended with the requested conclusion."""
     last = course.claimed(state)
     return last is not None and not state.open and last.at_most <= most_allowed(course.evidence)
 
@@ -112,7 +112,13 @@ def most_allowed(evidence: PairedEvidence) -> float:
 
 
 def entry(course: Course, state: State, number: int) -> dict[str, Any]:
-    """Return a block of round.json."""
+    """Return a block of round.json.
+
+    Args:
+        course: The analysis.
+        state: State of the comparison.
+        number: Number of the block.
+    """
     evidence, place = course.evidence, state.comparison.place
     first = evidence.blocks.get((place, 1))
     steps = first.steps if first else None

@@ -1,7 +1,7 @@
-"""The scatter of a cluster's own blocks, by the method of moments, and how many blocks it asks for.
+"""Noise of a cluster's own blocks, by the method of moments, and the blocks it requires.
 
 The model of a segment's log time: strategy + allocation + strategy x allocation + trend over the block +
-start of the process + within the segment. All figures are standard deviations on the log scale.
+start of the process + within the segment. All values are standard deviations on the log scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stratbench.statistics import moderated
 
 @dataclass(frozen=True)
 class Noise:
-    """Components of the scatter: None if the blocks cannot tell, 0 if they show none."""
+    """Variance components as standard deviations: None if unknown, 0 if the blocks show none."""
 
     allocation: float | None
     strategy_in_allocation: float | None
@@ -36,9 +36,9 @@ class Noise:
     dof: int
 
     def blocks_for(self, margin: float, rivals: int) -> int | None:
-        """Blocks until equally fast strategies are within `margin`.
+        """Return the blocks until equally fast strategies are within `margin`.
 
-        None if that takes more than a verdict has, or if the scatter is not known.
+        None if that takes more than a verdict has, or if the noise is unknown.
         """
         if self.ratio is None:
             return None
@@ -112,7 +112,7 @@ def _root(variance: float | None) -> float | None:
 
 
 def _add_differences(block: PairedBlock, segment: _Mean, trend: _Mean) -> None:
-    """Adds what a block's mirror shows: mirror minus first pass is the trend times the slots between."""
+    """Add a block's mirror: mirror minus first pass is the trend times the slots between."""
     rows = []
     for strategy in dict.fromkeys(s.strategy for s in block.segments):
         found = block.of(strategy)
@@ -130,7 +130,7 @@ def _add_differences(block: PairedBlock, segment: _Mean, trend: _Mean) -> None:
 
 
 def _add_blocks(found: list[PairedBlock], between: _Mean, allocation: _Mean) -> None:
-    """Adds what several blocks of a comparison show of the strategies that are in all of them."""
+    """Add several blocks of a comparison, for the strategies in all of them."""
     strategies = [
         strategy
         for strategy in dict.fromkeys(s.strategy for s in found[0].segments)

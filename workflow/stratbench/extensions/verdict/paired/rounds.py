@@ -1,8 +1,8 @@
-"""Rounds: replays what the evidence has decided so far, and finds what is missing of the next round.
+"""Rounds: replays the decisions from the evidence, and determines the next round.
 
-This is a pure function of the evidence: a round is judged once all its blocks and full runs exist, and
-by those alone. So neither the order of files nor of their arrival matters, and a killed run goes on
-where it was.
+This is a pure function of the evidence: a round is evaluated once all its blocks and full runs exist, and by
+those alone. So neither the order of files nor of their arrival matters, and a killed run resumes where it
+was.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Course:
         return nodes
 
     def _doubtful(self, targets: list[int]) -> np.ndarray:
-        """The strategies of which a block says something else than their own full run.
+        """Return the strategies with a block that contradicts their own full run.
 
         Shape [comparisons, strategies].
         """
@@ -222,7 +222,7 @@ class Course:
             self._refresh(i)
 
     def _refresh(self, i: int) -> None:
-        """Copies a comparison's state from the verdict."""
+        """Copy a comparison's state from the verdict."""
         state = self.states[i]
         state.active = [
             a for j, a in enumerate(state.comparison.strategies) if self._analysis.active[i, j]
@@ -238,9 +238,9 @@ class Course:
     # ------------------------------------------------------------ full runs
 
     def _ask(self, step: judging.InterimResult) -> None:
-        """Asks for the full runs that may change the answer: those of the fastest strategies without a score.
+        """Request the full runs that may change the answer: of the fastest strategies without a score.
 
-        Once the first look has given strategies' times, also for one run of each equal arithmetic.
+        Once the first look has given strategies' times, also request one run of each equal arithmetic.
         """
         for comparison, strategy in np.argwhere(self._analysis.unknown):
             state = self.states[comparison]
@@ -290,9 +290,9 @@ class Course:
             self._refresh(i)
 
     def _ask_for_leaders(self) -> bool:
-        """Asks for a full run, or another seed, of each leader whose score is not certain.
+        """Request a full run, or another seed, of each leader with an uncertain score.
 
-        Returns whether there was any to ask for.
+        Return whether there was any.
         """
         before = len(self.asked)
         for state in self.states:
@@ -321,24 +321,19 @@ class Course:
         return len(self.asked) > before
 
     def off_from_steps(self, state: State) -> dict[str, list[float]]:
-        """How far the full runs of a comparison are off the steps in the blocks that were judged, by
-        strategy.
-        """
+        """Return the deviations of a comparison's full runs from its blocks, by strategy."""
         blocks = self.evidence.blocks_of(state.comparison.place)[
             : state.last.blocks if state.last else None
         ]
         return checks.off_from_steps(self.evidence, state.comparison, blocks)
 
     def checked(self, state: State) -> bool:
-        """Return whether full runs of the leader could be compared with its steps, to about MAX_OFF."""
+        """Return whether the leader's full runs could be compared with its steps, to about MAX_OFF."""
         runs = len(self.off_from_steps(state).get(state.last.leader, ())) if state.last else 0
         return runs > 0 and checks.check_scatter(runs, state.last.blocks, self._level) <= MAX_OFF
 
     def moved(self, state: State) -> checks.Moved | None:
-        """What full runs that contradict the blocks leave of a comparison's claim.
-
-        None if they do not.
-        """
+        """Return the correction of a comparison's conclusion by full runs, or None."""
         last = state.last
         if last is None or last.leader not in state.active:
             return None
@@ -351,7 +346,7 @@ class Course:
         return checks.moved_by(off, last.leader, bounds, last.blocks, self._level)
 
     def claimed(self, state: State) -> Judged | None:
-        """Return the latest look with what full runs leave of it: what a claim rests on."""
+        """Return the latest look, corrected by full runs: the basis of a conclusion."""
         last, moved = state.last, self.moved(state)
         if last is None or moved is None:
             return last

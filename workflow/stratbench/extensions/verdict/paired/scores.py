@@ -1,6 +1,4 @@
-"""Scores of full runs: which strategies may lead, and how certain it is that the leader's score is good
-enough.
-"""
+"""Scores of full runs: which strategies may lead, and how certain the leader's score is."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from stratbench.statistics.moderated import ALPHA
 
 @dataclass(frozen=True)
 class Loss:
-    """How much worse a strategy's score is than the reference, as shown (points of accuracy)."""
+    """Difference of a strategy's score to the reference, as shown (points of accuracy)."""
 
     lost: float
     #: Upper bound with 95 %; infinite if no strategy of the model has scores of two seeds.
@@ -34,7 +32,7 @@ class Loss:
 
 
 class FullRunScores:
-    """Scores of the strategies, from the full runs that the verdict has asked for."""
+    """Scores of the strategies, from the full runs that the verdict has requested."""
 
     def __init__(self, evidence: PairedEvidence, asked: Container[Cell]) -> None:
         """`asked`: the cells that count, and it may grow; other records are not looked at."""
@@ -58,7 +56,7 @@ class FullRunScores:
         return [runs[cell] for cell in cells if cell in self._asked and cell in runs]
 
     def reference(self, comparison: PairedComparison) -> list[FullRun]:
-        """The runs from which losses are measured: those of equal arithmetic, else of the best strategy."""
+        """Return the reference runs for losses: those of equal arithmetic, else of the best strategy."""
         shared = [
             run
             for other, strategy in self._equal.get(comparison.arithmetic, ())
@@ -96,9 +94,7 @@ class FullRunScores:
         return Loss(lost, lost + width, tolerance, first.score_name, len(own))
 
     def _seed_scatter(self, comparison: PairedComparison) -> tuple[float, int]:
-        """Return standard deviation of the score between seeds, over all strategies of the model, and its
-        degrees.
-        """
+        """Return the standard deviation of the score between seeds, over all strategies, and its degrees."""
         squares, dof = 0.0, 0
         for other, strategy in self._of_model[_model(comparison)]:
             found = [r.score for r in self.runs_of(other, strategy) if r.score is not None]
@@ -107,10 +103,7 @@ class FullRunScores:
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def why_failed(self, comparison: PairedComparison, strategy: str) -> str | None:
-        """Return the reason why a strategy is out by its score, or by how a full run ended.
-
-        Return None if there is none.
-        """
+        """Return why a strategy is out by its score or its full run's end, or None."""
         for run in self.runs_of(comparison, strategy):
             if run.status != "ok":
                 return f"its full run: {run.reason or run.status}"

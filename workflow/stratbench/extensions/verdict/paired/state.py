@@ -1,4 +1,4 @@
-"""The state of a verdict: what it has judged, dropped and still needs."""
+"""The state of a verdict: what it has evaluated, dropped and still needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Drop:
-    """A strategy that left the comparison: when, why, and its ratio then."""
+    """A strategy that left the comparison: when, the reason, and its ratio then."""
 
     strategy: str
     blocks: int
@@ -47,7 +47,7 @@ class Drop:
 
 @dataclass
 class State:
-    """The state of a comparison: its course so far."""
+    """The state of a comparison in its sequential analysis."""
 
     comparison: PairedComparison
     looks: list[Judged] = field(default_factory=list)
@@ -62,5 +62,5 @@ class State:
 
     @property
     def compared(self) -> int:
-        """The number of strategies compared by time: those in the comparison, and those dropped as slower."""
+        """The number of strategies compared by time, including those dropped as slower."""
         return len(self.active) + sum(drop.against is not None for drop in self.drops)

@@ -25,7 +25,13 @@ CLAIMS = ("fastest", "within", "at most")
 
 
 def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, Any]:
-    """Return the content of verdict.json."""
+    """Return the content of verdict.json.
+
+    Args:
+        course: The analysis.
+        found: Its next round.
+        notes: Notes on unused evidence.
+    """
     costs = Costs(course)
     # In one order, so that sums have the same last digit whatever the order of files.
     blocks = [course.evidence.blocks[key] for key in sorted(course.evidence.blocks)]
@@ -64,7 +70,13 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
 
 
 def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
-    """Return the entry of a comparison."""
+    """Return the entry of a comparison.
+
+    Args:
+        course: The analysis.
+        costs: Its costs.
+        state: State of the comparison.
+    """
     last, comparison = course.claimed(state), state.comparison
     # A block that no look has judged yet supports no claim.
     blocks = course.evidence.blocks_of(comparison.place)[: last.blocks if last else None]
@@ -122,7 +134,13 @@ def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, A
 
 
 def doubts_on(course: Course, state: State, blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Yield sentences on what speaks against a comparison's blocks."""
+    """Yield sentences against a comparison's blocks.
+
+    Args:
+        course: The analysis.
+        state: State of the comparison.
+        blocks: Its blocks.
+    """
     for strategy, logs in course.off_from_steps(state).items():
         found = sorted(log for log in logs if abs(log) > MAX_OFF)
         if found:
@@ -149,7 +167,13 @@ def doubts_on(course: Course, state: State, blocks: Sequence[PairedBlock]) -> It
 
 
 def noise_text(noise: Noise, margin: float, rivals: int) -> str:
-    """Return a sentence on the noise of the blocks, and on what it asks of the next study."""
+    """Return a sentence on the noise of the blocks, and what the next study needs.
+
+    Args:
+        noise: The noise.
+        margin: Margin of the next study.
+        rivals: Number of alternatives.
+    """
     if noise.ratio is None:
         return "two blocks of a model and worker count are the fewest that tell of noise"
     needed = noise.blocks_for(margin, rivals)
@@ -163,7 +187,7 @@ def noise_text(noise: Noise, margin: float, rivals: int) -> str:
 
 
 def is_open(state: State) -> bool:
-    """Return whether a comparison with rivals has not ended."""
+    """Return whether a comparison of several strategies has not ended."""
     return state.open and len(state.comparison.strategies) > 1
 
 
@@ -171,7 +195,13 @@ def is_open(state: State) -> bool:
 
 
 def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[str, str]:
-    """Return the kind of the claim (one of CLAIMS, `only` or `none`), and its sentence."""
+    """Return the kind of the conclusion (one of CLAIMS, `only` or `none`), and its sentence.
+
+    Args:
+        course: The analysis.
+        state: State of the comparison.
+        blocks: Its blocks.
+    """
     last, margin = course.claimed(state), course.evidence.margin
     if len(state.comparison.strategies) == 1:
         return (
@@ -216,9 +246,7 @@ def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[s
 
 
 def on_node(blocks: list[PairedBlock]) -> str:
-    """Return the words `` on node X`` where blocks ran on few sets of nodes: others may order strategies
-    differently.
-    """
+    """Return `` on node X`` if blocks ran on few node sets, which limits the conclusion."""
     sets = sorted({block.hosts for block in blocks})
     if not 0 < len(sets) < judging.MIN_SETS:
         return ""
@@ -229,7 +257,7 @@ def on_node(blocks: list[PairedBlock]) -> str:
 
 
 def of_how_many(blocks: Sequence[PairedBlock]) -> str:
-    """Return the words ``, on 4 nodes`` of a claim that is about more than its own nodes."""
+    """Return ``, on 4 nodes`` of a conclusion that is about more than its own nodes."""
     sets = {block.hosts for block in blocks}
     return f", on {node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
 
@@ -275,7 +303,7 @@ def ratio_values(state: State, strategy: str) -> dict[str, Any]:
 
 
 def standing_words(ratio: dict[str, Any]) -> str:
-    """How a strategy stands to the leader, in words."""
+    """Return a strategy's result against the leader, as text."""
     if ratio["reason"]:
         return f"dropped after {counted(ratio['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
@@ -283,7 +311,7 @@ def standing_words(ratio: dict[str, Any]) -> str:
 
 
 def ratio_text(ratio: dict[str, Any]) -> str:
-    """Return a ratio with the bound that it is judged by: `1.105 (at least 1.072)`."""
+    """Return a ratio with the bound that decides: `1.105 (at least 1.072)`."""
     if ratio["ratio"] is None:
         return ""
     if ratio["at_least"] is None:
@@ -336,7 +364,13 @@ def share_of(log: float) -> float:
 
 
 def score_state(course: Course, state: State, strategy: str) -> str:
-    """Return the state of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
+    """Return the state of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`.
+
+    Args:
+        course: The analysis.
+        state: State of the comparison.
+        strategy: The strategy.
+    """
     if not state.comparison.scored:
         return "no score"
     if state.comparison.equal[state.comparison.strategies.index(strategy)]:
@@ -349,7 +383,15 @@ def score_state(course: Course, state: State, strategy: str) -> str:
 def confidence_in(
     course: Course, state: State, blocks: list[PairedBlock], claim: str, doubts: list[str]
 ) -> tuple[str, str]:
-    """Return the confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules."""
+    """Return the confidence (`high`, `medium` or `low`), and the reason; docs/verdict.md has the rules.
+
+    Args:
+        course: The analysis.
+        state: State of the comparison.
+        blocks: Its blocks.
+        claim: Kind of the conclusion.
+        doubts: Sentences against its blocks.
+    """
     last = course.claimed(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
@@ -388,10 +430,7 @@ def confidence_in(
 
 
 def unsettled_score(course: Course, state: State) -> str | None:
-    """Return the reason why the leader's score may not be good enough.
-
-    Return None if there is none.
-    """
+    """Return why the leader's score may not be good enough, or None."""
     leader = state.last.leader
     if not state.comparison.scored:
         return "No score was measured (steps): equal scores are assumed."
