@@ -41,6 +41,8 @@ class Extension:
     audited: tuple[str, ...] = ()
     #: What it adds to decisions and the report: an `analysis.records.reading.Reading`.
     reading: str | None = None
+    #: What it adds to plans: a `plan.schedule.PlanAddition`.
+    plans: str | None = None
 
 
 @cache

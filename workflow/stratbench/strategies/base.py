@@ -295,6 +295,9 @@ class Strategy:
         """Return a context in which its libraries work on fake tensors and in fake groups, as torch does."""
         return nullcontext()
 
+    def forget_batch(self) -> None:
+        """Free what was made for a batch's size, so that the next step makes its own."""
+
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
         """Return the samples that a worker computes on in one `step`, also outside of training."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.extensions import at
 from stratbench.cell.installation import ROOT
 from stratbench.cell.text.words import counted, folded
 from stratbench.extensions.plan.check import check_study
@@ -26,7 +27,6 @@ from stratbench.extensions.plan.pages.check_text import check_text
 from stratbench.extensions.plan.pages.model_answer import answer_text, first_text
 from stratbench.extensions.plan.pages.text import network_text, plan_text, write_html
 from stratbench.extensions.plan.schedule import Records, make_plan, records_by_cell, timed_records
-from stratbench.extensions.projection.study import projected_trainings
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{told}: see below{more}", flush=True)
         records = records_by_cell(study, config["results"])
         timed = timed_records(records, cluster["gpu"])
-        projected = by_records(config, study, timed)
+        projected = list_projected(config, study, timed)
         plan = make_plan(config, checked, records, args.partition, projected)
     except ConfigError as error:
         print(folded([f"error: {error}"]), file=sys.stderr)
@@ -93,18 +93,22 @@ def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
     print(answer_text(answer_for(config, question_of(args), tell)))
 
 
-def by_records(
+def list_projected(
     config: dict[str, Any], study: Study, records: Records
 ) -> dict[Cell, ProjectedDuration]:
-    """The trainings that the records are projected to.
+    """Return the trainings that extensions project the records to.
 
     Raises:
-        ConfigError: For measured links that are none.
+        ConfigError: A file that an extension reads beside the records cannot be used.
     """
+    projected: dict[Cell, ProjectedDuration] = {}
     try:
-        return projected_trainings(config, study, records)
+        for _, addition in at("plans"):
+            if addition.durations is not None:
+                projected |= addition.durations(config, study, records)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return projected
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -131,6 +131,22 @@ class Plan:
     def named(self) -> bool:
         """Whether `device` is what the cells will run on, as far as the config says."""
         return self.gpu is not None or self.device == "CPU"
+
+
+@dataclass(frozen=True)
+class PlanAddition:
+    """What one extension adds to plans.
+
+    Attributes:
+        durations: Config, study and records -> durations of cells, of the study and beyond. A ValueError
+            ends the plan with its message.
+        questions: Yields questions, each with the sentences that answer it.
+    """
+
+    durations: (
+        Callable[[dict[str, Any], Study, Records], Mapping[Cell, ProjectedDuration]] | None
+    ) = None
+    questions: Callable[[Plan], Iterable[tuple[str, list[str]]]] | None = None
 
 
 def make_plan(

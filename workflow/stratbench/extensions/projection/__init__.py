@@ -12,6 +12,7 @@ EXTENSION = Extension(
     rules=("projection.smk",),
     commands="stratbench.extensions.projection:add_subcommands",
     reading="stratbench.extensions.projection.shown.section:READING",
+    plans="stratbench.extensions.projection.planning:ADDITION",
 )
 
 

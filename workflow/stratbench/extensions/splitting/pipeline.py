@@ -277,10 +277,12 @@ class Pipeline(ModelSplit):
         from stratbench.extensions.splitting.stages import measure_units
         from stratbench.workload.data.device_data import example_batch
         from stratbench.workload.known_values import ASKS_FOR_VALUES, KnownFakes
+        from stratbench.workload.torch_internals import unset_fake_temporarily
 
         like = next(model.parameters())
         cpu, layout = torch.device("cpu"), torch.contiguous_format
-        with KnownFakes():
+        # The plan calls this with fake tensors of its own, which another mode does not take.
+        with unset_fake_temporarily(), KnownFakes():
             x, _ = example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
             try:
                 return measure_units(model, units, x)
@@ -344,6 +346,9 @@ class Pipeline(ModelSplit):
             self._batch = samples
             self._schedule = self.make_schedule(samples)
         return self._schedule
+
+    def forget_batch(self) -> None:
+        self._schedule, self._stages, self._batch = None, [], 0
 
     def make_schedule(self, samples: int) -> Any:
         """Stages and their schedule for `samples`.

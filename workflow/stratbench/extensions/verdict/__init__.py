@@ -13,6 +13,7 @@ EXTENSION = Extension(
     commands="stratbench.extensions.verdict:add_subcommands",
     audited=("stratbench.extensions.verdict.full_runs",),
     reading="stratbench.extensions.verdict.reading:READING",
+    plans="stratbench.extensions.verdict.planning:ADDITION",
 )
 
 

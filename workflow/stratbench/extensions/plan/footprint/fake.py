@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,6 @@ from stratbench.extensions.plan.footprint.torch_internals import (
     torch_on_fakes,
 )
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.extensions.splitting.pipeline import Pipeline
-from stratbench.extensions.splitting.stages import MeasuredUnit
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import acceptance, base, mesh_of, strategy_class
@@ -169,8 +166,7 @@ def _step(
     trace.tag("activations", (x, y))
     strategy.step(x, y)
     _tag_kept(trace, strategy)
-    if isinstance(strategy, FakePipeline):
-        strategy.forget_schedule()
+    strategy.forget_batch()
 
 
 def evaluate(strategy: base.Strategy, request: Request) -> None:
@@ -243,9 +239,8 @@ def strategy_on_fakes(request: Request) -> base.Strategy:
     plan does.
     """
     cls = strategy_class(request.strategy)
-    for real, fake in ((ParameterServer, FakeParameterServer), (Pipeline, FakePipeline)):
-        if issubclass(cls, real):
-            cls = type(cls.__name__, (fake, cls), {})
+    if issubclass(cls, ParameterServer):
+        cls = type(cls.__name__, (FakeParameterServer, cls), {})
     return cls(cls.Options(**dict(request.options)))
 
 
@@ -273,18 +268,6 @@ def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
     weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
     buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
     return FlatTensors(weights, torch.zeros_like(weights), buffers)
-
-
-class FakePipeline(Pipeline):
-    """A worker of a pipeline whose other stages are not there."""
-
-    def measure(self, *args: Any) -> list[MeasuredUnit]:
-        with unset_fake_temporarily():
-            return super().measure(*args)
-
-    def forget_schedule(self) -> None:
-        """Have the next step make its own buffers, as large as its batch."""
-        self._schedule, self._stages, self._batch = None, [], 0
 
 
 def replicas_of(strategy: base.Strategy) -> list[Replica]:

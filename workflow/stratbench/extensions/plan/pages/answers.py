@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from stratbench.cell.extensions import at
 from stratbench.cell.text.words import bytes_text, counted, names_text
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
 from stratbench.extensions.plan.needs import data_bytes_of
 from stratbench.extensions.plan.quantities import cells_by, span_text
 from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned
-from stratbench.extensions.verdict.verdict_cost import sentences_on_a_verdict
 
 #: What a part of the memory is called in a sentence.
 PART_NAMES = {
@@ -52,10 +52,7 @@ def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
             list(_resharding(plan)),
         ),
         ("What takes the memory?", list(_dominant(plan))),
-        (
-            "What would a verdict by short paired blocks cost (`snakemake verdict`)?",
-            list(sentences_on_a_verdict(plan)),
-        ),
+        *(pair for _, a in at("plans") if a.questions for pair in a.questions(plan)),
     ]
 
 
