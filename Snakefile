@@ -29,13 +29,15 @@ if not IS_GIVEN_CONFIG:
 include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/train.smk"
-include: "workflow/rules/analysis.smk"
 
 
 for extension in installed().values():
     for name in extension.rules:
 
         include: f"workflow/rules/{name}"
+
+
+include: "workflow/rules/analysis.smk"
 
 
 rule all:

@@ -16,7 +16,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from extensions import find_extension, read_known
+from extensions import find_extension
 from stratbench.cell.extensions import installed
 
 ROOT = Path(__file__).parents[1]
@@ -182,7 +182,7 @@ def import_faults() -> list[str]:
         may_train = here != "extensions" or find_extension(module) in TRAINING
         for target in sorted(targets):
             there = part_of(target)
-            if floor_of(there) < floor_of(here) and f"{module} -> {target}" not in read_known():
+            if floor_of(there) < floor_of(here):
                 found.append(f"{module} imports {target}, which lies above it")
             elif there == "train" and not may_train:
                 found.append(f"{module} imports {target}, which this extension does without")
@@ -405,11 +405,9 @@ def _first_files() -> list[str]:
 def _extension_rows() -> list[str]:
     counts = Counter(map(find_extension, modules()))
     return [
-        "The core shall run without any of these. Each says in `workflow/stratbench/extensions/NAME` what it",
-        "adds. To delete one, delete that folder, its rules, `tests/extensions/NAME` and its line in",
-        "`extensions/__init__.py`.",
-        "`docs/known_dependencies.txt` lists the imports that still forbid it;",
-        "`tests/whole/test_deleting.py` lets the list only shrink.",
+        "The core runs without any of these, and imports none: `tests/whole/test_deleting.py` deletes each.",
+        "An extension says in `workflow/stratbench/extensions/NAME` what it adds. To delete it, delete that",
+        "folder, its line in `extensions/__init__.py`, its rules, its tests, and what needs it.",
         "",
         "| extension | what for | modules | needs | imports of the core |",
         "|---|---|--:|---|---|",

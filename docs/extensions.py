@@ -1,18 +1,15 @@
-"""Which modules belong to an extension, and which imports still forbid deleting one.
+"""Which modules belong to an extension, and which imports would forbid deleting one.
 
-The core (config, cells, training, records, tables, figures, report, decision) shall run without any
-extension, so that each can be deleted. `workflow/stratbench/extensions` declares them;
-`known_dependencies.txt` lists the imports that still forbid it.
+The core (config, cells, training, records, tables, figures, report, decision) runs without any extension, so
+that each can be deleted. `workflow/stratbench/extensions` declares them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from stratbench.cell.extensions import installed
 
-KNOWN_PATH = Path(__file__).with_name("known_dependencies.txt")
 #: Modules of each extension that are not yet below `extensions/NAME`; a package stands for all in it.
 MODULES = {
     "plan": ("plan", "extensions.plan.pages.prediction_section"),
@@ -88,9 +85,3 @@ def find_forbidden(imports: Mapping[str, Iterable[str]]) -> list[str]:
         allowed = {None, here, *(installed()[here].needs if here else ())}
         lines += [f"{importer} -> {t}" for t in targets if find_extension(t) not in allowed]
     return sorted(lines)
-
-
-def read_known() -> list[str]:
-    """Return the forbidden imports that are known and not yet cut."""
-    lines = KNOWN_PATH.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]

@@ -110,9 +110,10 @@ def write_page(
     decide.main([*common, *audited, "--out", str(out / "decision.csv"), *answers])
     compared = ["--cells-out", str(out / "against_cells.csv")]
     compared += ["--claims-out", str(out / "against_claims.csv")]
-    against.main([*common, *audited, *compared])
     summary = str(out / "summary.csv")
     tables.main([*common, *audited, "--summary-out", summary, "--out-dir", str(out / "tables")])
+    compared += ["--summary", summary, "--tables-out", str(out / "paper_tables")]
+    against.main([*common, *audited, *compared])
     common += ["--summary", summary]
     drawn = ["--epochs", str(out / "epochs.csv"), "--study-dir", str(study_dir)]
     if figures:
@@ -135,7 +136,7 @@ def write_page(
     if prediction is not None:
         (out / "prediction.csv").write_text(prediction)
     folder = ["--folder", str(out), "--study-dir", str(study_dir)]
-    assert report.main([*folder, *options]) == 0
+    assert report.main([*folder, *audited, *options]) == 0
     return out / "report.html"
 
 
@@ -271,7 +272,7 @@ def test_the_answer_of_a_queue_stands_with_its_modes(tmp_path):
         ],
     }
     answers = path.with_name("answers.json")
-    answers.write_text(json.dumps(json.loads(answers.read_text()) | {"queue": queue}))
+    answers.write_text(json.dumps(json.loads(answers.read_text()) | {"further": {"queue": queue}}))
     report.main(["--folder", str(path.parent), "--study-dir", str(path.parent)])
     text = " ".join(" ".join(Page(path.read_text()).text).split())
     assert "With the queue: split synchronous, 2.2 h." in text
@@ -471,11 +472,11 @@ def test_the_whole_paper_study_renders(tmp_path):
     for svg in drawn:
         for kind in sheet.FORMATS if svg.parts[-3] == "straggler" else [".svg"]:
             assert svg.with_suffix(kind).stat().st_size > 1000
-    sources = pd.read_csv(study / "tables" / "paper" / "table_8_sources.csv")
+    sources = pd.read_csv(study / "paper_tables" / "table_8_sources.csv")
     for records in sources["records"].dropna():
         for where in records.split():
             assert (study / "cells" / where / "rep0" / "record.json").exists()
-    table = pd.read_csv(study / "tables" / "paper" / "table_6.csv")
+    table = pd.read_csv(study / "paper_tables" / "table_6.csv")
     modified = table[table["strategy"] == "ps-async-modified"].set_index(["experiment", "model"])
     for experiment in ("modified-async", "common"):
         assert modified.loc[(experiment, "resnet50"), "1 workers"] == ">3000"

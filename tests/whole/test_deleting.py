@@ -1,7 +1,4 @@
-"""The core imports no extension, but for a list of known imports that may only shrink.
-
-An extension that no such import holds is deleted from a copy of the workflow, which then runs without it.
-"""
+"""The core imports no extension: each is deleted from a copy of the workflow, which then runs without it."""
 
 from __future__ import annotations
 
@@ -25,9 +22,6 @@ import architecture  # noqa: E402
 import extensions  # noqa: E402
 from stratbench.cell.extensions import installed  # noqa: E402
 
-#: The number of known imports when the list was made. Lower it with the list; never raise it.
-MAX_KNOWN = 6
-
 
 def all_imports() -> dict[str, set[str]]:
     """Modules and rules files, each with the modules that it imports or starts."""
@@ -38,18 +32,10 @@ def all_imports() -> dict[str, set[str]]:
     return imports
 
 
-def test_no_import_forbids_deleting_an_extension_but_the_known_ones():
-    forbidden, known = extensions.find_forbidden(all_imports()), extensions.read_known()
-    new = sorted(set(forbidden) - set(known))
-    assert not new, f"new imports of extensions; let the extension register itself instead: {new}"
-    gone = sorted(set(known) - set(forbidden))
-    assert not gone, f"no longer there; delete these lines of {extensions.KNOWN_PATH.name}: {gone}"
-
-
-def test_the_list_of_known_imports_only_shrinks():
-    known = extensions.read_known()
-    assert known == sorted(set(known))
-    assert len(known) <= MAX_KNOWN
+def test_no_import_forbids_deleting_an_extension():
+    assert extensions.find_forbidden(all_imports()) == [], (
+        "let the extension register itself instead"
+    )
 
 
 def test_extensions_need_each_other_in_no_circle():
@@ -108,14 +94,8 @@ def with_those_that_need(name: str) -> set[str]:
     return gone
 
 
-def is_held(gone: set[str]) -> bool:
-    """Whether a known import forbids deleting these extensions."""
-    pairs = [map(extensions.find_extension, line.split(" -> ")) for line in extensions.read_known()]
-    return any(imported in gone and importer not in gone for importer, imported in pairs)
-
-
-#: Of each extension that can be deleted, all that goes with it.
-WHOLE = {name: gone for name in installed() if not is_held(gone := with_those_that_need(name))}
+#: Of each extension, all that goes with it.
+WHOLE = {name: with_those_that_need(name) for name in installed()}
 
 
 def copy_without(gone: set[str], root: Path) -> None:
@@ -160,10 +140,6 @@ def trained() -> dict[str, list[str] | str]:
     return load(ROOT)
 
 
-def test_extensions_can_be_deleted():
-    assert {"deepspeed", "local", "emit", "sets", "tune"} <= WHOLE.keys()
-
-
 @pytest.mark.parametrize("name", WHOLE)
 def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, trained, tmp_path):
     copy_without(WHOLE[name], tmp_path)
@@ -177,14 +153,17 @@ def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, traine
             assert found == trained[study], "deleting an extension would train cells anew"
 
 
-def test_without_all_that_can_be_deleted_the_demo_is_planned(tmp_path):
-    copy_without(set().union(*WHOLE.values()), tmp_path)
+def test_without_any_extension_the_demo_is_planned_and_reported(tmp_path):
+    copy_without(set(installed()), tmp_path)
     config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
     config["studies"] = {"demo": config["studies"]["demo"]}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    done = run(tmp_path, "-m", "snakemake", "-n")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^train_cell +\d+$", done.stdout, re.M)
+    planned = run(tmp_path, "-m", "snakemake", "-n")
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert re.search(r"^train_cell +\d+$", planned.stdout, re.M)
+    reported = run(tmp_path, "-m", "snakemake", "-c1", "partial")
+    assert reported.returncode == 0, reported.stdout + reported.stderr
+    assert (tmp_path / "results/demo/partial/report.html").exists()
     assert run(tmp_path, "-m", "stratbench.command", "--help").returncode == 0
 
 

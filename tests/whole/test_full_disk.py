@@ -61,9 +61,11 @@ def stages(study: Path, out: Path) -> dict[str, tuple]:
         ]),
         "against": (against.main, [
             *both, "--cells-out", str(out / "against_cells.csv"), "--claims-out",
-            str(out / "against_claims.csv"),
+            str(out / "against_claims.csv"), "--summary", summary, "--tables-out", str(out / "paper_tables"),
         ]),
-        "report": (report.main, ["--folder", str(out), "--study-dir", str(study), "--partial"]),
+        "report": (report.main, [
+            "--folder", str(out), "--study-dir", str(study), "--audit", findings, "--partial",
+        ]),
     }  # fmt: skip
 
 

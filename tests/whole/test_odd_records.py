@@ -194,8 +194,10 @@ def test_every_later_stage_goes_through(odd: Odd) -> None:
     assert plots.main([*drawn, "--out-dir", str(here / "plots")]) == 0
     outs = ["--cells-out", str(here / "against_cells.csv")]
     outs += ["--claims-out", str(here / "against_claims.csv")]
+    outs += ["--summary", summary, "--tables-out", str(here / "paper_tables")]
     assert against.main([*both, *outs]) == 0
-    assert report.main(["--folder", str(here), "--study-dir", str(here), "--partial"]) == 0
+    folders = ["--folder", str(here), "--study-dir", str(here)]
+    assert report.main([*folders, "--audit", findings, "--partial"]) == 0
     text = (here / "report.html").read_text()
     assert "record.json" in text
 

@@ -21,59 +21,27 @@ onerror:
         print(folded(failed), file=sys.stderr, flush=True)
 
 
-# A simulation, where `decide` asks for one: the way of a training through a cluster's queue.
-QUEUE_STAGE = (
-    {
-        "queue": "-m stratbench.extensions.queue --config @queue --out {params.out:q}/queue.json"
-    }
-    if CONFIG["decide"].get("queue")
-    else {}
-)
-# A number of GPUs that an experiment lacks is projected to before a decision, from the records that are there.
-ASK_PROJECTION, USE_PROJECTION = (
-    (
-        "-m stratbench.extensions.projection --config @asking"
-        f" --most {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv ",
-        " --evidence projection={params.out:q}/asked_projection.csv",
-    )
-    if ASKS_PROJECTION
-    else ("", "")
-)
-
-
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
-# the stages make of its records, itself or one below it.
+# the stages make of its records, itself or one below it. Extensions add to each.
 STAGES = {
     "collect": "-m stratbench.analysis.records.collect --expected {params.study:q}/cells.json"
     " --skipped @skipped --targets @targets --study @trained"
     " --records-root {params.study:q}/cells"
     " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv",
-    "audit": "-m stratbench.extensions.audit --cells {params.out:q}/cells.csv"
-    " --study-dir {params.study:q} --out {params.out:q}/audit.csv",
     "tables": "-m stratbench.analysis.tables.tables --cells {params.out:q}/cells.csv"
-    " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
-    " --out-dir {params.out:q}/tables",
-    **QUEUE_STAGE,
-    "decide": ASK_PROJECTION
-    + "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
-    " --audit {params.out:q}/audit.csv --constraints @constraints"
-    " --evidence verdict={params.verdict:q}"
-    + USE_PROJECTION
-    + " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json"
-    + (" --queue {params.out:q}/queue.json" if QUEUE_STAGE else ""),
+    " --summary-out {params.out:q}/summary.csv --out-dir {params.out:q}/tables",
+    "decide": "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
+    " --constraints @constraints --evidence {params.evidence:q}"
+    " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
     "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
     " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
     " --answers {params.out:q}/answers.json"
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
-    "against": "-m stratbench.extensions.paper.against --cells {params.out:q}/cells.csv"
-    " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
-    " --claims-out {params.out:q}/against_claims.csv",
     "report": "-m stratbench.analysis.report.report --folder {params.out:q}"
-    " --study-dir {params.study:q} --verdict={params.verdict:q}"
+    " --study-dir {params.study:q} --evidence {params.evidence:q}"
     " --description={params.description:q}",
 }
-# A decision, and before it the simulation that it may go by.
-DECIDE = " ".join(STAGES[stage] for stage in (*QUEUE_STAGE, "decide"))
+STAGES = {name: " ".join([line, *ADDED[name].options]) for name, line in STAGES.items()}
 
 
 rule merge_records:
@@ -102,33 +70,10 @@ rule merge_records:
         PROGRAM + VALUES + STAGES["collect"] + " > {log:q} 2>&1"
 
 
-rule audit_records:
-    input:
-        cells=f"{RESULTS}/{{study}}/cells.csv",
-        records=JOBS.record_paths(),
-        verdict=evidence_files("verdict"),  # its blocks are evidence
-    output:
-        f"{RESULTS}/{{study}}/audit.csv",
-    log:
-        f"{RESULTS}/{{study}}/logs/audit_records.log",
-    benchmark:
-        f"{RESULTS}/{{study}}/benchmarks/audit_records.tsv"
-    localrule: True
-    conda:
-        ENV
-    params:
-        study=study_dir,
-        out=study_dir,
-    message:
-        "audit the records of {wildcards.study}"
-    shell:
-        PROGRAM + STAGES["audit"] + " > {log:q} 2>&1"
-
-
 rule make_tables:
     input:
+        added_inputs("tables"),
         cells=f"{RESULTS}/{{study}}/cells.csv",
-        audit=f"{RESULTS}/{{study}}/audit.csv",
     output:
         summary=f"{RESULTS}/{{study}}/summary.csv",
         # A folder: what no cell of an experiment has measured has no table.
@@ -182,15 +127,11 @@ rule make_plots:
 
 rule make_decision:
     input:
+        added_inputs("decide"),
         cells=f"{RESULTS}/{{study}}/cells.csv",
-        audit=f"{RESULTS}/{{study}}/audit.csv",
-        verdict=evidence_files("verdict"),
-        history=history_of,
-        links=evidence_files("links") if ASKS_PROJECTION else [],
     output:
         f"{RESULTS}/{{study}}/decision.csv",
         f"{RESULTS}/{{study}}/answers.json",
-        [f"{RESULTS}/{{study}}/queue.json" for _ in QUEUE_STAGE],
     log:
         f"{RESULTS}/{{study}}/logs/make_decision.log",
     benchmark:
@@ -202,49 +143,19 @@ rule make_decision:
         study=study_dir,
         out=study_dir,
         constraints=constraints,
-        queue=asked_of_queue,
-        asking=asking,
-        verdict=evidence("verdict"),
+        evidence=evidence("decide"),
     message:
         "rank the strategies of {wildcards.study}"
     shell:
-        f"{PROGRAM}{VALUES}{DECIDE} > {{log:q}} 2>&1"
-
-
-rule compare_with_paper:
-    input:
-        cells=f"{RESULTS}/{{study}}/cells.csv",
-        audit=f"{RESULTS}/{{study}}/audit.csv",
-    output:
-        cells=f"{RESULTS}/{{study}}/against_cells.csv",
-        claims=f"{RESULTS}/{{study}}/against_claims.csv",
-    log:
-        f"{RESULTS}/{{study}}/logs/compare_with_paper.log",
-    benchmark:
-        f"{RESULTS}/{{study}}/benchmarks/compare_with_paper.tsv"
-    localrule: True
-    conda:
-        ENV
-    params:
-        study=study_dir,
-        out=study_dir,
-    message:
-        "compare {wildcards.study} with the paper"
-    shell:
-        PROGRAM + STAGES["against"] + " > {log:q} 2>&1"
+        PROGRAM + VALUES + STAGES["decide"] + " > {log:q} 2>&1"
 
 
 rule write_report:
     input:
-        f"{RESULTS}/{{study}}/against_cells.csv",
-        f"{RESULTS}/{{study}}/against_claims.csv",
+        added_inputs("report"),
         f"{RESULTS}/{{study}}/answers.json",
         cells=f"{RESULTS}/{{study}}/cells.csv",
-        audit=f"{RESULTS}/{{study}}/audit.csv",
-        verdict=evidence_files("verdict"),
         summary=f"{RESULTS}/{{study}}/summary.csv",
-        shown=evidence_files("prediction", "links", "projection"),
-        paper=f"{RESULTS}/{{study}}/against_claims.csv",
         plots=FIGURES,
         tables=TABLES,
     output:
@@ -254,12 +165,7 @@ rule write_report:
             category="Report",
             labels={"figure": "The whole report"},
         ),
-        report(
-            f"{RESULTS}/{{study}}/explore.html",
-            caption="../report/explore.rst",
-            category="Report",
-            labels={"figure": "All cells to explore"},
-        ),
+        ADDED["report"].outputs,
     log:
         f"{RESULTS}/{{study}}/logs/write_report.log",
     benchmark:
@@ -271,7 +177,7 @@ rule write_report:
         study=study_dir,
         out=study_dir,
         description=description,
-        verdict=evidence("verdict"),
+        evidence=evidence("report"),
     message:
         "write the report of {wildcards.study}"
     shell:
@@ -289,6 +195,7 @@ rule partial:
     conda:
         ENV
     params:
+        **added_params(STAGES),
         study=lambda w, input: str(Path(input[0]).parent),
         out=lambda w, input: str(Path(input[0]).parent / "partial"),
         skipped=skipped,
@@ -296,19 +203,14 @@ rule partial:
         trained=as_trained,
         description=description,
         constraints=constraints,
-        queue=asked_of_queue,
-        asking=asking,
-        verdict=evidence("verdict"),
+        evidence=evidence("report"),
     message:
         f"merge the records of {STUDY.name} that are there"
     shell:
         PROGRAM
         + VALUES
         + "--hold {params.out:q} "
-        + " ".join(
-            STAGES[stage] + (" --partial" if stage in ("collect", "report") else "")
-            for stage in STAGES
-        )
+        + in_one_process(STAGES, STAGES)
         + " 2>&1 | tee {log:q}"
 
 
@@ -323,22 +225,21 @@ rule decide:
     conda:
         ENV
     params:
+        **added_params(["decide"]),
         study=lambda w, input: str(Path(input[0]).parent),
         out=lambda w, input: str(Path(input[0]).parent / "decision"),
         skipped=skipped,
         targets=targets,
         trained=as_trained,
         constraints=constraints,
-        queue=asked_of_queue,
-        asking=asking,
-        verdict=evidence("verdict"),
+        evidence=evidence("decide"),
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"
     shell:
         f"set -o pipefail; {FIND_PACKAGE}("
         f"mkdir -p {{params.out:q}}"
-        f" && {RUN}{VALUES}--hold {{params.out:q}} {STAGES['collect']} --partial {STAGES['audit']}"
+        f" && {RUN}{VALUES}--hold {{params.out:q}} {in_one_process(['collect'], STAGES)}"
         " > {params.out:q}/records.txt"
         f" && {RUN}{VALUES}--hold {{params.out:q}}"
-        f" {DECIDE}"
+        f" {in_one_process(['decide'], STAGES)}"
         ") 2>&1 | tee {log:q}"

@@ -3,7 +3,8 @@ import json
 import re
 import sys
 import time
-from dataclasses import fields
+from collections import defaultdict
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -21,8 +22,28 @@ from stratbench.study.config.config import load_config
 from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.schema import constraints_of
 from stratbench.study.slurm import live_jobs
 from stratbench.workload.data.prepared import meta_name
+
+
+@dataclass
+class Addition:
+    """What extensions add to a stage of the analysis."""
+
+    #: Their own stages, as command lines, which run before it and after it where one process runs all.
+    before: list = field(default_factory=list)
+    after: list = field(default_factory=list)
+    #: Options of its command line, and files that it writes.
+    options: list = field(default_factory=list)
+    outputs: list = field(default_factory=list)
+    #: Functions that give the path of a further input; an empty text where there is none.
+    inputs: list = field(default_factory=list)
+    #: The same by extension, for inputs that the command line names.
+    evidence: dict = field(default_factory=dict)
+    #: Parameters that the command lines of their own stages name.
+    params: dict = field(default_factory=dict)
+
 
 try:
     CONFIG, STUDY = load_config(config, internals.get_config_files(workflow))
@@ -64,10 +85,6 @@ CELL = f"{{study}}/cells/{CELL_PATTERN}"
 LOGS = f"{{study}}/logs/{CELL_PATTERN}"
 # Of this study alone, for a command line.
 STUDY_CONFIG = CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}}
-# Whether `decide` asks for a number of GPUs on which some experiment trains nothing.
-ASKS_PROJECTION = CONFIG["decide"]["gpus"] is not None and any(
-    CONFIG["decide"]["gpus"] not in e.matrix["gpus"] for e in STUDY.experiments.values()
-)
 
 # The rules of extensions add to these.
 # Functions that say of cells that nothing can train them, before the first is submitted.
@@ -80,8 +97,8 @@ TRAINING_JOBS = []
 TRAINED_BY = {}
 # Functions that give what each worker job of a cell asks SLURM for, by its cell and resources, or an empty text.
 WORKER_JOBS = []
-# By its name, a function that gives the path of a file for the analysis; an empty text where there is none.
-EVIDENCE = {}
+# By a stage of the analysis (its name in STAGES, or that of an extension), what extensions add to it.
+ADDED = defaultdict(Addition)
 
 
 wildcard_constraints:
@@ -135,29 +152,7 @@ def as_trained(wildcards, input):
 
 def constraints(wildcards):
     """What `decide` ranks under."""
-    # A peak fits with the same reserve as in the plan.
-    given = CONFIG["decide"] | {"memory_margin": CONFIG["cluster"]["memory_margin"]}
-    return json.dumps(given)
-
-
-def asked_of_queue(wildcards):
-    """What is simulated for `decide.queue`; an empty text where there is none."""
-    if not CONFIG["decide"].get("queue"):
-        return ""
-    decide = {key: CONFIG["decide"][key] for key in ("queue", "equivalence_margin")}
-    cluster = {"gpus_per_node": CLUSTER["gpus_per_node"]}
-    return json.dumps({"decide": decide, "cluster": cluster}, sort_keys=True)
-
-
-def history_of(wildcards):
-    """The file of `decide.queue.history`, as a list."""
-    asked = CONFIG["decide"].get("queue") or {}
-    return [Path(asked["history"]).expanduser()] if asked.get("history") else []
-
-
-def asking(wildcards):
-    """The config, for a decision on a number of GPUs that is projected to; of no use to others."""
-    return json.dumps(STUDY_CONFIG, sort_keys=True) if ASKS_PROJECTION else ""
+    return json.dumps(constraints_of(CONFIG))
 
 
 def description(wildcards):
@@ -217,14 +212,41 @@ def existing(*names):
     return str(path) if path.exists() else ""
 
 
-def evidence(name):
-    """A function that gives the path of a file for the analysis; an empty text where there is none."""
-    return lambda wildcards: EVIDENCE[name]() if name in EVIDENCE else ""
+def evidence(stage):
+    """A function that gives the files of extensions that a stage reads beside the records, as NAME=PATH."""
+    return lambda wildcards: [
+        f"{name}={path}"
+        for name, path_of in ADDED[stage].evidence.items()
+        if (path := path_of())
+    ]
 
 
-def evidence_files(*names):
-    """A function that gives those that are there, as inputs."""
-    return lambda wildcards: list(filter(None, (evidence(n)(wildcards) for n in names)))
+def added_inputs(stage):
+    """A function that gives the files that extensions have a stage read."""
+    added = ADDED[stage]
+    return lambda wildcards: [
+        path
+        for path_of in (*added.inputs, *added.evidence.values())
+        if (path := path_of())
+    ]
+
+
+def added_params(stages):
+    """What the command lines of extensions around some stages name."""
+    return {
+        key: value for stage in stages for key, value in ADDED[stage].params.items()
+    }
+
+
+def in_one_process(names, stages):
+    """The command line of a process that runs some stages, by name, on the records that are there."""
+    partial = dict.fromkeys(("collect", "report"), " --partial")
+    return " ".join(
+        line
+        for name in names
+        for added, stage in [(ADDED[name], stages[name] + partial.get(name, ""))]
+        for line in (*added.before, stage, *added.after)
+    )
 
 
 def failed_jobs():

@@ -8,7 +8,8 @@ links_request = cache(
         cluster_nodes() if internals.is_on_slurm(workflow) else []
     )
 )
-EVIDENCE["links"] = lambda: existing("links", "links.csv")
+for stage in ("projection", "report"):
+    ADDED[stage].inputs.append(lambda: existing("links", "links.csv"))
 
 
 # What links cost, measured by processes of their own: on this machine, or on SLURM by a job on two nodes

@@ -3,7 +3,7 @@ from stratbench.extensions.plan.start_check import faults_of_networks
 
 or_workflow_error(named_gpus, CLUSTER)
 START_CHECKS.append(faults_of_networks)
-EVIDENCE["prediction"] = lambda: f"{RESULTS}/{STUDY.name}/prediction.csv"
+ADDED["report"].inputs.append(lambda: f"{RESULTS}/{STUDY.name}/prediction.csv")
 
 
 # Planning: what the study will need, take and cost, told before anything runs: `snakemake plan`. It trains

@@ -61,4 +61,6 @@ TRAINED_BY["run_block"] = block_of
 TRAINING_JOBS.append(block_jobs)
 BEFORE_JOBS.append(begin_round)
 AFTER_JOBS.append(end_round)
-EVIDENCE["verdict"] = told_verdict
+ADDED["audit"].inputs.append(told_verdict)  # its blocks are audited, too
+ADDED["decide"].evidence["verdict"] = told_verdict
+ADDED["report"].evidence["verdict"] = told_verdict

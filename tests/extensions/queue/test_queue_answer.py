@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
+from stratbench.analysis.decision.constraints import Constraints
 from stratbench.command import CommandError
 from stratbench.extensions.queue import answer as answers
-from stratbench.extensions.queue.__main__ import main
 from stratbench.extensions.queue.answer import answer
 from stratbench.extensions.queue.background import poisson
 from stratbench.extensions.queue.break_even import (
@@ -27,12 +27,13 @@ from stratbench.extensions.queue.break_even import (
     poisson_queue,
     recorded_queue,
 )
+from stratbench.extensions.queue.evidence import QueueEvidence
 from stratbench.extensions.queue.history import FIELDS
 from stratbench.extensions.queue.request import QueueRequest
 from stratbench.extensions.queue.simulator import Cluster, Rules
 from stratbench.extensions.sets import from_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import check_keys, checked_block
+from stratbench.study.config.schema import check_keys, checked_block, constraints_of
 
 
 def times(**hours):
@@ -173,13 +174,14 @@ def few(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{}, {"preemptible": True, "slow_nodes": 0.1, "slow_factor": 3.0}])
-def test_a_simulation_answers_with_time_interval_and_mode(few, tmp_path, capsys, how):
+def test_a_simulation_answers_with_time_interval_and_mode(few, capsys, how):
     queue = {"num_gpus": 8, "training_hours": 1.0, "load": 0.8, "nodes": 4} | how
-    config = {"decide": checked_block("decide", {"queue": queue}), "cluster": {"gpus_per_node": 4}}
-    out = tmp_path / "queue.json"
-    assert main(["--config", json.dumps(config), "--out", str(out)]) == 0
+    cluster = {"gpus_per_node": 4, "memory_margin": 0.1}
+    given = constraints_of(
+        {"decide": checked_block("decide", {"queue": queue}), "cluster": cluster}
+    )
+    found = QueueEvidence(Constraints.from_json(json.dumps(given))).answer()
     assert "queue: 3 of 3 moments simulated" in capsys.readouterr().err
-    found = json.loads(out.read_text())
     chosen = [a for a in found["modes"] if a["chosen"]]
     assert [a["mode"] for a in chosen] == [found["mode"]]
     assert chosen[0]["hours_low"] < chosen[0]["hours"] < chosen[0]["hours_high"]
@@ -277,10 +279,9 @@ def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
     asked = "decide={queue: {num_gpus: 8, training_hours: 1, load: 0.5, nodes: 4}}"
     assert from_set.decide("paper:v2", [asked], tmp_path / "out") == 0
     text = capsys.readouterr().out
-    queue = json.loads((tmp_path / "out/queue.json").read_text())
+    queue = json.loads((tmp_path / "out/answers.json").read_text())["further"]["queue"]
     assert queue["headline"] in " ".join(text.split())
     assert "  Not modelled: fair-share" in text
-    assert json.loads((tmp_path / "out/answers.json").read_text())["queue"] == queue
     with pytest.raises(CommandError, match="give either load or history"):
         from_set.decide(
             "paper:v2", ["decide={queue: {num_gpus: 8, training_hours: 1}}"], tmp_path / "out"

@@ -51,7 +51,8 @@ def told(tmp_path_factory) -> Files:
     decide.main([*both, "--evidence", f"verdict={root}/verdict/verdict.json", "--out", f"{root}/decision.csv",
                  "--answers-out", f"{root}/answers.json"])  # fmt: skip
     against.main([*both, "--cells-out", f"{root}/against_cells.csv",
-                  "--claims-out", f"{root}/against_claims.csv"])  # fmt: skip
+                  "--claims-out", f"{root}/against_claims.csv", "--summary", f"{root}/summary.csv",
+                  "--tables-out", f"{root}/paper_tables"])  # fmt: skip
     return files
 
 
@@ -137,8 +138,11 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
 
 def written_report(told, verdict: str, folder: Path) -> str:
     """The report's HTML, as of this verdict.json."""
-    given = replace(report.read_input(told.root, told.root, verdict), folder=folder)
-    for name in ("summary.csv", "against_cells.csv", "against_claims.csv", "tables", "plots"):
+    evidence = [f"verdict={verdict}"] if verdict else []
+    audited = told.root / "audit.csv"
+    given = replace(report.read_input(told.root, told.root, audited, evidence), folder=folder)
+    compared = ("against_cells.csv", "against_claims.csv", "paper_tables")
+    for name in ("summary.csv", "tables", "plots", *compared):
         (folder / name).symlink_to(told.root / name)
     [page, *_] = report.write_pages(
         given, list(list_readings().values()), partial=True, description=""

@@ -83,10 +83,10 @@ class Keys:
     extension: ClassVar[str]
 
     @classmethod
-    def settled(cls, given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the extension's part of `Settings.more` for an experiment.
+    def settled(cls, given: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the extension's part of `more` of Settings or Constraints, for a block that gives its keys.
 
-        `values` are the experiment's, and `given` those of them that the config sets.
+        `given` are the keys that the block gives; `whole`: all values of an experiment, else the config.
         """
         return given
 

@@ -36,8 +36,8 @@ class Constraints:
     homogeneous: bool = True
     #: Whether all workers start together and stay until the end.
     gang_scheduled: bool = True
-    #: `decide.queue`, for which a simulation gives the answer; None: nothing waits in a queue.
-    queue: Mapping[str, Any] | None = None
+    #: By extension, what the config gives for its keys of `decide`.
+    more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Constraints:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from stratbench.analysis.decision.short import (
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.reading import list_readings
-from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB, folded, worker_noun
 from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.study.config.consistency import check_model
@@ -225,7 +225,7 @@ def describe_decisions(
     notes: Sequence[str],
     given: Constraints,
     constraints: Sequence[str] = (),
-    queue: Mapping[str, Any] | None = None,
+    further: Iterable[Mapping[str, Any]] = (),
 ) -> str:
     """Return the decisions as text for a terminal, with one line per answer at the end.
 
@@ -234,7 +234,7 @@ def describe_decisions(
         notes: Findings on the whole study.
         given: Constraints of the decisions.
         constraints: Texts in place of those on `given`.
-        queue: Content of queue.json, if any.
+        further: Answers of extensions.
     """
     lines = [f"Constraints: {'; '.join(constraints or given.sentences())}.", *notes, ""]
     common = common_sentences(found)
@@ -248,8 +248,8 @@ def describe_decisions(
         lines.append("")
     if common:
         lines += [*(f"Of all of them: {sentence}" for sentence in common), ""]
-    if queue is not None:
-        lines += [queue["headline"], *(f"  {line}" for line in queue["lines"]), ""]
+    for answer in further:
+        lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
     lead = lead_of(named_answers(found))
     return folded([*lines, lead, *(answer_line(answer_of(d)) for d in found)])
 
@@ -279,15 +279,15 @@ def answers_as_json(
     found: Sequence[Decision],
     notes: Sequence[str],
     given: Constraints,
-    queue: Mapping[str, Any] | None = None,
+    further: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of answers.json: the decisions as texts, their constraints, and the queue.
+    """Return the content of answers.json: the decisions as texts, their constraints, and further answers.
 
     Args:
         found: Decisions.
         notes: Findings on the whole study.
         given: Constraints of the decisions.
-        queue: Content of queue.json, if any.
+        further: Answers of extensions by their names.
     """
     return {
         "common": common_sentences(found),
@@ -297,7 +297,7 @@ def answers_as_json(
         "across": list(notes),
         "lead": lead_of(named_answers(found)),
         "answers": [answer_of(decision) for decision in found],
-        "queue": queue,
+        "further": further or {},
     }
 
 
@@ -314,7 +314,7 @@ def write_decisions(
     given: Constraints,
     out: Path,
     answers_out: Path,
-    queue: Mapping[str, Any] | None = None,
+    evidence: Mapping[str, Evidence],
 ) -> str:
     """Write the matrix (CSV) and the answers (JSON), and return the answers for a terminal.
 
@@ -324,15 +324,26 @@ def write_decisions(
         given: Constraints of the decisions.
         out: CSV file to write.
         answers_out: JSON file to write.
-        queue: Content of queue.json, if any.
+        evidence: Evidence of extensions by their names.
     """
+    further = {name: answer for name, one in evidence.items() if (answer := one.answer())}
     rows = [row for decision in found for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
     write_atomic(
-        answers_out, json.dumps(answers_as_json(found, notes, given, queue), indent=1) + "\n"
+        answers_out, json.dumps(answers_as_json(found, notes, given, further), indent=1) + "\n"
     )
-    return describe_decisions(found, notes, given, queue=queue)
+    return describe_decisions(found, notes, given, further=further.values())
+
+
+def read_evidence(pairs: Iterable[str], given: Constraints) -> dict[str, Evidence]:
+    """Return by extension what it knows beside the records; `pairs`: its file, as EXTENSION=FILE."""
+    paths = dict(pair.split("=", 1) for pair in pairs)
+    return {
+        name: reading.evidence(paths.get(name, ""), given)
+        for name, reading in list_readings().items()
+        if reading.evidence is not None
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -341,31 +352,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="stratbench.analysis.decision.decide", description=__doc__
     )
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
-    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
     parser.add_argument(
         "--evidence",
-        action="append",
+        action="extend",
+        nargs="*",
         default=[],
         metavar="EXTENSION=FILE",
         help="a file that an extension reads beside the records, such as verdict=verdict.json",
     )
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
-    parser.add_argument("--queue", default="", help="the queue.json of `decide.queue`, if any")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
     parser.add_argument("--answers-out", type=Path, required=True, help="the decisions (JSON)")
     args = parser.parse_args(argv)
     given = Constraints.from_json(args.constraints)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
-    paths = dict(pair.split("=", 1) for pair in args.evidence)
-    evidence = [
-        reading.evidence(paths.get(name, ""), given)
-        for name, reading in list_readings().items()
-        if reading.evidence is not None
-    ]
-    queue = read_json(args.queue) if args.queue else None
+    evidence = read_evidence(args.evidence, given)
     try:
-        found = decisions(cells, findings, given, evidence)
-        print(write_decisions(found, findings, given, args.out, args.answers_out, queue))
+        found = decisions(cells, findings, given, list(evidence.values()))
+        print(write_decisions(found, findings, given, args.out, args.answers_out, evidence))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stratbench.analysis.decision.candidate import Candidate
@@ -38,3 +38,7 @@ class Evidence:
     def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on what would change the choice."""
         return ()
+
+    def answer(self) -> Mapping[str, Any] | None:
+        """Return an answer of its own: `headline` and `lines` in words. None if nothing asks for one."""
+        return None

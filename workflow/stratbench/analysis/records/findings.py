@@ -19,8 +19,10 @@ AUDIT_COLUMNS = (
 SEVERITIES = ("unusable", "warning", "note")
 
 
-def read_audit(path: Path) -> pd.DataFrame:
-    """Reads audit.csv, as the command line wrote it."""
+def read_audit(path: Path | None) -> pd.DataFrame:
+    """Return the findings of audit.csv; none if `path` is None."""
+    if path is None:
+        return pd.DataFrame(columns=list(AUDIT_COLUMNS))
     text = ("rule", "severity", "affects", "figures", "explanation", "version")
     return read_table(path, text=text, gpus="Int64", repeat="Int64")
 

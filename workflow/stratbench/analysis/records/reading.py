@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,8 @@ class ReportInput:
     findings: pd.DataFrame
     #: answers.json.
     decided: Mapping[str, Any]
-    #: The verdict.json that counts; "" if there is none.
-    verdict_path: str = ""
+    #: By extension, the path of a file that it shows and that does not lie in `folder`.
+    evidence: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

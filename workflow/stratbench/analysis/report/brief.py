@@ -16,15 +16,16 @@ from stratbench.cell.text.words import counted
 def answer_lines(folder: Path) -> Iterator[str]:
     """Yield the lines, from the files of a study in `folder`.
 
-    Reads answers.json, audit.csv and cells.csv without pandas, which is slow to import.
+    Reads answers.json, cells.csv and audit.csv, if there is one, without pandas, which is slow to import.
     """
     decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     yield decided["lead"]
     for d in decided["answers"]:
         yield answer_line(d)
-    counts = Counter(row["severity"] for row in read_rows(folder / "audit.csv"))
-    warnings = counted(counts["warning"], "warning")
-    yield f"Audit: {counts['unusable']} unusable, {warnings}, {counts['note']} to note."
+    if (audit := folder / "audit.csv").exists():
+        counts = Counter(row["severity"] for row in read_rows(audit))
+        warnings = counted(counts["warning"], "warning")
+        yield f"Audit: {counts['unusable']} unusable, {warnings}, {counts['note']} to note."
     skews_ms = [float(row["start_skew_ms"] or "nan") for row in read_rows(folder / "cells.csv")]
     known_ms = sorted(skew for skew in skews_ms if skew == skew)
     if known_ms:

@@ -358,21 +358,24 @@ def render(values: dict[str, Any]) -> str:
     return pages.render("report.html.j2", TEMPLATES, values=values)
 
 
-def read_input(folder: Path, study_dir: Path, verdict_path: str = "") -> ReportInput:
-    """Read the input of a report.
+def read_input(
+    folder: Path, study_dir: Path, audit: Path | None, evidence: Iterable[str] = ()
+) -> ReportInput:
+    """Read what a report is made from.
 
     Args:
-        folder: Folder of the other stages' files.
-        study_dir: The folder results/<study>.
-        verdict_path: The file verdict.json, if any.
+        folder: Where the other stages' files are.
+        study_dir: results/STUDY.
+        audit: audit.csv, if there is one.
+        evidence: Files of extensions, as EXTENSION=FILE.
     """
     return ReportInput(
         folder=folder,
         study_dir=study_dir,
         cells=read_cells(folder / "cells.csv"),
-        findings=read_audit(folder / "audit.csv"),
+        findings=read_audit(audit),
         decided=json.loads((folder / "answers.json").read_text(encoding="utf-8")),
-        verdict_path=verdict_path,
+        evidence=dict(pair.split("=", 1) for pair in evidence),
     )
 
 
@@ -409,11 +412,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, required=True, help="where the other stages' files are; for the page"
     )
     parser.add_argument("--study-dir", type=Path, required=True, help="results/<study>, for links")
-    parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
+    parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
+    parser.add_argument(
+        "--evidence",
+        nargs="*",
+        default=[],
+        metavar="EXTENSION=FILE",
+        help="a file that an extension shows, such as verdict=verdict.json",
+    )
     parser.add_argument("--description", default="", help="what the study is for")
     parser.add_argument("--partial", action="store_true", help="say that cells may be missing")
     args = parser.parse_args(argv)
-    given = read_input(args.folder, args.study_dir, args.verdict)
+    given = read_input(args.folder, args.study_dir, args.audit, args.evidence)
     for page in write_pages(given, list(list_readings().values()), args.partial, args.description):
         print(f"{page} ({page.stat().st_size / MIB:.1f} MiB)")
     return 0

@@ -21,7 +21,6 @@ from stratbench.analysis.records.score import score_of
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import counted, worker_noun
-from stratbench.extensions.paper.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
 from stratbench.statistics.intervals import QUARTILES_FROM
 
 _LATEX = {
@@ -281,34 +280,17 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
     return written
 
 
-def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
-    """Write the paper's tables 3 to 8 from these records, and the sources of table 8.
-
-    Args:
-        cells: Rows of cells.csv.
-        summary: Rows of summary.csv.
-        out_dir: Folder to write to.
-    """
-    table_8 = qualities(cells, summary)
-    for name, table in paper_tables(cells, summary, table_8):
-        table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
-        caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"
-        write_table(table, caption, out_dir / name)
-    write_atomic(out_dir / "table_8_sources.csv", table_8.to_csv(index=False))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.tables.tables", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
-    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
     parser.add_argument("--summary-out", type=Path, required=True, help="every number (CSV)")
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the tables")
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
     summary = summarise(cells, read_audit(args.audit))
     write_atomic(args.summary_out, summary.to_csv(index=False))
-    write_numbered(cells, summary, args.out_dir / "paper")
     print(f"{write_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
     return 0
 

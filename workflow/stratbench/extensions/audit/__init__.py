@@ -6,5 +6,6 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="which figures not to believe",
+    rules=("audit.smk",),
     reading="stratbench.extensions.audit.section:READING",
 )

@@ -6,5 +6,6 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="a page to browse cells",
+    rules=("explore.smk",),
     reading="stratbench.extensions.explore.explore:READING",
 )

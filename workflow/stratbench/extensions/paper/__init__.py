@@ -7,5 +7,6 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="the published tables and claims beside a study's own",
     needs=("audit",),
+    rules=("paper.smk",),
     reading="stratbench.extensions.paper.section:READING",
 )

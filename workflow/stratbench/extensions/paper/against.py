@@ -17,9 +17,11 @@ import pandas as pd
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Repeats
+from stratbench.analysis.tables.summary import read_summary
 from stratbench.cell.files import write_atomic
 from stratbench.extensions.paper import published
 from stratbench.extensions.paper.claims import judge_claims
+from stratbench.extensions.paper.numbered import write_numbered
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
 COLUMNS_OF = {"training_time_s": ("train_time_s", 1.0), "accuracy_percent": ("score_final", 100.0)}
@@ -99,11 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--cells-out", type=Path, required=True, help="published cells (CSV)")
     parser.add_argument("--claims-out", type=Path, required=True, help="claims (CSV)")
+    parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
+    parser.add_argument("--tables-out", type=Path, required=True, help="folder of tables 3 to 8")
     args = parser.parse_args(argv)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
     beside_ours, judged = published_cells(cells, findings), judge_claims(cells, findings)
     write_atomic(args.cells_out, beside_ours.to_csv(index=False))
     write_atomic(args.claims_out, judged.to_csv(index=False))
+    write_numbered(cells, read_summary(args.summary), args.tables_out)
     counts = ", ".join(f"{n} {name}" for name, n in judged["holds"].value_counts().items())
     print(
         f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"

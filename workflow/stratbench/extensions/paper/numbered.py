@@ -22,6 +22,8 @@ from stratbench.analysis.records.measures import (
     marked,
     measures_by_experiment,
 )
+from stratbench.analysis.tables.tables import workers_are, write_table
+from stratbench.cell.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,24 @@ def paper_tables(
     yield "table_8", qualities_wide(table_8)
 
 
+def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
+    """Write the paper's tables 3 to 8 from these records, and the sources of table 8.
+
+    Args:
+        cells: Rows of cells.csv.
+        summary: Rows of summary.csv.
+        out_dir: Folder to write to.
+    """
+    table_8 = qualities(cells, summary)
+    for name, table in paper_tables(cells, summary, table_8):
+        table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
+        caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"
+        write_table(table, caption, out_dir / name)
+    write_atomic(out_dir / "table_8_sources.csv", table_8.to_csv(index=False))
+
+
 def read_paper_tables(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the tables that `tables` wrote into `folder`, without empty ones, as id, title and texts."""
+    """Yield the tables of `write_numbered` in `folder`, without empty ones: id, title, columns, texts."""
     for name, title in TITLES.items():
         with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as f:
             columns, *rows = csv.reader(f)

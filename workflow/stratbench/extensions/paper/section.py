@@ -20,7 +20,7 @@ def make_paper_sections(given: ReportInput) -> Iterator[Section]:
     """Make the section where a cell has a counterpart in the paper."""
     paper = paper_section(given.folder)
     if paper["with_counterpart"]:
-        numbered = list(read_paper_tables(given.folder / "tables" / "paper"))
+        numbered = list(read_paper_tables(given.folder / "paper_tables"))
         html = render_section(TEMPLATE, paper=paper, numbered=numbered)
         yield Section("paper", html, "Against the paper")
 

@@ -7,5 +7,6 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="time to a result with the cluster's queue in it",
     keys={"decide": "stratbench.extensions.queue.request:DecideQueue"},
-    reading="stratbench.extensions.queue.section:READING",
+    rules=("queue.smk",),
+    reading="stratbench.extensions.queue.evidence:READING",
 )

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
+from stratbench.analysis.records.reading import ReportInput, Section, render_section
 
 TEMPLATE = Path(__file__).parent / "templates" / "queue.html.j2"
 
 
 def make_queue_sections(given: ReportInput) -> Iterator[Section]:
-    """Make the section, if the study has a queue."""
-    if queue := given.decided["queue"]:
+    """Make the section where the study asks for the queue."""
+    if queue := given.decided["further"].get("queue"):
         yield Section("queue", render_section(TEMPLATE, queue=queue), answers=True)
-
-
-READING = Reading(sections=make_queue_sections)

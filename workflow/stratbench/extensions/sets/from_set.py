@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import decisions, write_decisions
+from stratbench.analysis.decision.decide import decisions, read_evidence, write_decisions
 from stratbench.cell.files import claim_folder
 from stratbench.cell.text.words import folded, printable
 from stratbench.command import CommandError
 from stratbench.command.subcommands import changed
-from stratbench.extensions.queue.__main__ import write_answer
 from stratbench.extensions.sets.archive import SetError, extract
 from stratbench.extensions.sets.check import INVALID, describe_set, exit_code
 from stratbench.extensions.sets.export import export_set
 from stratbench.extensions.sets.keys import existing_sets
 from stratbench.extensions.sets.reading import ResultSet, read_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import check_keys, checked_block
+from stratbench.study.config.schema import check_keys, checked_block, constraints_of
 from stratbench.workload.data.own_data import is_own
 from stratbench.workload.tasks import TASKS
 
@@ -59,22 +58,17 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     folder = out or Path(f"{result_set.study}.decision")
     config = changed(result_set.config or {}, pairs)
     try:
-        given = checked_block("decide", config.get("decide", {}))
-        cluster = checked_block("cluster", config.get("cluster", {}))
+        blocks = {key: checked_block(key, config.get(key, {})) for key in ("decide", "cluster")}
+        check_keys("decide", blocks["decide"], blocks)
     except ConfigError as error:
         raise CommandError(str(error)) from None
-    given["memory_margin"] = cluster["memory_margin"]
     claim_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
-    queue = None
     try:
-        if given.get("queue"):
-            check_keys("decide", given, {"cluster": cluster})
-            queue = write_answer(given, cluster["gpus_per_node"], folder / "queue.json")
-            written.append(folder / "queue.json")
-        constraints = Constraints(**given)
-        found = decisions(result_set.cells, result_set.findings, constraints)
-        answers = write_decisions(found, result_set.findings, constraints, *written[:2], queue)
+        given = Constraints(**constraints_of(blocks))
+        evidence = read_evidence((), given)
+        found = decisions(result_set.cells, result_set.findings, given, list(evidence.values()))
+        answers = write_decisions(found, result_set.findings, given, *written, evidence)
     except ValueError as error:  # ConfigError is one
         raise CommandError(str(error)) from None
     print(printable(answers))
@@ -93,7 +87,8 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
             "name each set once, as NAME=SET: old=old.stratbench.zip new=results/demo"
         )
     try:
-        blocks = {key: checked_block(key, config.get(key, {})) for key in ("compare", "decide")}
+        keys = ("compare", "decide", "cluster")
+        blocks = {key: checked_block(key, config.get(key, {})) for key in keys}
         blocks["sets"] = checked_block("sets", named)
         check_keys("top", blocks, blocks)
         return compare_sets(
@@ -101,7 +96,7 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
             out or Path("compare"),
             blocks["compare"]["fail_above"],
             blocks["compare"]["prices"],
-            Constraints(**blocks["decide"]),
+            Constraints(**constraints_of(blocks)),
         )
     except (SetError, ConfigError) as error:
         raise CommandError(str(error)) from None

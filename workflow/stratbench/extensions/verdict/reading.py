@@ -13,7 +13,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "verdict.html.j2"
 
 def make_verdict_sections(given: ReportInput) -> Iterator[Section]:
     """Make the report's section where a verdict counts."""
-    verdict = read_verdict(given.verdict_path)
+    verdict = read_verdict(given.evidence.get("verdict", ""))
     if verdict is not None:
         # It draws, and matplotlib takes 0.5 s to import.
         from stratbench.extensions.verdict.section import verdict_section

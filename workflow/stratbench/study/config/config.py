@@ -6,13 +6,12 @@ Imported on every parse of the Snakefile, so nothing heavy is imported here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell, expand
-from stratbench.cell.extensions import keys_of
 from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import (
     REGISTRY,
@@ -24,6 +23,7 @@ from stratbench.strategies import (
 from stratbench.study.config.consistency import check_experiment
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.schema import keys_given
 from stratbench.study.config.validation import validate
 from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
@@ -105,7 +105,7 @@ class Study:
             own_task=self.own_task(values["task"]),
             global_batch=batch,
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
-            more=dict(_given_to_extensions(values)),
+            more=keys_given("experiment", values, values),
             **{key: values[key] for key in GIVEN},
         )
 
@@ -253,15 +253,6 @@ class Study:
             "gpus": values["gpus"],
             "repeats": values.get("repeats", self._study["repeats"]),
         }
-
-
-def _given_to_extensions(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each extension with what an experiment gives for its keys, other than their defaults."""
-    for name, keys in keys_of("experiment"):
-        default = {f.name: f.default for f in fields(keys) if f.metadata["given"]}
-        given = {k: values[k] for k in default if values.get(k, default[k]) != default[k]}
-        if held := keys.settled(given, values):
-            yield name, held
 
 
 def cell_seed(study_seed: int, model: str, repeat: int) -> int:

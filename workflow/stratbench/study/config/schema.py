@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -159,6 +160,35 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
         for experiment in study["experiments"].values():
             fill(experiment, schema()["$defs"]["experiment"]["properties"])
     return config
+
+
+def keys_given(
+    place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return by extension what a block gives for its keys, other than their defaults.
+
+    Args:
+        place: Where the block is: `experiment`, or the name of a block of the top level.
+        block: Its values.
+        whole: The block itself for an experiment; else the config.
+    """
+    more = {}
+    for name, keys in keys_of(place):
+        default = {f.name: f.default for f in fields(keys) if f.metadata["given"]}
+        given = {k: block[k] for k in default if block.get(k, default[k]) != default[k]}
+        if held := keys.settled(given, whole):
+            more[name] = held
+    return more
+
+
+def constraints_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a decision is made under: `decide`, and what it takes from other blocks."""
+    decide = config["decide"]
+    added = {field.name for _, keys in keys_of("decide") for field in fields(keys)}
+    constraints = {key: value for key, value in decide.items() if key not in added}
+    # A peak fits with the same reserve as in the plan.
+    constraints["memory_margin"] = config["cluster"]["memory_margin"]
+    return constraints | {"more": keys_given("decide", decide, config)}
 
 
 def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> None:

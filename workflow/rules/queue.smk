@@ -1,0 +1,7 @@
+def queue_history():
+    """The file of `decide.queue.history`; an empty text where none is given."""
+    history = (CONFIG["decide"]["queue"] or {}).get("history")
+    return str(Path(history).expanduser()) if history else ""
+
+
+ADDED["decide"].inputs.append(queue_history)
