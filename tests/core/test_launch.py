@@ -864,7 +864,7 @@ def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
     assert found.status == "error"
     assert found.reason.startswith(
         "rank1 had no memory left on GPU 3 (GPU-d8c5e28f) of node7, of which others used a part: "
-        "process 4711 79.50 GiB (85,362,475,008 bytes). "
+        "process 4711 79.5 GiB (85,362,475,008 bytes). "
     )
     # One that has its GPU to itself says as much of the strategy as alone.
     job.folder.write_worker(0, OOM | {"others": None})

@@ -240,7 +240,7 @@ FAULTS = [
             put("workers.1.memory.nvml_used_bytes", 66 * 2**30),
         ),
         "foreign-process-on-gpu",
-        "65 GiB of the GPU of rank 1",
+        "65.0 GiB of the GPU of rank 1",
     ),
     # Workers.
     Fault("a worker left no result", DDP, without_worker, "lost-workers", "ranks 1"),

@@ -413,6 +413,11 @@ def test_nothing_sent_is_told_in_the_unit_of_the_networks_weights(plan_of):
 
 def test_amounts_have_units_in_which_they_are_at_least_one():
     assert bytes_text(3 * GIB / 2) == "1.50 GiB"
+    assert [bytes_text(n * GIB) for n in (9.996, 79.5, 99.96)] == [
+        "10.0 GiB",
+        "79.5 GiB",
+        "100 GiB",
+    ]
     assert bytes_text(5 << 20) == "5 MiB"
     assert bytes_text(-(2 << 10)) == "-2 KiB"
     assert bytes_text(0) == "0"
@@ -836,7 +841,7 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
     )
     assert answer(pipeline=(3, 4, 30, False)) == (
         "quickest of those that fit: tensor (T = 4); tensor (T = 4) needs least, 4.00 GiB; pipeline (S = 4) "
-        "does not fit: it needs 30.00 GiB."
+        "does not fit: it needs 30.0 GiB."
     )
     assert answer(pipeline=(3, 4, 30, False), tensor=(5, 6, 40, False)).startswith(
         "pipeline (S = 4) needs"

@@ -11,7 +11,7 @@ from typing import Any
 
 from stratbench.cell.files import last_lines
 from stratbench.cell.run_folder import rank_of, worker_name
-from stratbench.cell.text.words import GIB
+from stratbench.cell.text.words import bytes_text
 from stratbench.ps.wire.link import RunEnded, ServerLost
 from stratbench.telemetry.machine.foreign_processes import describe_gpu
 from stratbench.train.agent import Exits, ProcessExit, has_joined
@@ -214,7 +214,7 @@ def _in_gib(held_bytes: int | None) -> str:
     return (
         "an unknown part"
         if held_bytes is None
-        else f"{held_bytes / GIB:.2f} GiB ({held_bytes:,} bytes)"
+        else f"{bytes_text(held_bytes)} ({held_bytes:,} bytes)"
     )
 
 

@@ -23,9 +23,11 @@ def unit_for(n_bytes: float) -> tuple[str, int]:
 
 
 def bytes_text(n_bytes: float) -> str:
-    """Return bytes as text, in GiB, MiB or KiB."""
+    """Return bytes as text: GiB with three digits, MiB or KiB as whole numbers."""
     name, unit = unit_for(n_bytes)
-    return f"{n_bytes / unit:.{2 if unit == GIB else 0}f} {name}" if n_bytes else "0"
+    value = n_bytes / unit
+    decimals = (abs(value) < 99.95) + (abs(value) < 9.995) if unit == GIB else 0
+    return f"{value:.{decimals}f} {name}" if n_bytes else "0"
 
 
 def hours_text(hours: float) -> str:

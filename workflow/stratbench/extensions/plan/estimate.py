@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings, schema_of_given
-from stratbench.cell.text.words import GIB
+from stratbench.cell.text.words import bytes_text
 from stratbench.extensions.plan.check import BY_COMMAND, equal_blocks, try_footprint
 from stratbench.extensions.plan.device_rates import find_gpu, gpu_device
 from stratbench.extensions.plan.footprint import fake
@@ -84,10 +84,10 @@ class Estimate:
 
     def __str__(self) -> str:
         memory = (self.allocated_bytes, self.reserved_bytes, self.shown_bytes)
-        allocated, reserved, shown = (f"{n / GIB:.2f}" for n in memory)
+        allocated, reserved, shown = map(bytes_text, memory)
         return (
             f"{self.strategy} on {self.gpus} x {self.gpu}, {self.batch} samples on each at once: "
-            f"{self.verdict}; {allocated} GiB allocated, {reserved} reserved, {shown} shown by nvidia-smi; "
+            f"{self.verdict}; {allocated} allocated, {reserved} reserved, {shown} shown by nvidia-smi; "
             f"largest batch {self.largest_batch}"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import GIB, counted, seconds_text
+from stratbench.cell.text.words import bytes_text, counted, seconds_text
 from stratbench.extensions.plan.check import Checked, Network
 from stratbench.extensions.plan.device_rates import (
     Device,
@@ -383,7 +383,7 @@ def _state(
     if not fit.may_run:
         return (
             "infeasible",
-            f"needs {fit.needed_bytes / GIB:.1f} GiB{_share_of_data(s, fit)}",
+            f"needs {bytes_text(fit.needed_bytes)}{_share_of_data(s, fit)}",
         )
     return "to do", ""
 
@@ -397,9 +397,8 @@ def _share_of_data(s: Subject, fit: DeviceFit) -> str:
         or n_bytes < fit.needed_bytes / 10
     ):
         return ""
-    return (
-        f", {n_bytes / GIB:.1f} of it for the data (data_placement: host keeps them in host memory)"
-    )
+    held = f", {bytes_text(n_bytes)} of it for the data"
+    return f"{held} (data_placement: host keeps them in host memory)"
 
 
 def longest_time_s(fit: DeviceFit | None) -> int | None:

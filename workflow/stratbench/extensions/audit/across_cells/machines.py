@@ -12,7 +12,7 @@ from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts, host_of
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
-from stratbench.cell.text.words import GIB, counted
+from stratbench.cell.text.words import GIB, bytes_text, counted
 from stratbench.extensions.audit.rule import AuditData, Case, named, record_rule, rows_of, rule
 from stratbench.telemetry.machine.foreign_processes import OTHERS_BYTES
 
@@ -143,7 +143,7 @@ def foreign_processes_in(facts: Facts) -> Iterator[str]:
                 seen[node, pid] = f"process {pid} on GPU {index} when the cell began"
     for node, foreign_processes in (facts("provenance.foreign_gpu_processes") or {}).items():
         for entry in foreign_processes:
-            held = f" with up to {entry['bytes'] / GIB:.3g} GiB" if entry["bytes"] else ""
+            held = f" with up to {bytes_text(entry['bytes'])}" if entry["bytes"] else ""
             gpu = "a MIG instance" if entry["gpu"] is None else f"GPU {entry['gpu']}"
             when = f"from {entry['first_s']:.0f} to {entry['last_s']:.0f} s"
             seen[node, entry["pid"]] = f"process {entry['pid']} on {gpu}{held}, seen {when}"
@@ -162,16 +162,15 @@ def memory_of_others(facts: Facts) -> Iterator[str]:
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
         reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
         if None not in (used, mine) and used - mine > spare:
-            yield f"{(used - mine) / GIB:.3g} GiB of {what} are not the worker's"
+            yield f"{bytes_text(used - mine)} of {what} are not the worker's"
         sampled = one.training.get(HELD["gpu"]) if one else None
         most = max(used or 0, sampled.most if sampled else 0)
         if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES + spare:
-            yield (
-                f"{most / GIB:.3g} GiB of {what} are in use, the worker reserved {reserved / GIB:.3g} GiB"
-            )
+            held = f"{bytes_text(most)} of {what} are in use"
+            yield f"{held}, the worker reserved {bytes_text(reserved)}"
         before = one.first.get(HELD["gpu"], 0) if one and not one.first_phase else 0
         if before > OTHERS_BYTES:
-            yield f"{before / GIB:.3g} GiB of {what} were in use before the cell began"
+            yield f"{bytes_text(before)} of {what} were in use before the cell began"
 
 
 def own_gpus(facts: Facts) -> set[tuple[int, int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from stratbench.cell.text.words import GIB, counted, folded, hours_text
+from stratbench.cell.text.words import GIB, bytes_text, counted, folded, hours_text
 from stratbench.extensions.plan.model_answer import Answer, StrategyAnswer
+from stratbench.extensions.plan.quantities import in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.study.resources import node_count_of
 
@@ -79,7 +80,7 @@ def _sentence(answer: Answer, choice: StrategyAnswer) -> str:
     noun = answer.counts.removesuffix("s") if not answer.data.is_text else "text"
     verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
     text = f"{_name(choice)} {verdict} with {counted(choice.micro_batch, noun)} at once"
-    held = f"{text}: {choice.memory.allocated_bytes / GIB:.1f} GiB per GPU."
+    held = f"{text}: {bytes_text(choice.memory.allocated_bytes)} per GPU."
     if choice.verdict == DOES_NOT_FIT:
         return held
     if choice.step_s is None:
@@ -118,7 +119,7 @@ def _table(answer: Answer) -> list[str]:
 def _row(answer: Answer, c: StrategyAnswer) -> list[str]:
     memory = (c.memory.allocated_bytes, c.memory.reserved_bytes, c.memory.shown_bytes)
     row = [c.strategy, "yes" if c.checkpointing else "no", c.verdict, str(c.micro_batch)]
-    row += [f"{n / GIB:.1f}" for n in memory]
+    row += [in_unit(n, GIB) for n in memory]
     if c.verdict == DOES_NOT_FIT or c.step_s is None:
         return [*row, "", "", ""]
     low, high, usual = map(_short, answer.rates_of(c))
@@ -135,11 +136,7 @@ def _short(number: float) -> str:
     """A rate with three digits: 4.21, 68.4k, 1.2M."""
     for unit, name in ((1e6, "M"), (1e3, "k")):
         if number >= unit:
-            return (
-                f"{number / unit:.3g}{name}"
-                if number < 1000 * unit
-                else f"{number / unit:.0f}{name}"
-            )
+            return f"{in_unit(number, unit)}{name}"
     return f"{number:.3g}"
 
 
