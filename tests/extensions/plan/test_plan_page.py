@@ -13,7 +13,7 @@ import yaml
 from browser import Browser
 from browser_fixtures import browser  # noqa: F401
 
-from stratbench.cell.text.words import COLUMNS
+from stratbench.cell.text.words import COLUMNS, bytes_text
 from stratbench.extensions.plan import check, one_network, public_runs, schedule
 from stratbench.extensions.plan.__main__ import main as plan_main
 from stratbench.extensions.plan.duration import ProjectedDuration, Span
@@ -346,6 +346,12 @@ def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
             assert there.fit.verdict == ("fits" if fits else "tight"), (strategy, batch)
             [shown] = figures(browser, [choice | {"batch": batch}])
             assert WORDS[shown["state"]] == there.fit.verdict, (strategy, batch)
+
+
+@pytest.mark.slow
+def test_amounts_of_memory_are_written_as_in_texts(page: Browser):
+    amounts = [0, 700, 3 << 19, 1023 << 20, 1.234 * 2**30, 9.996 * 2**30, 79.5 * 2**30, 1e13]
+    assert page.run(f"{amounts}.map(bytesText)") == [bytes_text(n) for n in amounts]
 
 
 @pytest.mark.slow

@@ -73,6 +73,8 @@ def as_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def hash_of_script(script: str) -> str:
-    """Return the hash by which a page's Content-Security-Policy allows its one script."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
+def script_values(path: Path) -> dict[str, str]:
+    """Return a page's one script, after what all such scripts share, and its hash for the page's policy."""
+    script = "".join(p.read_text(encoding="utf-8") for p in (SHARED / "interactive.js", path))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {"script": script, "script_hash": f"sha256-{digest}"}

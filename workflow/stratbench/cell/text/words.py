@@ -27,7 +27,7 @@ def bytes_text(n_bytes: float) -> str:
     name, unit = unit_for(n_bytes)
     value = n_bytes / unit
     decimals = (abs(value) < 99.95) + (abs(value) < 9.995) if unit == GIB else 0
-    return f"{value:.{decimals}f} {name}" if n_bytes else "0"
+    return f"{value:,.{decimals}f} {name}" if n_bytes else "0"
 
 
 def hours_text(hours: float) -> str:

@@ -1,7 +1,8 @@
 """Writes explore.html: all cells on one interactive page, with axes, filters and a table to choose from.
 
-The page needs no network and no other file. Its data are JSON in the page. Its script writes texts only
-as text, and a policy in the page forbids any other script and any request.
+The page needs no network and no other file. Its data are JSON in the page, and its state is that of a form in
+its HTML. Its script writes texts only as text, and a policy in the page forbids any other script and any
+request.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import base64
 import gzip
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from pathlib import Path
@@ -33,7 +36,18 @@ SET_COLUMN = Column("set", "text", "", None, "The result set that the cell is fr
 #: Numbers that name or count something: they are listed, not put on a continuous axis.
 DISCRETE = ("gpus", "repeat")
 #: The columns that come first among the filters.
-FIRST = ("set", "experiment", "model", "strategy", "gpus", "repeat", "status")
+FIRST = ("set", "experiment", "model", "strategy", "gpus", "repeat", "status", "audit")
+#: The columns whose values are listed as they come, not sorted.
+AS_THEY_COME = ("set", "experiment", "strategy", "model", "audit")
+#: Columns with more values than this have no filter; fewer for measured numbers, none for coordinates.
+MAX_LEVELS, MAX_NUMBER_LEVELS = 60, 8
+#: The columns of the table at first: what tells cells apart and what was measured, as a screen has room for.
+SHOWN = (
+    *("set", "experiment", "strategy", "model", "gpus", "train_time_s", "score_final"),
+    *("peak_memory_bytes", "throughput_samples_per_s", "status", "audit"),
+)
+#: A time axis is logarithmic at first where the longest time is more than this many times the shortest.
+LOG_FROM = 20
 #: Columns that are not shown: the study's name, and paths, which become links.
 NOT_SHOWN = ("study", "record_path", "log_path")
 #: Columns in the unit of the task's score.
@@ -72,17 +86,29 @@ def rounded(value: float) -> float | int:
     return float(f"{value:.{DIGITS}g}")
 
 
-def encoded(values: Sequence[Any]) -> Row:
-    """Values of a column as they are (`values`), or each distinct value once if that is shorter (`levels`).
+def natural_key(value: Any) -> tuple[Any, ...]:
+    """Return the sort key of a level: numbers by value, texts by the numbers in them, absent ones last."""
+    if not isinstance(value, str):
+        return value is None, value
+    parts = re.split(r"([0-9]+)", value.lower())
+    return False, [int(part) if n % 2 else part for n, part in enumerate(parts)]
 
-    `at` has the index into `levels` for each cell; without `at`, all cells have the one value.
+
+def encoded(name: str, number: bool, values: Sequence[Any]) -> Row:
+    """Return a column's values: `levels` with the index into them for each cell (`at`), or `values`.
+
+    Columns with levels can be filtered by. Where there is one level, there is no `at`.
     """
-    levels = {value: place for place, value in enumerate(dict.fromkeys(values))}
+    levels = list(dict.fromkeys(values))
+    most = MAX_NUMBER_LEVELS if number else MAX_LEVELS
+    if len(levels) > most and name not in COORDINATES:
+        return {"values": list(values)}
+    if name not in AS_THEY_COME:
+        levels.sort(key=natural_key)
     if len(levels) == 1:
-        return {"levels": list(levels)}
-    if len(levels) * 4 <= len(values):
-        return {"levels": list(levels), "at": [levels[value] for value in values]}
-    return {"values": list(values)}
+        return {"levels": levels}
+    place = {level: n for n, level in enumerate(levels)}
+    return {"levels": levels, "at": [place[value] for value in values]}
 
 
 def column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
@@ -108,15 +134,52 @@ def columns_of(cells: pd.DataFrame) -> Iterator[Row]:
             continue
         if (values := column_values(column, cells)) is None:
             continue
-        unit = shown_in(column, cells)[0]
-        yield {
-            "name": column.name,
-            "label": label_of(column.name, column.unit),
-            "unit": unit,
-            "number": column.kind == "number" and column.name not in DISCRETE,
-            "definition": column.definition,
-            **encoded(values),
-        }
+        yield column_data(
+            column.name,
+            values,
+            label=label_of(column.name, column.unit),
+            unit=shown_in(column, cells)[0],
+            number=column.kind == "number" and column.name not in DISCRETE,
+            definition=column.definition,
+        )
+
+
+def column_data(
+    name: str,
+    values: Sequence[Any],
+    *,
+    label: str,
+    definition: str,
+    unit: str = "",
+    number: bool = False,
+) -> Row:
+    """Return a column in the form that the page's script reads."""
+    return {
+        "name": name,
+        "label": label,
+        "unit": unit,
+        "heading": f"{label} ({unit})" if unit else label,
+        "number": number,
+        "definition": definition,
+        **encoded(name, number, values),
+    }
+
+
+def audit_column(audit: Row, count: int) -> Iterator[Row]:
+    """The worst finding on each cell, as a column; none where the audit has no findings."""
+    if not audit["rules"]:
+        return
+    graded = [SEVERITIES.index(rule["severity"]) for rule in audit["rules"]]
+    worst = {
+        number: SEVERITIES[min(graded[r] for r in rules)]
+        for number, rules in audit["cells"].items()
+    }
+    yield column_data(
+        "audit",
+        [worst.get(number, "no finding") for number in range(count)],
+        label="audit",
+        definition="The worst that the audit found on the cell: unusable, warning or note.",
+    )
 
 
 def findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
@@ -167,12 +230,11 @@ def files_of(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
     return {
         kind: {
             "path": f"{folder}/{path}",
-            **encoded(
-                [
-                    there is not None and (study_dir / there).exists()
-                    for there in present(cells[f"{kind}_path"])
-                ]
-            ),
+            "cells": [
+                number
+                for number, there in enumerate(present(cells[f"{kind}_path"]))
+                if there is not None and (study_dir / there).exists()
+            ],
         }
         for kind, path in paths.items()
     }
@@ -187,11 +249,11 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
     bases = bases_by_strategy(cells)
     marks = marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
     hues = {name: [hue.light[0], hue.dark[0]] for name, hue in FAMILIES.items()}
+    audit = audit_of(cells, findings)
     return {
         "cells": len(cells),
-        "columns": list(columns_of(cells)),
+        "columns": [*columns_of(cells), *audit_column(audit, len(cells))],
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
-        "first": FIRST,
         # Colours are pairs, for light and for dark paper; a marker is a shape and its filling.
         "styles": {name: [hues[m.family], m.alone] for name, m in marks.items()},
         "colours": list(hues.values())[1:],
@@ -201,7 +263,7 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
             hue.shape: [[round(x, 3), round(y, 3)] for x, y in corners(hue.shape)]
             for hue in FAMILIES.values()
         },
-        "audit": audit_of(cells, findings),
+        "audit": audit,
         "nouns": {
             kind: [noun, plural(noun)] for kind, noun in (("", "worker"), *WORKER_NOUNS.items())
         },
@@ -216,16 +278,47 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
+def controls_of(data: Row) -> Row:
+    """Return what the form offers: columns for axes, looks, filters and the table, and the first choice."""
+    columns = {c["name"]: c for c in data["columns"]}
+    numbers = [c for c in columns.values() if c["number"]]
+    names = [c for c in columns.values() if "levels" in c and not c["number"]]
+    filters = [
+        {**c, "counts": Counter(c["at"])}
+        for c in map(columns.get, dict.fromkeys([*FIRST, *columns]))
+        if c is not None and sum(level is not None for level in c.get("levels", ())) > 1
+    ]
+    y = columns.get("train_time_s") or next(iter(numbers), columns["status"])
+    shown = dict.fromkeys(n for n in (*SHOWN, *data["coordinates"]) if n in columns)
+    return {
+        "axes": {"names": names, "numbers": numbers},
+        "looks": {"names": names, "numbers": [c for c in numbers if "levels" in c]},
+        "chosen": {"x": "gpus", "y": y["name"], "colour": "strategy",
+                   "marker": "set" if "set" in columns else "strategy"},
+        "logarithmic": {"x": False, "y": is_wide(y)},
+        "filters": [c for c in filters if c["name"] in FIRST],
+        "more_filters": [c for c in filters if c["name"] not in FIRST],
+        "shown": shown,
+        "table": [columns[name] for name in dict.fromkeys([*shown, *columns])],
+    }  # fmt: skip
+
+
+def is_wide(column: Row) -> bool:
+    """Whether a column's numbers are all positive and far apart."""
+    values = column.get("values") or column["levels"]
+    known = [v for v in values if isinstance(v, (int, float))]
+    return bool(known) and 0 < LOG_FROM * min(known) < max(known)
+
+
 def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
     """The page as HTML. `notices`: what a reader must know before any number; `back`: link to the report."""
-    script = (TEMPLATES / "explore.js").read_text(encoding="utf-8")
     values = {
         "title": title,
         "notices": notices,
         "back": back,
         "data": packed(pages.as_json(data)),
-        "script": script,
-        "script_hash": pages.hash_of_script(script),
+        **controls_of(data),
+        **pages.script_values(TEMPLATES / "explore.js"),
     }
     return pages.render("explore.html.j2", TEMPLATES, values=values)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.pages import as_json, hash_of_script, render
+from stratbench.cell.text.pages import as_json, render, script_values
 from stratbench.cell.text.words import COLUMNS as WIDTH
 from stratbench.cell.text.words import (
     bytes_text,
@@ -106,13 +106,11 @@ def network_text(plan: Plan) -> str:
 
 def write_html(plan: Plan, path: Path) -> None:
     """Render plan.html."""
-    script = (TEMPLATES / "what_fits.js").read_text(encoding="utf-8")
     values = _values(plan) | {
         "columns": COLUMNS,
         "part_names": PART_NAMES,
         "data": as_json(data_of(plan)),
-        "script": script,
-        "script_hash": hash_of_script(script),
+        **script_values(TEMPLATES / "what_fits.js"),
     }
     page = render("plan.html.j2", TEMPLATES, values=values, filters=FILTERS)
     write_atomic(path, page)

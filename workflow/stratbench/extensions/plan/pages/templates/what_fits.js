@@ -1,8 +1,6 @@
 // What fits where: computes, from the plan's own footprints, what the plan says of a cell, for any batch and GPU.
 // Names from a study reach the page as text nodes, never as markup.
-const $ = (id) => document.getElementById(id);
 const D = JSON.parse($("data").textContent);
-const GIB = 2 ** 30;
 
 // ---- the plan's formulas -----------------------------------------------------------------------------------
 
@@ -169,7 +167,7 @@ const columnsOf = (network) => [...new Set([...countsOf(network), S.workers])].s
 /** The state of a choice, fit, tight, no or none, and all figures of it. `whole`: with those that the table does not show. */
 function figures(s, whole = true) {
   const entry = entryOf(s), device = deviceOf(s), network = networkOf(s);
-  if (!entry) return { state: "none", reason: `this plan has no ${s.strategy} on ${s.workers} worker${s.workers > 1 ? "s" : ""} in ${kindOf(s).replace("+", " with ")}` };
+  if (!entry) return { state: "none", reason: `this plan has no ${s.strategy} on ${pluralize(s.workers, "worker")} in ${kindOf(s).replace("+", " with ")}` };
   if (entry.reason !== undefined) return { state: "none", reason: entry.reason };
   const unit = entry.replicas * entry.pushes * entry.parts;
   const found = { entry, most: 0 };
@@ -178,7 +176,7 @@ function figures(s, whole = true) {
     found.mostSamples = samples;
     found.most = samples * entry.pushes * entry.replicas;
   }
-  if (s.batch % unit) return { ...found, state: "none", reason: `a batch of ${count(s.batch)} cannot be divided into ${count(unit)} equal parts` };
+  if (s.batch % unit) return { ...found, state: "none", reason: `a batch of ${countText(s.batch)} cannot be divided into ${countText(unit)} equal parts` };
   const samples = s.batch / entry.replicas / entry.pushes;
   if (samples < entry.least) return { ...found, state: "none", reason: "it normalises over the batch (BatchNorm), and a worker’s batch is one sample" };
   const n = needs(entry, samples, device.resident_threads);
@@ -195,29 +193,14 @@ function figures(s, whole = true) {
 
 // ---- words -------------------------------------------------------------------------------------------------
 
-const count = (n) => Math.round(n).toLocaleString("en");
-const digits = (v) => (v >= 100 ? count(v) : v >= 10 ? v.toFixed(1) : v >= 1 ? v.toFixed(2) : v.toPrecision(2));
-const gib = (bytes) => { const v = bytes / GIB; return v >= 100 ? count(v) : v >= 1 ? v.toFixed(1) : v >= 0.1 ? v.toFixed(2) : v.toPrecision(1); };
-const amount = (bytes) => (bytes >= GIB ? `${digits(bytes / GIB)} GiB` : bytes >= 2 ** 20 ? `${digits(bytes / 2 ** 20)} MiB` : bytes ? `${digits(bytes / 1024)} KiB` : "nothing");
+const gibText = (bytes) => digits(bytes / 2 ** 30);
 function spanText([low, high]) {
   const [unit, name] = high < 120 ? [1, "s"] : high < 7200 ? [60, "min"] : [3600, "h"];
   return high < 1 ? "under 1 s" : `${digits(low / unit)} to ${digits(high / unit)} ${name}`;
 }
-const listed = (names) => (names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`);
 const GLYPH = { fit: "●", tight: "◐", no: "×", none: "–" };
 const WORD = { fit: "Fits", tight: "Tight", no: "Does not fit", none: "Not possible" };
 const COLOUR = { weights: 1, gradients: 2, optimizer: 3, communication: 4, activations: 5, temporary: 6, data: 7, "warm-up’s copy": 8 };
-
-function el(tag, given, ...children) {
-  const node = document.createElement(tag);
-  for (const [key, value] of Object.entries(given || {})) {
-    if (key === "style") Object.assign(node.style, value);
-    else if (key in node) node[key] = value;
-    else node.setAttribute(key, value);
-  }
-  node.append(...children);
-  return node;
-}
 
 // ---- the page ----------------------------------------------------------------------------------------------
 
@@ -266,7 +249,7 @@ function show() {
   Object.assign(form.count, { value: S.workers, min: counts[0], max: mostWorkers(network) });
   form.batch.value = S.batch;
   form.slider.value = BATCHES.findLastIndex((b) => b <= S.batch);
-  form.slider.setAttribute("aria-valuetext", count(S.batch));
+  form.slider.setAttribute("aria-valuetext", countText(S.batch));
   form.checkpointing.checked = Boolean(S.checkpointing);
   form.checkpointing.disabled = !(kinds[S.precision] && kinds[`${S.precision}+checkpointing`]);
   draw();
@@ -274,17 +257,17 @@ function show() {
 
 function verdict(f, device) {
   if (f.state === "none") return `Not possible: ${f.reason}.`;
-  if (f.state === "fit") return `Fits: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit.`;
-  if (f.state === "tight") return `Tight: ${gib(f.needed)} GiB needed, up to ${gib(roomOf(device))} fit, up to ${gib(tightOf(device))} may run.`;
-  return `Does not fit: ${gib(f.needed)} GiB needed, up to ${gib(tightOf(device))} may run.`;
+  if (f.state === "fit") return `Fits: ${bytesText(f.needed)} needed, up to ${bytesText(roomOf(device))} fit.`;
+  if (f.state === "tight") return `Tight: ${bytesText(f.needed)} needed, up to ${bytesText(roomOf(device))} fit, up to ${bytesText(tightOf(device))} may run.`;
+  return `Does not fit: ${bytesText(f.needed)} needed, up to ${bytesText(tightOf(device))} may run.`;
 }
 
 function hint(f) {
-  const network = networkOf(S), workers = `${S.workers} worker${S.workers > 1 ? "s" : ""}`;
-  if (f.state === "fit") return `${S.strategy} on ${workers} trains ${S.network} with ${count(S.batch / f.entry.replicas)} samples per ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}.`;
+  const network = networkOf(S), workers = pluralize(S.workers, "worker");
+  if (f.state === "fit") return `${S.strategy} on ${workers} trains ${S.network} with ${countText(S.batch / f.entry.replicas)} samples per ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}.`;
   const better = strategiesOf(network).filter((strategy) => strategy !== S.strategy && figures({ ...S, strategy }, false).state === "fit");
   const others = better.length ? `On ${workers} ${listed(better.length > 3 ? [...better.slice(0, 3), `${better.length - 3} more`] : better)} would fit` : `No other strategy fits on ${workers}`;
-  const most = !f.entry ? "" : f.most ? `; with ${S.strategy} the largest batch is ${count(f.most)}` : `; with ${S.strategy} no batch ${f.state === "tight" ? `leaves ${percent(D.margin)} free` : "fits"}`;
+  const most = !f.entry ? "" : f.most ? `; with ${S.strategy} the largest batch is ${countText(f.most)}` : `; with ${S.strategy} no batch ${f.state === "tight" ? `leaves ${percent(D.margin)} free` : "fits"}`;
   return `${others}${most}.`;
 }
 
@@ -295,20 +278,20 @@ function bar(f, device) {
   const parts = Object.entries(f.parts).filter(([, n]) => n > 0);
   let at = 0;
   const segments = parts.map(([name, n]) => {
-    const segment = el("i", { className: `part p${COLOUR[name]}`, title: `${name}: ${amount(n)}`, style: { left: share(at), width: share(n) } });
+    const segment = el("i", { className: `part p${COLOUR[name]}`, title: `${name}: ${bytesText(n)}`, style: `left:${share(at)};width:${share(n)}` });
     at += n;
     return segment;
   });
   $("track").replaceChildren(
-    el("i", { className: "card", style: { width: share(whole) } }),
-    el("i", { className: "reserve", style: { left: share(device.memory_bytes - device.reserve_bytes), width: share(whole - device.memory_bytes + device.reserve_bytes) } }),
+    el("i", { className: "card", style: `width:${share(whole)}` }),
+    el("i", { className: "reserve", style: `left:${share(device.memory_bytes - device.reserve_bytes)};width:${share(whole - device.memory_bytes + device.reserve_bytes)}` }),
     ...segments,
-    el("i", { className: "edge", style: { left: share(whole) } }),
+    el("i", { className: "edge", style: `left:${share(whole)}` }),
   );
-  $("cardname").textContent = `${device.name}: ${gib(whole)} GiB`;
+  $("cardname").textContent = `${device.name}: ${bytesText(whole)}`;
   $("cardname").style.width = share(whole);
-  $("parts").replaceChildren(...parts.map(([name, n]) => el("span", {}, el("i", { className: `part p${COLOUR[name]}` }), `${name} `, el("b", {}, gib(n)))));
-  $("reserved").textContent = `GiB at the peak of a worker, in its ${f.phase}${device.is_gpu ? "; hatched: kept free for the driver, CUDA, NCCL and cuDNN" : "; hatched: kept free for the process itself"}.`;
+  $("parts").replaceChildren(...parts.map(([name, n]) => el("span", {}, el("i", { className: `part p${COLOUR[name]}` }), `${name} `, el("b", {}, bytesText(n)))));
+  $("reserved").textContent = `At the peak of a worker, in its ${f.phase}${device.is_gpu ? "; hatched: kept free for the driver, CUDA, NCCL and cuDNN" : "; hatched: kept free for the process itself"}.`;
 }
 
 /** From what a time by records is. */
@@ -316,14 +299,14 @@ const sourceOf = ({ kind, source }) => (kind === "measured" ? `measured: ${sourc
 
 function facts(f, device) {
   const network = networkOf(S), none = f.state === "none";
-  $("most").textContent = f.most ? count(f.most) : "No batch";
-  $("mostsub").textContent = !f.entry ? "" : f.most ? `largest batch that fits, ${percent(D.margin)} kept as margin: ${count(f.most / f.entry.replicas)} a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}` : `fits, ${percent(D.margin)} kept as margin: what the batch does not change is too large`;
-  $("sent").textContent = none ? "–" : amount(f.sent);
+  $("most").textContent = f.most ? countText(f.most) : "No batch";
+  $("mostsub").textContent = !f.entry ? "" : f.most ? `largest batch that fits, ${percent(D.margin)} kept as margin: ${countText(f.most / f.entry.replicas)} a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}` : `fits, ${percent(D.margin)} kept as margin: what the batch does not change is too large`;
+  $("sent").textContent = none ? "–" : f.sent ? bytesText(f.sent) : "nothing";
   $("time").textContent = none ? "–" : f.span ? spanText(f.span) : "Not known";
-  const length = network.steps ? `${count(network.steps)} steps` : `${network.epochs === 1 ? "an epoch" : `${network.epochs} epochs`} of ${count(network.train_samples)} samples`;
+  const length = network.steps ? `${countText(network.steps)} steps` : `${network.epochs === 1 ? "an epoch" : `${network.epochs} epochs`} of ${countText(network.train_samples)} samples`;
   const by = f.recorded ? sourceOf(f.recorded) : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : f.times?.source ? `from ${f.times.source}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
   const compared = f.usual && !f.recorded ? `${spanText([f.usual, f.usual]).replace(/.* to /, "")} to compare by; ` : "";
-  $("timesub").textContent = none ? "" : f.steps ? `${compared}${length}; ${by}` : `the data set has fewer than ${count(S.batch)} samples`;
+  $("timesub").textContent = none ? "" : f.steps ? `${compared}${length}; ${by}` : `the data set has fewer than ${countText(S.batch)} samples`;
 }
 
 // ---- the training's time over workers ----------------------------------------------------------------------
@@ -390,7 +373,7 @@ function fan() {
   const runs = figures(S).times?.source;
   told.push(runs ? `grey is from ${runs}` : `grey is theory, by ${deviceOf(S).is_gpu ? "the card’s datasheet" : "this host’s CPU"}: a range that no record narrows`);
   const sentence = told.join("; ");
-  $("oversub").textContent = `${S.strategy} at a batch of ${count(S.batch)}. ${sentence[0].toUpperCase()}${sentence.slice(1)}.`;
+  $("oversub").textContent = `${S.strategy} at a batch of ${countText(S.batch)}. ${sentence[0].toUpperCase()}${sentence.slice(1)}.`;
 }
 
 function table() {
@@ -399,12 +382,12 @@ function table() {
   const rows = strategiesOf(network).map((strategy) => el("tr", {}, el("th", { scope: "row" }, strategy), ...counts.map((workers) => {
     const choice = { ...S, strategy, workers };
     if (!entryOf(choice)) return el("td", { className: "absent" });
-    const f = figures(choice), shown = f.needed === undefined ? "" : gib(f.needed);
-    const most = f.most ? `≤ ${count(f.most)}` : f.entry ? "no batch" : "";
+    const f = figures(choice), shown = f.needed === undefined ? "" : gibText(f.needed);
+    const most = f.most ? `≤ ${countText(f.most)}` : f.entry ? "no batch" : "";
     const said = f.state === "none" ? `Not possible: ${f.reason}` : `${WORD[f.state]}: ${shown} GiB`;
     return el("td", {}, el("button", {
       type: "button", className: f.state, title: said, "aria-pressed": strategy === S.strategy && workers === S.workers,
-      "aria-label": `${strategy} on ${workers}. ${said}. ${f.most ? `Largest batch ${count(f.most)}` : ""}`, onclick: () => choose({ strategy, workers }),
+      "aria-label": `${strategy} on ${workers}. ${said}. ${f.most ? `Largest batch ${countText(f.most)}` : ""}`, onclick: () => choose({ strategy, workers }),
     }, el("span", { className: "g" }, GLYPH[f.state]), shown, el("small", {}, most)));
   })));
   $("table").replaceChildren(el("thead", {}, head), el("tbody", {}, ...rows));
@@ -427,7 +410,7 @@ function cards() {
     }));
     return el("button", { type: "button", "aria-pressed": device.name === S.device, onclick: () => choose({ device: device.name }) },
       el("b", {}, device.name), el("span", { className: "sub" }, `${fits} of ${all} fit`),
-      el("span", { className: "mini", "aria-hidden": "true", style: { gridTemplateColumns: `repeat(${counts.length}, 1fr)` } }, ...cells));
+      el("span", { className: "mini", "aria-hidden": "true", style: `grid-template-columns:repeat(${counts.length},1fr)` }, ...cells));
   }));
 }
 
@@ -437,7 +420,7 @@ function draw() {
   $("hint").textContent = hint(f);
   $("kept").textContent = form.checkpointing.disabled ? `In ${S.precision} ${S.checkpointing ? "every" : "no"} cell of ${S.network} has it.` : "";
   const network = networkOf(S);
-  $("about").textContent = `${network.dataset}: ${count(network.train_samples)} samples; ${network.optimizer === "adamw" ? "AdamW" : "SGD"}`;
+  $("about").textContent = `${network.dataset}: ${countText(network.train_samples)} samples; ${network.optimizer === "adamw" ? "AdamW" : "SGD"}`;
   bar(f, device);
   facts(f, device);
   fan();
