@@ -12,6 +12,9 @@ function el(tag, given, ...children) {
   return node;
 }
 
+/** Labels of an axis, at shares of it, for chart.css. */
+const labels = (ticks) => ticks.map(([at, text]) => el("span", { title: text, style: `--at:${at}` }, String(text)));
+
 const countText = (number) => Math.round(number).toLocaleString("en");
 /** The count with its noun: `1 worker`, `4 workers`. */
 const pluralize = (count, noun) => `${countText(count)} ${noun}${count === 1 ? "" : "s"}`;

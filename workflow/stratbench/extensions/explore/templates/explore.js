@@ -176,11 +176,10 @@ const rowName = (i) => (isOk(i) ? "no value" : status.get(i));
 function drawAxes() {
   const x = axisOf("x"), y = axisOf("y"), rows = [...new Set(chosen.filter((i) => y.place(i) === undefined).map(rowName))].sort();
   const top = rows.length * ROW_PX, left = chosen.some((i) => x.place(i) === undefined) ? GUTTER_PX : 0;
-  const label = (text, style) => el("span", { title: text, style }, text);
   $("chart").style.cssText = `--top:${top}px;--left:${left}px`;
-  $("ylabels").replaceChildren(...rows.map((name, k) => label(name, `top:${ROW_PX * (k + 0.5)}px`)), ...y.ticks.map(([at, text]) => label(text, `--at:${1 - at}`)));
-  $("xlabels").replaceChildren(...(left ? [label("none", `left:${left / 2 - 3}px`)] : []), ...x.ticks.map(([at, text]) => label(text, `--at:${at}`)));
-  $("xlabels").className = x.slot * points.clientWidth < 7 * Math.max(...x.ticks.map(([, text]) => text.length)) ? "upright" : "";
+  $("ylabels").replaceChildren(...rows.map((name, k) => el("span", { style: `top:${ROW_PX * (k + 0.5)}px` }, name)), ...labels(y.ticks));
+  $("xlabels").replaceChildren(...(left ? [el("span", { style: `left:${left / 2 - 3}px` }, "none")] : []), ...labels(x.ticks));
+  $("xlabels").classList.toggle("upright", x.slot * points.clientWidth < 7 * Math.max(...x.ticks.map(([, text]) => text.length)));
   $("xname").textContent = axisHeading("x");
   $("yname").textContent = axisHeading("y");
   points.setAttribute("aria-label", `Chart of ${axisHeading("y")} by ${axisHeading("x")}, ${chosen.length} cells. Arrow keys walk through the marks, Enter shows all of one.`);

@@ -311,15 +311,6 @@ function facts(f, device) {
 
 // ---- the training's time over workers ----------------------------------------------------------------------
 
-/** In pixels, so that letters stay as large on a phone. */
-const FAN = { least: 320, most: 640, height: 250, left: 62, right: 20, top: 10, bottom: 34 };
-function svg(tag, given, text) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [key, value] of Object.entries(given)) node.setAttribute(key, value);
-  if (text !== undefined) node.textContent = text;
-  return node;
-}
-
 /** Times of the chosen strategy on numbers of workers: by records and what they were projected to, and by theory. */
 function timesOverWorkers() {
   const network = networkOf(S), counts = new Set([...countsOf(network), ...aheadOf(S).map((p) => p.workers)]);
@@ -343,37 +334,42 @@ function fan() {
   const times = timesOverWorkers(), all = Object.values(times).flat();
   $("over").hidden = new Set(all.map(([n]) => n)).size < 2;
   if ($("over").hidden) return;
-  const { height, left, right, top, bottom } = FAN;
-  const width = Math.max(FAN.least, Math.min(FAN.most, $("fan").getBoundingClientRect().width || FAN.most));
-  $("fan").setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const xs = all.map(([n]) => n), ys = all.flatMap(([, low, high]) => [low, high]);
-  const scale = (values, from, to) => { const [low, high] = [Math.log(Math.min(...values)), Math.log(Math.max(...values))]; return (v) => from + ((to - from) * (Math.log(v) - low)) / (high - low || 1); };
-  const x = scale(xs, left + 12, width - right - 12), y = scale(ys, height - bottom - 6, top + 6);
-  const path = (points) => `M${points.map(([n, v]) => `${x(n).toFixed(1)},${y(v).toFixed(1)}`).join("L")}`;
-  const area = (spans) => `${path([...spans.map(([n, , high]) => [n, high]), ...spans.map(([n, low]) => [n, low]).reverse()])}Z`;
-  const ends = [Math.min(...ys), Math.max(...ys)], round = TIMES.filter((t) => t >= ends[0] && t <= ends[1]);
-  const drawn = (round.length > 1 ? round : ends).flatMap((t) => [
-    svg("path", { class: "grid", d: `M${left},${y(t)}H${width - right}` }),
-    svg("text", { x: left - 8, y: y(t) + 4, "text-anchor": "end" }, timeText(t)),
-  ]);
-  const ticks = [...new Set(xs)].sort((a, b) => a - b), every = Math.ceil((ticks.length * 50) / (width - left - right));
-  drawn.push(...ticks.filter((_, i) => i % every === 0).map((n) => svg("text", { x: x(n), y: height - bottom + 18, "text-anchor": "middle" }, String(n))));
-  if (times.theory.length > 1) drawn.push(svg("path", { class: "theory", d: area(times.theory) }));
-  const ahead = times.projected.length && times.measured.length ? [times.measured.at(-1), ...times.projected.filter(([n]) => n > times.measured.at(-1)[0])] : times.projected;
-  if (ahead.length > 1) drawn.push(svg("path", { class: "fan", d: area(ahead) }), svg("path", { class: "middle", d: path(ahead.map(([n, low, high]) => [n, Math.sqrt(low * high)])) }));
-  for (const [kind, spans] of Object.entries(times)) if (kind !== "theory") for (const [n, low, high] of spans) drawn.push(svg("path", { class: `bar ${kind}`, d: `M${x(n)},${y(low)}V${y(high)}` }));
-  for (const [n, low, high] of times.measured) drawn.push(svg("circle", { class: "dot", cx: x(n), cy: y(Math.sqrt(low * high)), r: 4 }));
-  drawn.push(svg("path", { class: "now", d: `M${x(S.workers)},${top}V${height - bottom}` }));
-  $("fan").replaceChildren(...drawn);
-  const on = (spans) => listed(spans.map(([n]) => String(n)));
-  const told = [];
-  if (times.measured.length) told.push(`Measured on ${on(times.measured)} (dots, with 10 % to either side)`);
-  if (times.projected.length) told.push(`projected to ${on(times.projected)} from records${times.measured.length ? "" : " of this study"}: the fan is to hold 80 of 100 cases`);
-  if (times.nearby.length) told.push(`on ${on(times.nearby)} between perfect scaling and none, from the nearest record`);
-  const runs = figures(S).times?.source;
-  told.push(runs ? `grey is from ${runs}` : `grey is theory, by ${deviceOf(S).is_gpu ? "the card’s datasheet" : "this host’s CPU"}: a range that no record narrows`);
-  const sentence = told.join("; ");
-  $("oversub").textContent = `${S.strategy} at a batch of ${countText(S.batch)}. ${sentence[0].toUpperCase()}${sentence.slice(1)}.`;
+  const counts = [...new Set(all.map(([n]) => n))].sort((a, b) => a - b), seconds = all.flatMap(([, low, high]) => [low, high]);
+  const scaleOver = (values) => {
+    const [low, high] = [Math.min(...values), Math.max(...values)].map(Math.log);
+    return (v) => 0.03 + (0.94 * (Math.log(v) - low)) / (high - low || 1);
+  };
+  const x = scaleOver(counts), y = scaleOver(seconds), share = (at) => `${(100 * at).toFixed(2)}%`;
+  const round = TIMES.filter((t) => t >= Math.min(...seconds) && t <= Math.max(...seconds));
+  const rows = round.length > 1 ? round : [Math.min(...seconds), Math.max(...seconds)];
+  const outline = (spans) => [...spans.map(([n, , high]) => [n, high]), ...spans.map(([n, low]) => [n, low]).reverse()];
+  const area = (className, spans) => spans.length < 2 ? [] :
+    [el("i", { className, style: `clip-path:polygon(${outline(spans).map(([n, v]) => `${share(x(n))} ${share(1 - y(v))}`)})` })];
+  const bars = ["measured", "projected", "nearby"].flatMap((kind) => times[kind].map(([n, low, high]) =>
+    el("i", { className: `range ${kind}`, style: `left:${share(x(n))};bottom:${share(y(low))};height:${share(y(high) - y(low))}` })));
+  const last = times.measured.at(-1);
+  $("times").replaceChildren(
+    ...rows.map((t) => el("i", { className: "row", style: `bottom:${share(y(t))}` })),
+    ...area("theory", times.theory),
+    ...area("fan", last ? [last, ...times.projected.filter(([n]) => n > last[0])] : times.projected),
+    ...bars,
+    el("i", { className: "now", style: `left:${share(x(S.workers))}` }),
+  );
+  $("fan").querySelector(".ylabels").replaceChildren(...labels(rows.map((t) => [y(t), timeText(t)])));
+  const every = Math.ceil(counts.length / 8);
+  $("fan").querySelector(".xlabels").replaceChildren(...labels(counts.filter((_, i) => i % every === 0).map((n) => [x(n), n])));
+  $("oversub").textContent = `${S.strategy} at a batch of ${countText(S.batch)}. ${timesText(times)}.`;
+}
+
+/** What each of the times is from, as a sentence. */
+function timesText(times) {
+  const on = (spans) => listed(spans.map(([n]) => String(n))), runs = figures(S).times?.source, parts = [];
+  if (times.measured.length) parts.push(`measured on ${on(times.measured)} (dots, with 10 % to either side)`);
+  if (times.projected.length) parts.push(`projected to ${on(times.projected)} from records${times.measured.length ? "" : " of this study"}: the fan is to hold 80 of 100 cases`);
+  if (times.nearby.length) parts.push(`on ${on(times.nearby)} between perfect scaling and none, from the nearest record`);
+  parts.push(runs ? `grey is from ${runs}` : `grey is theory, by ${deviceOf(S).is_gpu ? "the card’s datasheet" : "this host’s CPU"}: a range that no record narrows`);
+  const sentence = parts.join("; ");
+  return sentence[0].toUpperCase() + sentence.slice(1);
 }
 
 function table() {
@@ -454,7 +450,6 @@ form.addEventListener("input", (event) => {
   if (name === "workers" || name === "precision") form.querySelector(`input[name=${name}]:checked`)?.focus();
   else typed?.focus?.();
 });
-addEventListener("resize", fan);
 addEventListener("hashchange", () => { readAddress(); show(); });
 readAddress();
 show();
