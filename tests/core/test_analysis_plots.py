@@ -71,6 +71,7 @@ def all_figures(data):
     return list(plots.figures_of(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["training_time", "memory"])
 def test_every_cell_is_a_point_or_told_in_words(tmp_path, draw, name):
     cells = fixture.expand(models=("vgg16",))
@@ -103,6 +104,7 @@ def test_model_states_are_marked_only_where_the_peak_holds_them(tmp_path, draw, 
     assert ("model states" in draw(data, "memory").caption) == told
 
 
+@pytest.mark.slow
 def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     chosen = data.choice[0]
@@ -341,6 +343,7 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
         assert np.abs(near - colour).sum(axis=1).min() < 30
 
 
+@pytest.mark.slow
 def test_one_svg_serves_both_themes(tmp_path, draw):
     """Every colour in it is a variable, which has a value for light and one for dark paper."""
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
@@ -406,6 +409,7 @@ def test_many_worker_counts_are_drawn_on_logarithmic_axes(tmp_path, draw):
     assert steps == pytest.approx(steps[0])
 
 
+@pytest.mark.slow
 def test_a_doubted_figure_has_a_dagger_and_the_caption_says_what_it_means(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
     data, _ = analysed(tmp_path, cells)
@@ -449,6 +453,7 @@ def test_a_new_strategy_needs_nothing_to_be_drawn(tmp_path, draw):
         assert any("mine" in text for text in draw(data, name, count).texts), name
 
 
+@pytest.mark.slow
 def test_captions_speak_of_what_is_drawn_alone(tmp_path, draw):
     """On GPUs, without failures and repeats: no CPU, no loss, no median, no servers."""
     data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))

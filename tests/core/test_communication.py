@@ -170,7 +170,6 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts, s
 
 @pytest.mark.parametrize("group", [3], indirect=True)
 @pytest.mark.parametrize("reshard", ["always", "never"])
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
     ("frozen", "depth"),
     [
@@ -181,12 +180,12 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts, s
 )
 @pytest.mark.parametrize("compile", [False, True])
 def test_fsdp_gathers_what_is_frozen_and_reduces_only_the_rest(
-    group, reshard, parts, frozen, depth, compile, monkeypatch
+    group, reshard, frozen, depth, compile, monkeypatch
 ):
-    # The graphs are divided as for any backend, and this one needs no compiler.
+    # Two parts: the test above has one. The graphs are divided as for any backend; this needs no compiler.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     strategy = set_up(
-        FSDP, group, "fp32", 1.0, parts, frozen, depth, compile, reshard_after_forward=reshard
+        FSDP, group, "fp32", 1.0, 2, frozen, depth, compile, reshard_after_forward=reshard
     )
     strategy.step(*batch())
     with Collectives(group) as seen:

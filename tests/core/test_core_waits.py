@@ -46,6 +46,7 @@ needs_counts = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_counts
 @pytest.mark.parametrize(
     ("does", "least", "most"),

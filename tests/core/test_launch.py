@@ -477,6 +477,7 @@ def test_who_runs_a_cell_fills_a_part_of_its_record_of_its_own(changes, section)
     assert runner_of(settings(**changes)).section == section
 
 
+@pytest.mark.slow
 def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data, tmp_path):
     """Another config's preparation comes between the launcher's look and the worker's."""
     folder, other = tmp_path / "tiny", tmp_path / "other"
@@ -605,6 +606,7 @@ def test_a_launcher_ends_without_its_parent(start_cell, warm):
     assert not launched.record.exists()
 
 
+@pytest.mark.slow
 def test_results_and_evidence_of_an_earlier_run_are_removed_first(start_cell):
     launched = start_cell(settings("ddp", device="cuda"))
     launched.finish()
@@ -663,6 +665,7 @@ def test_a_killed_launcher_takes_everything_with_it(start_cell):
     assert not launched.record.exists()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_waits_leaves_the_log_of_the_one_that_trains(start_cell, warm):
     """Two folders with the same results: each launcher's shell appends to the cell's one log."""
     first = start_cell(settings("single", gpus=1, per_worker_batch=16, epochs=FOREVER))

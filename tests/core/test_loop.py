@@ -161,6 +161,7 @@ def test_warm_up_leaves_no_trace_with_dropout(data):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.slow
 def test_what_happens_in_evaluation_is_in_no_figure_of_training(data, tmp_path, monkeypatch):
     """Neither its time (a clock that jumps by 1000 s) nor its memory (100 MiB)."""
     now_ns, jumps = time.perf_counter_ns, []

@@ -60,6 +60,7 @@ def test_only_the_holder_can_settle_and_only_once():
         tickets.settle(0, ticket.number)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_every_ticket_is_settled_once_under_any_schedule_of_losses(data):
     plan = TicketPlan(

@@ -117,6 +117,7 @@ def sources() -> Iterator[Path]:
                 yield path
 
 
+@pytest.mark.slow
 def test_nobody_else_writes_a_name_of_its_files():
     texts = {path: path.read_text(encoding="utf-8") for path in sources()}
     found = [

@@ -144,6 +144,7 @@ def test_a_process_is_sampled_when_it_is_named_and_not_at_the_next_period_only(t
         sampler.stop()
 
 
+@pytest.mark.slow
 def test_naming_processes_does_not_disturb_a_sampler_that_is_starting(tmp_path):
     for i in range(5):
         out = tmp_path / f"out{i}.csv"

@@ -199,6 +199,7 @@ def test_shards_agree_on_who_is_late_in_a_step_that_overflowed():
     assert sorted(trace.settled) == list(range(len(plan)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ps-ssp", "ps-async-modified"])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(schedule=schedules(), bound=st.integers(0, 4))

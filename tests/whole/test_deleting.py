@@ -32,6 +32,7 @@ def all_imports() -> dict[str, set[str]]:
     return imports
 
 
+@pytest.mark.slow
 def test_no_import_forbids_deleting_an_extension():
     assert extensions.find_forbidden(all_imports()) == [], (
         "let the extension register itself instead"
@@ -140,6 +141,7 @@ def trained() -> dict[str, list[str] | str]:
     return load(ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, trained, tmp_path):
     copy_without(WHOLE[name], tmp_path)
@@ -153,6 +155,7 @@ def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, traine
             assert found == trained[study], "deleting an extension would train cells anew"
 
 
+@pytest.mark.slow
 def test_without_any_extension_the_demo_is_planned_and_reported(tmp_path):
     copy_without(set(installed()), tmp_path)
     config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))

@@ -98,6 +98,7 @@ def test_no_stage_tears_what_an_earlier_one_left(study: Path, monkeypatch, capsy
         assert contents(out) == whole, name
 
 
+@pytest.mark.slow
 def test_sets_keep_their_bundle_and_their_comparison(study: Path, tmp_path, capsys) -> None:
     bundle = ["bundle", "--study-dir", str(study), "--out", str(tmp_path / "x.stratbench.zip")]
     named = json.dumps({"a": "paper:v1", "b": "paper:v2"})

@@ -344,6 +344,7 @@ def test_help_says_what_is_written_and_where_other_options_go(capsys):
     assert "paper" not in told("plan")  # it has no config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["out/decision.csv", "out"])
 def test_what_is_decided_from_a_set_overwrites_nothing_of_others(tmp_path, capsys, kept):
     theirs = tmp_path / kept

@@ -245,6 +245,7 @@ def foreign_names(tree: ast.Module, own: Counter[str], listed: set[str]) -> set[
     return found
 
 
+@pytest.mark.slow
 def test_private_names_are_in_a_file_of_each_library() -> None:
     """An upgrade of PyTorch or Snakemake asks for a look into three files."""
     package = WORKFLOW / "stratbench"

@@ -505,6 +505,7 @@ def test_each_broken_model_and_task_of_the_cells_is_named_once(tmp_path, monkeyp
     ]
 
 
+@pytest.mark.slow
 def test_an_upgrade_of_what_a_users_file_imports_is_another_code(tmp_path, monkeypatch):
     """A name that is no distribution's, one of PyTorch's and one that is not installed say nothing."""
     (tmp_path / "my_net.py").write_text(

@@ -32,6 +32,7 @@ def pins(path: str) -> set[str]:
     return {line.strip().lower() for line in lines if line and not line.startswith("#")}
 
 
+@pytest.mark.slow
 def test_imports_point_down_and_wings_stay_apart():
     assert architecture.faults() == []
 

@@ -233,6 +233,7 @@ def test_the_record_and_the_columns_carry_every_trait():
     assert set(names) <= set(columns.COLUMNS)
 
 
+@pytest.mark.slow
 def test_no_wing_keeps_a_list_of_strategies():
     """No text is a strategy's name, but in extensions that add some, or say how other engines call them."""
     names = {*REGISTRY, "ps-"}

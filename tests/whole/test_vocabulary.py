@@ -96,6 +96,7 @@ def test_house_words_become_fewer() -> None:
     assert sum(fewer.values()) <= 100, f"lower the numbers by {fewer}"
 
 
+@pytest.mark.slow
 def test_a_class_has_its_name_alone() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted((ROOT / "workflow/stratbench").rglob("*.py")):

@@ -631,6 +631,7 @@ def test_an_elastic_cell_with_fewer_workers_than_were_asked_for_is_doubtful(plac
     assert said == ([] if most == 2 else ["at most 1 of 2 workers trained at the same time"])
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found_by_rules_that_name_them():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     missed = [fault.name for fault in FAULTS if not named(fault)]

@@ -298,6 +298,7 @@ def backfilled(nodes: int, seed: int) -> list[Cell]:
     return started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8])
 def test_a_queue_with_backfill_is_a_note_unless_the_machine_changed(nodes):
     for seed in range(7):

@@ -134,6 +134,7 @@ def checked_of(
     return check.check_study(config | {"results": str(code)}, study)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [50_000_000, 100])
 def test_a_transformer_that_asks_whether_its_mask_is_causal_is_planned(code, monkeypatch, most):
     monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", most)
@@ -149,6 +150,7 @@ def test_a_transformer_that_asks_whether_its_mask_is_causal_is_planned(code, mon
         assert found["Masked", strategy] == found["Uncausal", strategy]
 
 
+@pytest.mark.slow
 def test_stages_with_masks_are_measured(code):
     checked = checked_of(
         code,
@@ -174,6 +176,7 @@ def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypa
     assert check_text(checked).count("asks for the values of tensors") == said
 
 
+@pytest.mark.slow
 def test_a_network_that_keeps_a_tensor_is_not_predicted_and_told_in_one_sentence(code):
     checked = checked_of(code, ["Keeps"], ["single"], gpus=1)
     assert not checked.refused

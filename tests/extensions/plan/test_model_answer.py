@@ -75,6 +75,7 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     assert text.count("variants: {fsdp-zero3: {strategy: fsdp, mixed_precision: policy}") == 1
 
 
+@pytest.mark.slow
 def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_least(tmp_path):
     config = CONFIG | {"results": str(tmp_path)}
     given = model_answer._template_for(QUESTION, config)
@@ -96,6 +97,7 @@ def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_l
     assert huge.verdict == DOES_NOT_FIT
 
 
+@pytest.mark.slow
 def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monkeypatch):
     known = public_runs.band()
     monkeypatch.setattr(public_runs, "band", lambda: known._replace(least_s=0.0))
@@ -250,6 +252,7 @@ def test_a_larger_batch_and_the_largest_are_estimated_alike():
     assert stratbench.estimate(model, (more, more), gpu=gpu).verdict != FITS
 
 
+@pytest.mark.slow
 def test_equal_blocks_of_a_module_are_followed_once(monkeypatch):
     layer = partial(nn.TransformerEncoderLayer, 32, 4, 64, batch_first=True)
     model = nn.Sequential(

@@ -127,6 +127,7 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
     assert_equal(drawn, make_footprint(request), request.parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy", "changes", "reason"),
     [
@@ -147,6 +148,7 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(
     assert make_by_blocks(request, None, blocks) == make_footprint(request)
 
 
+@pytest.mark.slow
 def test_every_fourth_block_is_checkpointed_where_all_are_followed():
     request = request_of(WIDE, "single", activation_checkpointing="every-4")
     assert make_by_blocks(request, None, blocks_of(request)) == make_footprint(request)

@@ -306,6 +306,7 @@ def test_the_first_step_is_like_the_next(strategy: str):
     assert trace.live_bytes(first, second) == trace.live_bytes(second, end)
 
 
+@pytest.mark.slow
 def test_a_worker_of_divided_layers_makes_no_tensor_of_the_whole_scores():
     """DTensor asks its rules on fake tensors of the whole shape, in every step; no memory is that."""
     asked = changed(request_for("tensor", "gpt-compact"), precision="bf16", device="cuda")
@@ -317,6 +318,7 @@ def test_a_worker_of_divided_layers_makes_no_tensor_of_the_whole_scores():
     assert max(n for _, n in trace.events[:evaluated]) == positions * 4096 // 2 * 4
 
 
+@pytest.mark.slow
 def test_parts_add_up_to_the_peak_and_states_are_exact():
     request = request_for("fsdp", workers=4)
     made = planned(request)
@@ -393,6 +395,7 @@ def test_a_compressed_bucket_is_under_way_while_backward_fills_the_next():
     assert changes.index(-largest, trace.phases[2].first) > changes.index(halves[0])
 
 
+@pytest.mark.slow
 def test_what_the_first_steps_make_is_not_there_before_them():
     plain, compressed = (
         planned(request_for("ddp", options=options)) for options in ({}, {"compress": "powersgd"})
@@ -427,6 +430,7 @@ def test_a_thousand_workers_take_no_longer_than_two_and_hold_less():
     assert len(many.collectives) == len(few.collectives)
 
 
+@pytest.mark.slow
 def test_keeping_gathered_weights_saves_a_gather_and_costs_memory():
     always, never = (
         planned(request_for("fsdp", "vgg-compact", options={"reshard_after_forward": choice}))
@@ -753,6 +757,7 @@ def test_zero1_cuts_vgg16s_huge_tensor_and_torchs_leaves_it_on_one_rank():
     assert held["zero1-torch"]["optimizer_bytes"] / whole == pytest.approx(0.765, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_only_sharded_gradients_need_a_verdict_in_common():
     flags = {
         name: planned(request_for(name, precision="fp16")).collectives.count(("all_reduce", 4))

@@ -72,6 +72,7 @@ def test_a_network_that_nothing_can_train_stops_a_run_before_its_first_cell(fold
     assert "to check" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_another_machine_may_be_able_to_is_told_and_started(folder, capfd):
     """A login node has no GPU, and a kernel for GPUs alone fails on it."""
     assert len(faults_of(folder, ["on-gpu"])) == 1

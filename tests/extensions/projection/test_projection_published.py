@@ -305,6 +305,7 @@ def test_cells_whose_node_boundary_is_unknown_are_counted(benchmark, tmp_path, c
     assert "node boundary unknown" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
     file = tmp_path / "whole.csv"
     file.write_text(WHOLE)
@@ -362,6 +363,7 @@ def test_odd_figures_get_a_finite_answer(rates, benchmark, tmp_path, capsys):
     assert (answered.error_percent <= answered.high_percent).all()
 
 
+@pytest.mark.slow
 def test_ten_thousand_rows_are_read_and_a_single_source_is_pooled_alone(benchmark, tmp_path):
     file = tmp_path / "many.csv"
     file.write_text(

@@ -275,6 +275,7 @@ def test_requests_that_contradict_themselves_are_refused(given, reason):
     assert reason in str(error.value)
 
 
+@pytest.mark.slow
 def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
     asked = "decide={queue: {num_gpus: 8, training_hours: 1, load: 0.5, nodes: 4}}"
     assert from_set.decide("paper:v2", [asked], tmp_path / "out") == 0
@@ -288,6 +289,7 @@ def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

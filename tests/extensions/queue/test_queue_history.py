@@ -244,6 +244,7 @@ def recorded(
     return path
 
 
+@pytest.mark.slow
 def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     """Although GPUs are idle: jobs of 5 and 12 GPUs do not fit together on nodes of 8."""
     monkeypatch.setattr(background, "WIDTHS", {2: 0.2, 5: 0.5, 12: 0.3})
@@ -262,6 +263,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     assert answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
 
 
+@pytest.mark.slow
 def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
     """sacct lists who ran when it begins, and not who had ended: before it the cluster looks empty."""
     monkeypatch.setattr(background, "MEDIAN_S", 4 * background.MEDIAN_S)

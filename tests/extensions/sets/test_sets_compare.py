@@ -250,6 +250,7 @@ def test_stand_ins_of_hosts_are_not_compared(sets):
     assert compare(found, again).place == ()
 
 
+@pytest.mark.slow
 def test_the_committed_example_is_what_a_comparison_writes(tmp_path):
     found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
     tables.write_all(found, tmp_path)
@@ -387,6 +388,7 @@ def test_no_two_comparisons_share_a_folder():
     assert max(map(len, folders)) < 120
 
 
+@pytest.mark.slow
 def test_a_comparison_of_other_sets_in_the_same_folder_is_told(tmp_path, capsys):
     def compared(*sources):
         named = json.dumps(dict(zip("ab", sources, strict=True)))
@@ -450,6 +452,7 @@ def contradictory(cell, record):
             worker["train_time_s"] *= 0.5
 
 
+@pytest.mark.slow
 def test_a_strategy_without_a_record_in_one_set_looks_as_in_the_other(sets, tmp_path):
     """Its rows of cells.csv name no base strategy there."""
     gone = {("fsdp", model, gpus): "missing" for model in CELLS["models"] for gpus in CELLS["gpus"]}
@@ -496,6 +499,7 @@ def test_other_work_is_named_and_fails_nothing(sets):
     ]
 
 
+@pytest.mark.slow
 def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
     cells = fixture.expand(**CELLS)
     folder = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 2): "oom"})

@@ -177,6 +177,7 @@ def rich_answer() -> tuple[TuneAnswer, list[Sieved]]:
     return TuneAnswer(verdict, comparison, "ddp", MEASURED_ONES, 24.0 * GIB), SIEVED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 420])
 def test_the_page_fits_a_screen_and_a_phone(tmp_path, browser, width):  # noqa: F811
     (tmp_path / "index.html").write_text(page(*rich_answer(), "gpt-compact"))

@@ -58,6 +58,7 @@ def test_a_leader_whose_full_run_is_slower_than_its_steps_is_no_longer_the_faste
     assert any("by the blocks alone" in doubt for doubt in comparison["doubts"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slower", [0.025, 0.04, 0.1])
 @pytest.mark.parametrize("equal", [("ddp", "fsdp"), ("ddp", "fsdp", "x")])
 def test_few_claims_are_wrong_of_full_trainings(slower, equal):
