@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from emitting import record_of
+from process_groups import forking
 
 from launching import LIMIT_S, WORKFLOW, settings
 from stratbench.extensions.emit import table
@@ -65,6 +68,7 @@ CELLS = {
     "zero1-torch": ("zero1-torch", {}, ADAMW),
     "single": ("single", {}, {"gpus": 1, "per_worker_batch": 16}),
 }  # fmt: skip
+BY_TORCHRUN = "fsdp-harder"
 #: A script for Accelerate, as its users write them, with what the file's comments ask of it.
 TRAIN = """
 import sys
@@ -126,12 +130,12 @@ for epoch in range(s.epochs):
 
 
 def trained(
-    start_cell: Any, strategy: str, options: dict[str, Any], changes: dict[str, Any]
+    start_cell: Any, strategy: str, options: dict[str, Any], changes: dict[str, Any], **given: Any
 ) -> Any:
-    """A cell that has trained: its launcher's paths."""
+    """A cell that has trained: its launcher's paths. `given` is for `start_cell`."""
     changes = {"model": "vit-compact", "epochs": 2, **changes}
     s = settings(strategy, options=option_defaults(strategy) | options)
-    launched = start_cell(replace(s, **changes))
+    launched = start_cell(replace(s, **changes), **given)
     code, output = launched.finish()
     assert code == 0, output
     return launched
@@ -164,6 +168,46 @@ def run(*command: str | Path, folder: Path) -> str:
     return done.stdout
 
 
+def run_forked(script: Path, arguments: list[str], workers: int) -> str:
+    """Run a script as torchrun does, but in processes that have imported PyTorch; returns its output."""
+    printed, store = script.with_suffix(".out"), dist.TCPStore("127.0.0.1", 0, None, True)
+    printed.touch()
+    common = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": workers, "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }  # fmt: skip
+    processes = []
+    for rank in range(workers):
+        environment = {k: str(v) for k, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        process = forking().Process(
+            target=run_here, args=(script, arguments, environment, printed), daemon=True
+        )
+        process.start()
+        processes.append(process)
+    for process in processes:
+        process.join(LIMIT_S)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * workers, printed.read_text()
+    return printed.read_text()
+
+
+def run_here(
+    script: Path, arguments: list[str], environment: dict[str, str], printed: Path
+) -> None:
+    """Become the process of a script, whose output goes to a file's end."""
+    with printed.open("a") as file:
+        for fd in (1, 2):
+            os.dup2(file.fileno(), fd)
+    os.environ.update(environment)
+    os.chdir(script.parent)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+    sys.stdout.flush()
+
+
 def losses_of(output: str) -> list[float]:
     return [float(text) for text in re.findall(r"training loss ([\d.]+)", output)]
 
@@ -173,13 +217,18 @@ def losses_of_cell(launched: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_the_plain_script_reaches_the_cells_losses(start_cell, tiny_data, tmp_path, name):
-    launched = trained(start_cell, *CELLS[name])
+def test_the_plain_script_reaches_the_cells_losses(start_cell, warm, tiny_data, tmp_path, name):
+    """One by torchrun itself, which has each process import PyTorch: most of the time of a test."""
+    launched = trained(start_cell, *CELLS[name], env=warm)
     script = emit(launched, "pytorch", tmp_path)
+    arguments = [str(launched.record), str(tiny_data)]
     gpus = launched.read_record()["settings"]["gpus"]
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
-    found = losses_of(run(*torchrun, script, launched.record, tiny_data, folder=tmp_path))
-    assert found == pytest.approx(losses_of_cell(launched), rel=2e-5)
+    if name == BY_TORCHRUN:
+        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
+        output = run(*torchrun, script, *arguments, folder=tmp_path)
+    else:
+        output = run_forked(script, arguments, gpus)
+    assert losses_of(output) == pytest.approx(losses_of_cell(launched), rel=2e-5)
 
 
 def test_the_plain_script_takes_the_cells_memory(start_cell, tiny_data, tmp_path):
