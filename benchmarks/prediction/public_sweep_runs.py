@@ -1,9 +1,9 @@
 """Rows of public sweeps as parts of a config.yaml: networks, GPUs, links and settings of known sweeps.
 
-A row has `sweep` (its name), `strategy`, `dp`, `tp`, `pp`, `cp`, `micro_batch`,
-`gradient_accumulation_steps`, `precision`, `weights`, `checkpointing`, `compile`, `offload`, `outcome` (ok or
-oom), `throughput` and `step_s`. Rows that a config cannot say are left out: context or expert parallelism,
-layers divided both ways, LoRA, other number formats, and batches that the source does not state.
+A row has `sweep` (its name), `strategy`, `dp`, `tp`, `pp`, `cp`, `micro_batch`, `accumulate` (micro-batches of
+a step), `precision`, `weights`, `checkpointing`, `compile`, `offload`, `outcome` (ok or oom), `throughput` and
+`step_s`. Rows that a config cannot say are left out: context or expert parallelism, layers divided both ways,
+LoRA, other number formats, and batches that the source does not state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, **mor
         "kv_heads": kv_heads,
         "hidden": hidden,
     }
-    divided = {"heads": kv_heads, "tensor_plan": "public_networks:LLAMA_TENSOR_PLAN"}
+    divided = {"num_heads": kv_heads, "tensor_plan": "public_networks:LLAMA_TENSOR_PLAN"}
     own = {"call": "public_networks.Llama", "kwargs": sizes | more, "wrap_classes": ["LlamaBlock"]}
     return own if "tied" in more else own | divided
 
@@ -38,9 +38,9 @@ def gpt(layers: int, width: int, heads: int, **more: Any) -> dict:
     sizes = {"layers": layers, "width": width, "heads": heads, "bias": True}
     own = {"call": "public_networks.GPT", "kwargs": sizes | more, "wrap_classes": ["GPTBlock"]}
     divided = {
-        "heads": heads,
+        "num_heads": heads,
         "tensor_plan": "public_networks:GPT_TENSOR_PLAN",
-        "pieces": "public_networks:GPT_PIECES",
+        "pipeline_modules": "public_networks:GPT_PIECES",
     }
     return own | divided if more else own
 
@@ -209,7 +209,7 @@ def _run(row: Mapping[str, str]) -> Run | None:
         return None
     if "float8" in formats or "nf4" in formats or "LoRA" in formats or not row["micro_batch"]:
         return None
-    setup, parts = SWEEPS[known], int(row["gradient_accumulation_steps"] or 1)
+    setup, parts = SWEEPS[known], int(row["accumulate"] or 1)
     precision = next((p for p in ("fp16", "bf16") if p in row["precision"]), setup.precision)
     variant = _variant(row["strategy"], dp, tp, pp, parts)
     if variant is None or (share == "selective" and f"{setup.model}-selective" not in MODELS):
@@ -274,7 +274,7 @@ def _variant(strategy: str, dp: int, tp: int, pp: int, parts: int) -> dict[str, 
         return ours if strategy == "megatron" and parts >= pp else None
     if tp > 1:
         data = "fsdp" if strategy.startswith(("fsdp", "tp")) else "ddp"
-        return {"strategy": "tensor", "tensor_parallel_size": tp, "data": data}
+        return {"strategy": "tensor", "tensor_parallel_size": tp, "data_parallel": data}
     if dp == 1:
         return {"strategy": "single"}
     if strategy in ("ddp", "zero0", "megatron"):
@@ -293,7 +293,7 @@ def _stage(variant: Mapping[str, Any]) -> int:
     if variant["strategy"] == "fsdp":
         return 2 if variant.get("reshard_after_forward") == "never" else 3
     if variant["strategy"] == "tensor":
-        return 3 if variant["data"] == "fsdp" else 0
+        return 3 if variant["data_parallel"] == "fsdp" else 0
     return int(variant["strategy"] == "zero1")
 
 
