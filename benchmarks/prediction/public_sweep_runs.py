@@ -1,9 +1,9 @@
 """Rows of public sweeps as parts of a config.yaml: networks, GPUs, links and settings of known sweeps.
 
-A row has `sweep` (its name), `strategy`, `dp`, `tp`, `pp`, `cp`, `micro_batch`, `accumulate` (micro-batches of
-a step), `precision`, `weights`, `checkpointing`, `compile`, `offload`, `outcome` (ok or oom), `throughput` and
-`step_s`. Rows that a config cannot say are left out: context or expert parallelism, layers divided both ways,
-LoRA, other number formats, and batches that the source does not state.
+A row has `sweep` (its name), `strategy`, `dp`, `tp`, `pp`, `cp`, `micro_batch`, `accumulate` (micro-batches
+of a step), `precision`, `weights`, `checkpointing`, `compile`, `offload`, `outcome` (ok or oom), `throughput`
+and `step_s`. Rows that a config cannot say are left out: context or expert parallelism, layers divided both
+ways, LoRA, other number formats, and batches that the source does not state.
 """
 
 from __future__ import annotations

@@ -8,10 +8,19 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "prediction"
-COLUMNS = (
-    "sweep strategy dp tp pp cp micro_batch accumulate precision weights checkpointing compile offload "
-    "outcome throughput step_s"
-).split()
+COLUMNS = [
+    "sweep",
+    "strategy",
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "micro_batch",
+    "accumulate",
+    "precision",
+    "weights",
+]
+COLUMNS += ["checkpointing", "compile", "offload", "outcome", "throughput", "step_s"]
 #: Strategies as sweeps call them, and what they are planned as.
 CALLED = {
     "ddp": "ddp",
