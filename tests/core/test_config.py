@@ -374,7 +374,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("studies demo variants v", {"strategy": "ddp", "settings": {"gradient_accumulation_steps": 0}},
          ["variants.v.settings.gradient_accumulation_steps = 0"]),
         ("datasets digits", {"source": "synthetic"}, ["datasets.digits", "built in"]),
-        ("datasets mine", {}, ["must have one of source, call, images, text; it has none"]),
+        ("datasets mine", {}, ["must have one of source, call, images, text, masked_text, labelled_texts, "
+         "waveforms; it has none"]),
         ("datasets mine", {"source": "synthetc"}, ["Did you mean 'synthetic'?"]),
         ("datasets mine", {"source": "synthetic", "channels": 129}, ["must be at most 128"]),
         ("cluster gpus_per_node", 0, ["cluster.gpus_per_node = 0: must be at least 1"]),

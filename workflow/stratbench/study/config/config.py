@@ -91,7 +91,7 @@ class Study:
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
         options = resolved_options(base, given, cell.gpus) | self.own_files(cell.strategy)
-        made = self._data.made(cell.dataset)
+        data = self._data.by_identity(cell.dataset)
         return Settings(
             strategy=base,
             options=options,
@@ -99,8 +99,8 @@ class Study:
             dataset=cell.dataset,
             gpus=cell.gpus,
             seed=cell_seed(self.seed, cell.model, cell.repeat),
-            own_model=self._own_model_on(cell.model, made),
-            task=made.task if made else None,
+            own_model=self._own_model_on(cell.model, data),
+            task=data.task,
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
             global_batch=batch,
@@ -130,9 +130,9 @@ class Study:
         """
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
-    def _own_model_on(self, name: str, data: Dataset | None) -> dict[str, Any] | None:
+    def _own_model_on(self, name: str, data: Dataset) -> dict[str, Any] | None:
         """Return the spec of a model with the data's vocabulary, if it is not the number of classes."""
-        spec, vocabulary = self.own_model(name), data and data.vocabulary
+        spec, vocabulary = self.own_model(name), data.vocabulary
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:

@@ -41,13 +41,9 @@ class DataSets:
         """Return the metadata that the config has on a data set, whether or not it is prepared."""
         return describe(name, self._specs.get(name))
 
-    def made(self, name: str) -> Dataset | None:
-        """Return the facts of a data set of ours by its identity alone.
-
-        Return None for a user's own.
-        """
-        identity = self.identity(name)
-        return None if is_own(identity) else describe(name, identity)
+    def by_identity(self, name: str) -> Dataset:
+        """Return the facts of a data set by its identity alone, whatever was prepared."""
+        return describe(name, self.identity(name))
 
     def facts(self, name: str) -> Dataset:
         """Return the metadata of a data set; of a user's own, those of its prepared state."""

@@ -101,13 +101,9 @@ def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, A
 
 def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
     own = own_data(name, spec)
-    values, shape = own.values, None
-    if values.get("sequence"):  # a text has it, and no image
-        shape = (values["sequence"],)
-    elif own.kind == "images":
-        shape = (values["channels"], values["size"], values["size"])
+    values = own.values
     return Dataset(
-        shape=tuple(meta["shape"]) if meta else shape,
+        shape=tuple(meta["shape"]) if meta else own.shape,
         classes=meta.get("classes"),
         train_samples=meta.get("train_samples"),
         test_samples=meta.get("test_samples"),
@@ -115,6 +111,8 @@ def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset
         flip=values.get("flip", False),
         floats=meta.get("floats", False),
         values=meta.get("values", False),
+        task=own.task,
+        vocabulary=values.get("vocabulary"),
     )
 
 

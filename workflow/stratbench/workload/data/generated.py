@@ -210,16 +210,15 @@ def markov_text(
 def masked_markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
-    """Return texts of a Markov chain with every seventh token masked, and the masked tokens.
+    """Return texts of a Markov chain with every seventh token hidden, and the hidden tokens (`hide_tokens`).
 
-    The last token of the vocabulary is the mask, and not one of the chain's. The position of the first mask
-    differs between texts, and no mask is at either end. A masked token depends on its two neighbours alone,
-    which gives the least possible loss.
+    The last token of the vocabulary hides others, and is none of the chain's. A hidden one depends on its
+    two neighbours alone, which gives the least possible loss.
 
     Args:
         train_samples: Number of training samples.
         test_samples: Number of test samples.
-        vocabulary: Number of different tokens, with the mask.
+        vocabulary: Number of different tokens, with the one that hides others.
         sequence: Tokens of a sample.
         seed: Seed of the random numbers.
     """
@@ -227,19 +226,29 @@ def masked_markov_text(
 
     hides = vocabulary - 1
     chain = _Chain(hides, seed)
-    position = np.arange(sequence)
 
     def chunks(samples: int, stream: int) -> Iterator[Chunk]:
         for start in range(0, samples, CHUNK_SAMPLES):
             count = min(CHUNK_SAMPLES, samples - start)
             rng = np.random.default_rng([seed, stream, start])
-            text = chain.draw(rng, count, sequence)
-            first = rng.integers(1, min(MASKED_EVERY, sequence - 2) + 1, (count, 1))
-            hidden = (position >= first) & ((position - first) % MASKED_EVERY == 0)
-            hidden[:, -1] = False
-            yield np.where(hidden, hides, text), np.where(hidden, text, IGNORED)
+            yield hide_tokens(chain.draw(rng, count, sequence), hides, rng)
 
     return _generated((train_samples, test_samples), chunks, chain.entropy_between())
+
+
+def hide_tokens(text: np.ndarray, hides: int, rng: np.random.Generator) -> Chunk:
+    """Return texts [n, length] whose every seventh token is `hides`, and the hidden ones, others IGNORED.
+
+    The first hidden token is another in each text, and none is the first or the last of its text.
+    """
+    import numpy as np
+
+    count, length = text.shape
+    position = np.arange(length)
+    first = rng.integers(1, min(MASKED_EVERY, length - 2) + 1, (count, 1))
+    hidden = (position >= first) & ((position - first) % MASKED_EVERY == 0)
+    hidden[:, -1] = False
+    return np.where(hidden, hides, text), np.where(hidden, text, IGNORED)
 
 
 def labelled_markov_text(

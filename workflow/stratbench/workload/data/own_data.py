@@ -1,4 +1,4 @@
-"""A user's data sets: arrays that a callable returns, a folder of images, or texts.
+"""A user's data sets: arrays that a callable returns, images, waveforms, or texts.
 
 Little is known of one before it is prepared; the rest is read from the prepared data. The Snakefile imports
 this: no user's code is imported, and no file read, before a data set is prepared.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -16,12 +16,20 @@ from typing import Any
 
 from stratbench.cell.files import read_json
 from stratbench.workload import users_code
-from stratbench.workload.data import own_arrays, own_files, prepared
+from stratbench.workload.data import own_arrays, own_files, own_texts, own_waveforms, prepared
 from stratbench.workload.data.own_arrays import Opened
-from stratbench.workload.data.sources import DataError
+from stratbench.workload.data.sources import DataError, Source
 
 #: The environment variable that tells jobs where files lie: moving a folder prepares nothing again.
 PLACES_VARIABLE = "STRATBENCH_PLACES"
+#: What reads the files of each kind, and the keys of the others that it takes.
+READERS: dict[str, tuple[Callable[..., tuple[Source, int]], tuple[str, ...]]] = {
+    "images": (own_files.image_folder, ()),
+    "waveforms": (own_waveforms.waveform_folder, ("labels",)),
+    "text": (own_files.text_files, ("tokenizer",)),
+    "masked_text": (own_texts.masked_text_files, ("tokenizer",)),
+    "labelled_texts": (own_texts.labelled_texts, ("test", "tokenizer")),
+}
 #: What augmentation may do to training images, with defaults.
 AUGMENTATION = {"crop_padding": 0, "flip": False}
 #: What says of which kind a data set is, and the other keys of each kind with their defaults.
@@ -29,9 +37,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "call": {"kwargs": {}, "sequence": None, **AUGMENTATION},
     "images": {"size": 64, "channels": 3, "test_share": 0.1, "seed": 0, **AUGMENTATION},
     "text": {"tokenizer": None, "sequence": 64, "test_share": 0.1},
+    "masked_text": {"tokenizer": None, "sequence": 64, "test_share": 0.1, "seed": 0},
+    "labelled_texts": {
+        "text_column": "text",
+        "label_column": "label",
+        "test": None,
+        "tokenizer": None,
+        "vocabulary": own_texts.BYTES,
+        "sequence": 64,
+        "test_share": 0.1,
+        "seed": 0,
+    },
+    "waveforms": {"labels": None, "length": 16000, "test_share": 0.1, "seed": 0},
 }
+#: The task of each kind where the samples' shape does not say it.
+TASKS = {"masked_text": "masked-token", "labelled_texts": "text-classification"}
 #: Keys that name files: their content counts, and not where they are.
-PLACES = ("images", "text", "tokenizer")
+FOLDERS = ("images", "waveforms")
+PLACES = (*FOLDERS, "text", "masked_text", "labelled_texts", "test", "labels", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -51,6 +74,21 @@ class OwnData:
         """The callable; empty for files."""
         return self.values.get("call", "")
 
+    @property
+    def task(self) -> str | None:
+        """The task that its targets are for, where the samples' shape does not say it."""
+        return TASKS.get(self.kind)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of a sample, as far as it is known without a look at the data."""
+        values = self.values
+        if values.get("sequence"):  # a text has it, and no other
+            return (values["sequence"],)
+        if self.kind == "images":
+            return (values["channels"], values["size"], values["size"])
+        return (1, values["length"]) if self.kind == "waveforms" else None
+
     def identity(self, folders: Iterable[Path] = (), known: Path | None = None) -> dict[str, Any]:
         """Return the identity for a cell's settings: its keys, and the hash of its files or code.
 
@@ -61,7 +99,9 @@ class OwnData:
             fingerprint = users_code.fingerprint(self.call, folders)
         else:
             files = [place for places in self.places.values() for place in places]
-            fingerprint = {"sha256": own_files.content_sha256(files, known), "version": None}
+            samples = own_files.WAVEFORMS if self.kind == "waveforms" else own_files.IMAGES
+            sha256 = own_files.content_sha256(files, samples, known)
+            fingerprint = {"sha256": sha256, "version": None}
         return {"kind": self.kind} | self.values | fingerprint
 
     def open_samples(self) -> Opened:
@@ -70,14 +110,13 @@ class OwnData:
             return own_arrays.open_arrays(
                 str(self), self._returned_arrays(), self.values["sequence"]
             )
+        read, more = READERS[self.kind]
+        files = self.places[self.kind]
+        first = files[0] if self.kind in FOLDERS else files
+        others = (next(iter(self.places.get(key, [])), None) for key in more)
         options = {k: v for k, v in self.values.items() if k not in AUGMENTATION}
-        if self.kind == "images":
-            [folder] = self.places["images"]
-            source, classes = own_files.image_folder(self.name, folder, **options)
-            return Opened(source, (options["channels"], options["size"], options["size"]), classes)
-        tokenizer = next(iter(self.places.get("tokenizer", [])), None)
-        source, tokens = own_files.text_files(self.name, self.places["text"], tokenizer, **options)
-        return Opened(source, (options["sequence"],), tokens)
+        source, classes = read(self.name, first, *others, **options)
+        return Opened(source, self.shape or (), classes, floats=self.kind == "waveforms")
 
     def _returned_arrays(self) -> Any:
         try:
@@ -143,6 +182,11 @@ def own_data(
         raise DataError(
             f"data set {name!r}: channels = {values['channels']}: images become grey (1) or RGB (3)"
         )
+    if kind == "masked_text" and values["sequence"] < own_texts.SHORTEST_MASKED:
+        raise DataError(
+            f"data set {name!r}: sequence = {values['sequence']}: a text in which tokens are hidden has "
+            f"{own_texts.SHORTEST_MASKED} at least"
+        )
     if "tokenizer" in locations and util.find_spec("tokenizers") is None:
         raise DataError(f"data set {name!r}: {own_files.NO_TOKENIZERS}")
     return OwnData(name, kind, values, locations)
@@ -156,10 +200,11 @@ def _places(name: str, given: Mapping[str, Any]) -> dict[str, list[Path]]:
             continue
         locations[key] = [Path(p).expanduser() for p in _each(value)]
         for place in locations[key]:
-            if key == "images" and not place.is_dir():
-                raise DataError(f"data set {name!r}: images = {str(place)!r} is no folder")
-            if key != "images" and not place.is_file():
-                raise DataError(f"data set {name!r}: {key} = {str(place)!r} is no file")
+            is_there, what = (
+                (place.is_dir(), "folder") if key in FOLDERS else (place.is_file(), "file")
+            )
+            if not is_there:
+                raise DataError(f"data set {name!r}: {key} = {str(place)!r} is no {what}")
     return locations
 
 

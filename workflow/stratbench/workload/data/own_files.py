@@ -1,4 +1,4 @@
-"""The user's files that become a data set: folders of images, and texts.
+"""The user's files that become a data set: class folders, images, and texts.
 
 Neither is read when the Snakefile is: only listed, and hashed where a file is not as it was.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.text.progress import progress_bar
@@ -21,9 +21,22 @@ from stratbench.workload.data.sources import DataError, Source, Split, pieces
 if TYPE_CHECKING:
     import numpy as np
 
-#: What counts as an image, by the end of its name; other files are left out.
-IMAGE_ENDS = (".png", ".jpg", ".jpeg")
-#: Folders of an image folder: the training set, and the first of the others that there is.
+
+class Samples(NamedTuple):
+    """What a folder's samples are called, and the ends of their files' names; other files are left out."""
+
+    noun: str
+    ends: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the noun and the ends, as in `image (.png)`."""
+        return f"{self.noun} ({', '.join(self.ends)})"
+
+
+IMAGES = Samples("image", (".png", ".jpg", ".jpeg"))
+WAVEFORMS = Samples("waveform", (".wav",))
+TEXTS = Samples("text")
+#: Folders of a folder of samples: the training set, and the first of the others that there is.
 TRAIN, TESTS = "train", ("test", "val")
 _CHUNK = 256
 _READERS = 8
@@ -32,41 +45,39 @@ _READERS = 8
 # ---------------------------------------------------------------- listed and hashed
 
 
-def files_of(places: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return the files of each path, a file or an image folder: (name below it, path), sorted.
+def files_of(places: Sequence[Path], samples: Samples) -> list[tuple[str, Path]]:
+    """Return the files of each path, a file or a folder of samples: (name below it, path), sorted.
 
     Raises:
-        DataError: For a missing path, or a folder without an image.
+        DataError: For a missing path, or a folder without a sample.
     """
     files: list[tuple[str, Path]] = []
     for place in places:
         if place.is_dir():
-            images = sorted(_images_below(place))
-            if not images:
-                raise DataError(
-                    f"{place}: holds no image ({', '.join(IMAGE_ENDS)}) in class folders"
-                )
-            files += [(path.relative_to(place).as_posix(), path) for path in images]
+            below = sorted(_files_below(place, samples))
+            if not below:
+                raise DataError(f"{place}: holds no {samples} in class folders")
+            files += [(path.relative_to(place).as_posix(), path) for path in below]
         else:
             files.append(("", place))
     return files
 
 
-def _images_below(folder: Path) -> Iterator[Path]:
+def _files_below(folder: Path, samples: Samples) -> Iterator[Path]:
     for at, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
-            if name.lower().endswith(IMAGE_ENDS) and not name.startswith("."):
+            if name.lower().endswith(samples.ends) and not name.startswith("."):
                 yield Path(at, name)
 
 
-def content_sha256(places: Sequence[Path], known: Path | None = None) -> str:
+def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None = None) -> str:
     """Return the SHA-256 over the names and contents of the files, wherever they are.
 
     `known` is a small file that caches it: while every file has the same name, size and modification time,
     nothing is read again. DataError if a file cannot be read.
     """
-    files = files_of(places)
+    files = files_of(places, samples)
     seen = hashlib.sha256()
     for name, path in files:
         try:
@@ -102,17 +113,91 @@ def _file_sha256(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+# ---------------------------------------------------------------- classes
+
+#: The samples of each class, by its name; and each sample with the number of its class.
+ByClass = dict[str, list[Any]]
+Labelled = list[tuple[Any, int]]
+
+
+def class_folders(name: str, folder: Path, samples: Samples) -> tuple[ByClass, ByClass | None]:
+    """The files of FOLDER/train/CLASS and of FOLDER/test/CLASS (or val).
+
+    Without a test folder, that is None, and classes may lie in FOLDER itself.
+    """
+    top = folder / TRAIN if (folder / TRAIN).is_dir() else folder
+    apart = next((folder / t for t in TESTS if (folder / t).is_dir()), None)
+    if top == folder and apart is not None:
+        raise DataError(f"data set {name!r}: {folder} has a folder {apart.name!r} and no {TRAIN!r}")
+    test = _by_class(name, apart, samples) if apart else None
+    return _by_class(name, top, samples), test
+
+
+def _by_class(name: str, folder: Path, samples: Samples) -> ByClass:
+    """The files of each class folder, sorted both; DataError where one has none."""
+    by_class = {}
+    for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
+        by_class[place.name] = sorted(_files_below(place, samples))
+        if not by_class[place.name]:
+            raise DataError(f"data set {name!r}: the class folder {place} holds no {samples}")
+    return by_class
+
+
+def divided(
+    name: str,
+    by_class: tuple[ByClass, ByClass | None],
+    samples: Samples,
+    test_share: float,
+    seed: int,
+) -> tuple[Labelled, Labelled, int]:
+    """The training and the test set, by class before, as samples with class numbers; how many classes.
+
+    Classes are numbered in the order of their names. Where there is no test set, the training set is
+    divided: of each class `test_share`, but one sample at least, chosen by `seed`.
+    """
+    import numpy as np
+
+    train, test = by_class
+    noun, classes = samples.noun, sorted(train)
+    if len(classes) < 2:
+        raise DataError(
+            f"data set {name!r}: the training set has {noun}s of {len(classes)} class; it must have "
+            f"{noun}s of two classes or more"
+        )
+    if test is None:
+        test = {}
+        for number, label in enumerate(classes):
+            of_class = train[label]
+            if len(of_class) < 2:
+                raise DataError(
+                    f"data set {name!r}: class {label!r} has one {noun}, which cannot be divided into "
+                    f"training and test set; add {noun}s, or bring a test set (`test`)"
+                )
+            share = min(max(1, round(test_share * len(of_class))), len(of_class) - 1)
+            chosen = set(np.random.default_rng([seed, number]).permutation(len(of_class))[:share])
+            test[label] = [one for i, one in enumerate(of_class) if i in chosen]
+            train[label] = [one for i, one in enumerate(of_class) if i not in chosen]
+    elif unknown := sorted(test.keys() - train.keys()):
+        raise DataError(
+            f"data set {name!r}: the test set has a class {unknown[0]!r}, which the training set has not"
+        )
+
+    def numbered(part: ByClass) -> Labelled:
+        return [(one, classes.index(label)) for label in part for one in part[label]]
+
+    return numbered(train), numbered(test), len(classes)
+
+
 # ---------------------------------------------------------------- images
 
 
 def image_folder(
     name: str, folder: Path, size: int, channels: int, test_share: float, seed: int
 ) -> tuple[Source, int]:
-    """Return the images of FOLDER/train/CLASS and FOLDER/test/CLASS (or val), and the number of classes.
+    """Return the images of a folder of class folders, and the number of classes.
 
-    Classes are numbered in the order of their names. Without a test folder, FOLDER/train (or FOLDER itself)
-    is divided. An image is resized so that its short side has `size` pixels (bilinear, antialiased), and its
-    centre is cut out.
+    An image is resized so that its short side has `size` pixels (bilinear, antialiased), and its centre
+    is cut out.
 
     Args:
         name: Name of the data set.
@@ -122,59 +207,13 @@ def image_folder(
         test_share: Fraction of each class for the test set, but one image at least.
         seed: Seed of the division.
     """
-    import numpy as np
+    by_class = class_folders(name, folder, IMAGES)
+    train, test, classes = divided(name, by_class, IMAGES, test_share, seed)
 
-    top = folder / TRAIN if (folder / TRAIN).is_dir() else folder
-    apart = next((folder / t for t in TESTS if (folder / t).is_dir()), None)
-    if top == folder and apart is not None:
-        raise DataError(f"data set {name!r}: {folder} has a folder {apart.name!r} and no {TRAIN!r}")
-    train = _by_class(name, top)
-    classes = list(train)
-    if len(classes) < 2:
-        raise DataError(
-            f"data set {name!r}: {top} has images of {len(classes)} class; it must have a folder of "
-            "images for each of two classes or more"
-        )
-    test: dict[str, list[Path]] = {}
-    if apart is not None:
-        test = _by_class(name, apart)
-        if unknown := sorted(test.keys() - train.keys()):
-            raise DataError(
-                f"data set {name!r}: {apart} has a class {unknown[0]!r}, which {top} has not"
-            )
-    else:
-        for number, (label, paths) in enumerate(train.items()):
-            if len(paths) < 2:
-                raise DataError(
-                    f"data set {name!r}: class {label!r} has one image, which cannot be divided into "
-                    "training and test set; add images, or a folder `test`"
-                )
-            share = min(max(1, round(test_share * len(paths))), len(paths) - 1)
-            chosen = set(np.random.default_rng([seed, number]).permutation(len(paths))[:share])
-            test[label] = [p for i, p in enumerate(paths) if i in chosen]
-            train[label] = [p for i, p in enumerate(paths) if i not in chosen]
-
-    def split(by_class: dict[str, list[Path]]) -> Split:
-        images = [(path, classes.index(label)) for label in by_class for path in by_class[label]]
+    def split(images: Labelled) -> Split:
         return Split(len(images), _image_chunks(name, images, size, channels))
 
-    return Source(split(train), split(test), []), len(classes)
-
-
-def _by_class(name: str, folder: Path) -> dict[str, list[Path]]:
-    """Return the images of each class folder, sorted both.
-
-    Raises:
-        DataError: Where one has none.
-    """
-    by_class = {}
-    for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        by_class[place.name] = sorted(_images_below(place))
-        if not by_class[place.name]:
-            raise DataError(
-                f"data set {name!r}: the class folder {place} holds no image ({', '.join(IMAGE_ENDS)})"
-            )
-    return by_class
+    return Source(split(train), split(test), []), classes
 
 
 def _image_chunks(
@@ -228,22 +267,33 @@ def text_files(
         sequence: Tokens of a sample.
         test_share: Fraction of the tokens, at the end, for the test set.
     """
+    tokens, vocabulary = tokens_of_files(name, files, tokenizer)
+    train, test = split_text(name, tokens, vocabulary, sequence, test_share)
+    return Source(pieces(train, sequence), pieces(test, sequence), []), vocabulary
+
+
+def tokens_of_files(
+    name: str, files: Sequence[Path], tokenizer: Path | None
+) -> tuple[np.ndarray, int]:
+    """Return the concatenated files as tokens, and the size of the vocabulary."""
     import numpy as np
 
-    text = "".join(_read_text(name, path) for path in files)
+    text = "".join(text_of(name, path) for path in files)
     if tokenizer is not None:
-        tokens, vocabulary = _tokens_of(name, tokenizer, text)
+        opened = open_tokenizer(name, tokenizer)
+        tokens = np.asarray(opened.encode(text, add_special_tokens=False).ids, np.int64)
+        vocabulary = opened.get_vocab_size()
     else:
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         characters, tokens = np.unique(points, return_inverse=True)
         vocabulary = len(characters)
-    return split_text(name, tokens.astype(np.int32), vocabulary, sequence, test_share), vocabulary
+    return tokens.astype(np.int32), vocabulary
 
 
 def split_text(
     name: str, tokens: np.ndarray, vocabulary: int, sequence: int, test_share: float
-) -> Source:
-    """Return a text whose last `test_share` is the test set.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a text without its last `test_share`, and that share.
 
     Args:
         name: Name of the data set.
@@ -265,10 +315,11 @@ def split_text(
             )
     if vocabulary < 2:
         raise DataError(f"data set {name!r}: the text has {vocabulary} different token")
-    return Source(pieces(parts[0], sequence), pieces(parts[1], sequence), [])
+    return parts
 
 
-def _read_text(name: str, path: Path) -> str:
+def text_of(name: str, path: Path) -> str:
+    """Return what a file in UTF-8 holds; DataError where it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -280,19 +331,16 @@ def _read_text(name: str, path: Path) -> str:
         ) from error
 
 
-def _tokens_of(name: str, path: Path, text: str) -> tuple[np.ndarray, int]:
-    import numpy as np
-
+def open_tokenizer(name: str, path: Path) -> Any:
+    """The tokenizer of a file; DataError where there is none, or its package is missing."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise DataError(f"data set {name!r}: {NO_TOKENIZERS}") from None
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception
         raise DataError(f"data set {name!r}: {path} is no file of a tokenizer ({error})") from error
-    tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-    return tokens, tokenizer.get_vocab_size()
 
 
 NO_TOKENIZERS = (

@@ -17,7 +17,7 @@ from typing import Any
 from stratbench.cell.locks import held_folder
 from stratbench.workload import users_code
 from stratbench.workload.data import own_data, prepared, sources
-from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.dataset import Dataset, kind_of
 from stratbench.workload.data.datasets import DATASETS, describe, identity_of
 from stratbench.workload.data.sources import DataError, Source
 
@@ -88,7 +88,8 @@ def _prepare_own(own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) 
     def open_source(scratch: Path) -> tuple[Source, Dataset]:
         source, shape, classes, *kinds = own.open_samples()
         samples = source.train.samples, source.test.samples
-        return source, Dataset(shape, classes, *samples, None, 0, False, *kinds)
+        of_texts = own.task, own.values.get("vocabulary")
+        return source, Dataset(shape, classes, *samples, None, 0, False, *kinds, *of_texts)
 
     return _prepared_for(request, out_dir, open_source)
 
@@ -141,7 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("stopped; nothing was left behind", file=sys.stderr)
         return 128 + signal.SIGINT
     size = "x".join(map(str, meta["shape"]))
-    what, kinds = ("texts", "tokens") if len(meta["shape"]) == 1 else ("images", "classes")
+    what = kind_of(meta["shape"])
+    kinds = "tokens" if what == "texts" and "vocabulary" not in meta else "classes"
     if meta.get("values"):
         kinds = "values each to learn"
     print(

@@ -1,0 +1,194 @@
+"""A user's texts with hidden tokens, and texts with a label each, from CSV or JSON Lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratbench.workload.data.generated import hide_tokens
+from stratbench.workload.data.own_files import (
+    TEXTS,
+    ByClass,
+    Labelled,
+    divided,
+    open_tokenizer,
+    split_text,
+    text_of,
+    tokens_of_files,
+)
+from stratbench.workload.data.sources import DataError, Source, Split
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: Tokens of labelled texts without a tokenizer: their bytes in UTF-8. No text has a 0, which fills up.
+BYTES = 256
+#: The fewest tokens of a text whose first and last are not hidden.
+SHORTEST_MASKED = 3
+#: What tokenizers call the token that fills a text up, and the one that hides others.
+FILLS, HIDES = ("[PAD]", "<pad>"), ("[MASK]", "<mask>")
+_CHUNK = 1024
+
+
+def masked_text_files(
+    name: str,
+    files: Sequence[Path],
+    tokenizer: Path | None,
+    sequence: int,
+    test_share: float,
+    seed: int,
+) -> tuple[Source, int]:
+    """The files one after the other as pieces of `sequence` with hidden tokens, and the number of tokens.
+
+    Divided as `own_files.text_files` does. The tokenizer's own token for it hides others, or one more than
+    the text has. `seed` chooses which are hidden.
+    """
+    tokens, size = tokens_of_files(name, files, tokenizer)
+    opened = open_tokenizer(name, tokenizer) if tokenizer else None
+    hides = special_token(opened, HIDES, size)
+    parts = split_text(name, tokens, size, sequence, test_share)
+
+    def split(part: np.ndarray, stream: int) -> Split:
+        import numpy as np
+
+        samples = len(part) // sequence
+        texts = part[: samples * sequence].reshape(-1, sequence)
+        chunks = (
+            hide_tokens(texts[at : at + _CHUNK], hides, np.random.default_rng([seed, stream, at]))
+            for at in range(0, samples, _CHUNK)
+        )
+        return Split(samples, chunks)
+
+    return Source(split(parts[0], 1), split(parts[1], 2), []), max(size, hides + 1)
+
+
+def special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
+    """A tokenizer's token that has one of some names; the one after its last where there is none."""
+    known = (tokenizer.token_to_id(name) for name in names) if tokenizer else ()
+    return next((number for number in known if number is not None), size)
+
+
+def labelled_texts(
+    name: str,
+    files: Sequence[Path],
+    test: Path | None,
+    tokenizer: Path | None,
+    text_column: str,
+    label_column: str,
+    vocabulary: int,
+    sequence: int,
+    test_share: float,
+    seed: int,
+) -> tuple[Source, int]:
+    """The texts of CSV or JSON Lines files, and the number of classes.
+
+    A text is cut after `sequence` tokens, or filled up. Tokens are bytes of UTF-8, or a tokenizer's.
+    """
+    columns = (text_column, label_column)
+    of_test = _texts_by_label(name, [test], columns) if test else None
+    by_label = _texts_by_label(name, files, columns), of_test
+    train, test_set, classes = divided(name, by_label, TEXTS, test_share, seed)
+    opened = open_tokenizer(name, tokenizer) if tokenizer else None
+    tokens = BYTES
+    if opened:
+        size = opened.get_vocab_size()
+        fills = special_token(opened, FILLS, size)
+        tokens = max(size, fills + 1)
+        opened.enable_truncation(sequence)
+        opened.enable_padding(length=sequence, pad_id=fills)
+    if vocabulary < tokens:
+        raise DataError(
+            f"data set {name!r}: vocabulary = {vocabulary}: the texts need {tokens:,} tokens; set "
+            f"`vocabulary: {tokens}`"
+        )
+
+    def split(texts: Labelled) -> Split:
+        return Split(len(texts), _text_chunks(opened, texts, sequence))
+
+    return Source(split(train), split(test_set), []), classes
+
+
+def _text_chunks(
+    tokenizer: Any, texts: Labelled, sequence: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    import numpy as np
+
+    for start in range(0, len(texts), _CHUNK):
+        chunk, labels = zip(*texts[start : start + _CHUNK], strict=True)
+        if tokenizer:
+            rows = [encoded.ids for encoded in tokenizer.encode_batch(list(chunk))]
+        else:
+            cut = (text.encode("utf-8")[:sequence] for text in chunk)
+            rows = [list(text.ljust(sequence, b"\0")) for text in cut]
+        yield np.array(rows, np.int64), np.array(labels)
+
+
+def _texts_by_label(name: str, files: Sequence[Path], columns: tuple[str, str]) -> ByClass:
+    by_label: ByClass = {}
+    for path in files:
+        for text, label in rows_of(name, path, columns):
+            by_label.setdefault(label, []).append(text)
+    return by_label
+
+
+def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """What some columns of a CSV file with a header, or keys of a JSON Lines file, hold in each row.
+
+    DataError for a file that is neither, a column that is missing, or a row without one of them.
+    """
+    read = _json_rows if path.suffix in (".jsonl", ".ndjson") else _csv_rows
+    rows = []
+    for line, row in read(name, path):
+        for column in columns:
+            if column not in row:
+                known = ", ".join(map(str, row))
+                raise DataError(
+                    f"data set {name!r}: {path}, line {line}: has no column {column!r}; it has {known}"
+                )
+        values = tuple(row[column] for column in columns)
+        for column, value in zip(columns, values, strict=True):
+            if type(value) not in (str, int) or not str(value).strip("\0 \t\r\n"):
+                raise DataError(
+                    f"data set {name!r}: {path}, line {line}: its {column} is {value!r}; it must be a text "
+                    "or a whole number"
+                )
+        rows.append(tuple(map(str, values)))
+    if not rows:
+        raise DataError(f"data set {name!r}: {path} has no row")
+    return rows
+
+
+def _lines_of(name: str, path: Path) -> io.StringIO:
+    """A table's lines, without the mark that spreadsheets put before them."""
+    return io.StringIO(text_of(name, path).removeprefix("\ufeff"), newline="")
+
+
+def _csv_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    csv.field_size_limit(1 << 30)  # a text may be longer than the 128 KiB that are its default
+    reader = csv.DictReader(_lines_of(name, path), strict=True)
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise DataError(
+            f"data set {name!r}: {path}, line {reader.reader.line_num}: is no CSV ({error})"
+        ) from error
+
+
+def _json_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, text in enumerate(_lines_of(name, path), 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            raise DataError(
+                f"data set {name!r}: {path}, line {line}: is no JSON ({error})"
+            ) from error
+        if not isinstance(row, dict):
+            raise DataError(f"data set {name!r}: {path}, line {line}: is no JSON object")
+        yield line, row

@@ -1,0 +1,104 @@
+"""A user's folder of WAV files with a label each."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from stratbench.workload.data.own_files import (
+    WAVEFORMS,
+    ByClass,
+    Labelled,
+    class_folders,
+    divided,
+    files_of,
+)
+from stratbench.workload.data.own_texts import rows_of
+from stratbench.workload.data.sources import DataError, Source, Split
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: Columns of the table that says each file's label.
+COLUMNS = ("file", "label")
+_CHUNK = 64
+
+
+def waveform_folder(
+    name: str, folder: Path, labels: Path | None, length: int, test_share: float, seed: int
+) -> tuple[Source, int]:
+    """The waveforms of class folders, or of the files that the table `labels` names, and how many classes.
+
+    All have one sample rate. Channels are averaged; a waveform is cut after `length` values, or filled up
+    with zeros.
+    """
+    by_label = (_by_label(name, folder, labels), None) if labels else None
+    by_class = by_label or class_folders(name, folder, WAVEFORMS)
+    train, test, classes = divided(name, by_class, WAVEFORMS, test_share, seed)
+    first = train[0][0]
+    with _opened(name, first) as file:
+        rate = file.getframerate()
+
+    def chunks(files: Labelled) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        import numpy as np
+
+        for start in range(0, len(files), _CHUNK):
+            part = files[start : start + _CHUNK]
+            values = [_values(name, path, length, rate, first) for path, _ in part]
+            yield np.stack(values)[:, None], np.array([label for _, label in part])
+
+    splits = Split(len(train), chunks(train)), Split(len(test), chunks(test))
+    return Source(*splits, []), classes
+
+
+def _by_label(name: str, folder: Path, labels: Path) -> ByClass:
+    """The files of each label in a table."""
+    files: dict[str, Path] = dict(files_of([folder], WAVEFORMS))
+    by_label: ByClass = {}
+    for file, label in rows_of(name, labels, COLUMNS):
+        if (path := files.pop(PurePath(file).as_posix(), None)) is None:
+            raise DataError(
+                f"data set {name!r}: {labels} names {file!r}, which is no {WAVEFORMS} below {folder}, or "
+                "names it twice"
+            )
+        by_label.setdefault(label, []).append(path)
+    return by_label
+
+
+def _opened(name: str, path: Path) -> wave.Wave_read:
+    try:
+        return wave.open(str(path), "rb")
+    except (OSError, wave.Error, EOFError) as error:
+        raise DataError(
+            f"data set {name!r}: {path} cannot be read as 16-bit PCM ({error or 'it ends early'}); convert "
+            "or remove it"
+        ) from error
+
+
+def _values(name: str, path: Path, length: int, rate: int, first: Path) -> np.ndarray:
+    """The first values of a waveform, -1 to 1, as float32 [length]; `rate`: of the `first` file."""
+    import numpy as np
+
+    with _opened(name, path) as file:
+        channels, width, own_rate, frames, *_ = file.getparams()
+        if width != 2:
+            raise DataError(
+                f"data set {name!r}: {path} has {8 * width}-bit values; convert it to 16-bit PCM"
+            )
+        if own_rate != rate:
+            raise DataError(
+                f"data set {name!r}: {path} has {own_rate:,} values per second and {first} {rate:,}; "
+                "resample all files to one rate"
+            )
+        count = min(frames, length)
+        stored = file.readframes(count)
+    if not count or len(stored) != 2 * channels * count:
+        raise DataError(
+            f"data set {name!r}: {path} holds {len(stored) // (2 * channels)} of {frames} values; repair or "
+            "remove it"
+        )
+    values = np.zeros(length, np.float32)
+    values[:count] = np.frombuffer(stored, "<i2").reshape(-1, channels).mean(1) / 32768
+    return values
