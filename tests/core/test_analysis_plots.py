@@ -14,15 +14,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from PIL import Image
 from test_marks import EYES, THEMES, contrast, linear, oklab
 
 from stratbench.analysis.decision import decide
-from stratbench.analysis.figures import curves, marks, plots, rows, sheet
+from stratbench.analysis.figures import axes, curves, marks, measured, plots, rows, sheet
 from stratbench.analysis.figures.figure_list import INDEX, PLOTS
-from stratbench.analysis.figures.measured import notes_of
-from stratbench.analysis.figures.scales import Scale, padded
-from stratbench.analysis.figures.sheet import WIDTH
 from stratbench.analysis.figures.tradeoffs import ABOVE, NAME, PARTS, REST, free_place
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
@@ -47,6 +46,12 @@ def analysed(root, cells, statuses=None, device="cuda", change=None):
     return plots.read_figure_data(*tables, study_dir / "answers.json", None)[0], study_dir
 
 
+def texts_of(figure):
+    """Whatever is written in a figure: names, values, and the texts of ticks and axes."""
+    shown = (t for t in figure.findobj(Text) if t.get_visible())
+    return [t for t in shown if t.get_text()]
+
+
 @pytest.fixture
 def draw():
     figures = []
@@ -59,7 +64,7 @@ def draw():
             axes=drawn.figure.axes[0],
             figure=drawn.figure,
             caption=drawn.caption,
-            texts=[t.get_text() for t in drawn.figure.axes[0].texts],
+            texts=[t.get_text() for t in texts_of(drawn.figure)],
         )
 
     yield of
@@ -141,12 +146,87 @@ def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
     for name in ("speedup", "speedup_vs_single"):
         found = draw(data, name)
         best = data.rows(name)["value"].max()
-        ideal = [
-            n for n in found.axes.lines if n.get_color() == sheet.RULE and len(n.get_xdata()) == 2
-        ]
-        top = min(min(n.get_ydata()) for n in found.axes.lines if n.get_color() != sheet.RULE)
-        assert min(min(n.get_ydata()) for n in ideal) >= top - 1 or best > data.counts[-1]
+        (ideal,) = (line for line in found.axes.lines if line.get_color() == sheet.RULE)
+        assert list(ideal.get_xdata()) == list(ideal.get_ydata())
+        assert max(ideal.get_ydata()) == min(best, data.counts[-1])
+        assert "ideal" in found.texts
         assert f"The most is {best:.2f}" in found.caption
+
+
+def points_of(axes):
+    """The points of all lines and marks of a figure that stand at values."""
+    lines = [line for line in axes.lines if line.get_transform() == axes.transData]
+    return {
+        (round(float(x), 6), round(float(y), 6))
+        for line in lines
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", ["training_time", "memory"])
+def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
+    """Values, the ends of intervals and the parts of peaks as they are, and each strategy's best in words."""
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",), repeats=3))
+    table = data.rows(name)
+    found = draw(data, name)
+    shown = {x for x, _ in points_of(found.axes)}
+    columns = ["value", "low", "high"]
+    expected = table[columns].to_numpy(dtype=float)
+    assert {round(v, 6) for v in expected[~np.isnan(expected)]} <= shown
+    if name == "memory":
+        parts = {float(path[0][0]) for c in found.axes.collections for path in c.get_segments()}
+        states = data.rows("model_states")["value"].dropna()
+        assert sorted(parts) == pytest.approx(sorted(set(states)))
+    assert set(data.strategies) & set(table["strategy"]) <= set(found.texts)
+    chosen = table[(table["strategy"] == data.choice[0]) & (table["gpus"] == data.choice[1])]
+    told = measured.format_number(chosen["value"].iloc[0], None)
+    assert any(text.startswith(f"{told} ") for text in found.texts)
+
+
+def test_figures_of_lines_show_the_numbers_of_the_table(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",), repeats=3))
+    for name in ("throughput", "speedup", "speedup_vs_single"):
+        table = data.rows(name)
+        table = table[
+            table["value"].notna() & ~((table["strategy"] == "single") & (name != "throughput"))
+        ]
+        shown = points_of(draw(data, name).axes)
+        for column in ("value", "low", "high"):
+            known = table[table[column].notna()]
+            expected = {
+                (float(n), round(v, 6)) for n, v in zip(known["gpus"], known[column], strict=True)
+            }
+            assert expected <= shown, (name, column)
+    scored = data.epochs[data.epochs["gpus"] == 4]
+    medians = scored.groupby(["strategy", "epoch"])["score"].median() * data.score.factor
+    expected = {(float(epoch), round(v, 6)) for (_, epoch), v in medians.items()}
+    assert expected <= points_of(draw(data, "score", 4).axes)
+
+
+def test_figures_of_two_measures_show_the_numbers_of_the_table(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+    both = [
+        data.rows(n).set_index(["strategy", "gpus"])["value"] for n in ("training_time", "score")
+    ]
+    known = pd.concat(both, axis=1).dropna().to_numpy(dtype=float)
+    expected = {(round(t, 6), round(round(v, data.score.decimals), 6)) for t, v in known}
+    assert expected <= points_of(draw(data, "tradeoff").axes)
+    cells = data.cells[data.cells["gpus"] == data.shown_count].dropna(subset=["breakdown_ms"])
+    found = draw(data, "breakdown")
+    bars = pd.DataFrame([bar.get_width() for bar in of] for of in found.axes.containers).sum()
+    steps = {
+        name: sum(json.loads(text).values())
+        for name, text in zip(cells["strategy"], cells["breakdown_ms"], strict=True)
+    }
+    assert sorted(bars) == pytest.approx(sorted(steps.values()))
+    for name, value in steps.items():
+        assert {name, f"{measured.format_number(value, None)} ms"} <= set(found.texts)
+    pushes = data.cells[data.cells["gpus"] == data.shown_count].dropna(subset=["staleness"])
+    shown = points_of(draw(data, "staleness").axes)
+    assert len(pushes) > 1
+    for counts in map(json.loads, pushes["staleness"]):
+        share = 100 * counts[0] / sum(counts)
+        assert any(x == 0 and y == pytest.approx(share, abs=1e-5) for x, y in shown)
 
 
 def test_scores_that_round_to_one_value_are_drawn_as_one(tmp_path, draw):
@@ -165,19 +245,17 @@ def test_scores_that_round_to_one_value_are_drawn_as_one(tmp_path, draw):
 
 
 def test_a_name_lies_over_no_point_and_no_other_name():
-    above, below = (196, 94, 10, 10), (150, 118, 100, 10)
-    left, top = free_place((200, 120), 60, [(195, 115, 10, 10)])
-    assert (left, top + NAME / 2) == (196, 120 - ABOVE)
+    page, point = Bbox([[0, 0], [300, 240]]), Bbox([[195, 115], [205, 125]])
+    above, below = Bbox([[196, 128], [206, 138]]), Bbox([[150, 100], [250, 112]])
+    free = free_place((200, 120), 60, [point], page)
+    assert (free.x0, free.y0) == (196, 120 + ABOVE - NAME / 2)
     for taken in ([above], [above, below]):
-        left, top = free_place((200, 120), 60, [(195, 115, 10, 10), *taken])
-        assert all(
-            left + 60 <= x or x + w <= left or top + NAME <= y or y + h <= top
-            for x, y, w, h in taken
-        )
-    # At the right edge it ends at its point, and where all is taken it lies somewhere all the same.
-    assert free_place((WIDTH - 5, 120), 60, [])[0] == WIDTH - 5 + 4 - 60
-    left, top = free_place((200, 120), 60, [(0, 0, WIDTH, 600)])
-    assert 0 <= left <= WIDTH - 60
+        found = free_place((200, 120), 60, [point, *taken], page)
+        assert not any(found.overlaps(other) for other in (point, *taken))
+    # At the right edge it stays on the page, and where all is taken it lies somewhere all the same.
+    assert free_place((295, 120), 60, [], page).x1 == page.x1
+    found = free_place((200, 120), 60, [page], page)
+    assert Bbox.intersection(found, page).bounds == pytest.approx(found.bounds)
 
 
 def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):
@@ -197,7 +275,7 @@ def test_a_list_of_many_cells_without_a_score_is_cut():
 
 @pytest.mark.slow
 def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
-    """Whatever names are; no title, legend or hatch; no text below 12 pixels."""
+    """Whatever names are; no title and no hatch, a key of phases alone; no text below 12 pixels."""
     cells = fixture.expand(models=("vgg16",), repeats=2)
     data, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
     long = {"ddp": "a-variant-of-ddp-with-quite-a-long-name-of-its-own"}
@@ -210,13 +288,11 @@ def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
     for name, count in all_figures(data):
         found = draw(data, name, count)
         assert found.figure.get_figwidth() * 96 == sheet.WIDTH
-        assert not found.figure.legends
+        assert bool(found.figure.legends) == (name == "breakdown")
         assert found.axes.get_title() == ""
         found.figure.draw_without_rendering()
         pixels = found.figure.bbox
-        for text in found.axes.texts:
-            if not text.get_text():
-                continue
+        for text in texts_of(found.figure):
             assert text.get_fontsize() >= 12 * sheet.PX, name
             box = text.get_window_extent()
             assert box.x0 >= -2, (name, text.get_text())
@@ -228,11 +304,12 @@ def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
 
 def test_names_beside_lines_keep_their_distance():
     wanted = [100.0, 101.0, 102.0, 20.0, 158.0, 160.0]
-    places = curves.spread(wanted, 8, 160)
+    places = axes.spread(wanted, 8, 160, curves.APART)
     assert all(b - a >= curves.APART - 1e-9 for a, b in pairwise(sorted(places)))
     assert min(places) >= 8
     assert max(places) <= 160
     assert sorted(wanted, key=lambda w: places[wanted.index(w)]) == sorted(wanted)
+    assert axes.spread([50.0, 50.0], 0, 100, 14) == [43.0, 57.0]
 
 
 def test_of_many_strategies_the_choice_is_named():
@@ -249,30 +326,34 @@ def test_of_many_strategies_the_choice_is_named():
     assert sum(t.startswith("s") for t in texts) == 60 - unnamed
 
 
-def test_the_chosen_name_is_not_cut_where_its_column_was_made_for_it(draw):
-    for name in ("ps-async", "fsdp-zero2", "ps-staleness-lr", "a"):
-        column = rows.name_column([(name, True)])
-        assert sheet.shortened(name, column - 26, True) == name
+def test_only_a_long_name_is_cut_and_in_its_middle():
+    for name in ("ps-async-modified", "a", "n" * axes.MAX_LETTERS):
+        assert axes.shortened(name) == name
+    cut = axes.shortened("start" + "n" * axes.MAX_LETTERS + "end")
+    assert len(cut) == axes.MAX_LETTERS
+    assert cut.startswith("start")
+    assert cut.endswith("end")
 
 
 def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
     row = rows.FigureRow("a", [rows.Point(v, number="1") for v in (1.0, 1.01, 1.02, 5.0)])
-    lanes = list(rows.lanes_of(row, Scale(1, 6, 100, 300)))
+    lanes = list(rows.lanes_of(row, rows.RowScale((1, 6), True, 200)))
     assert lanes == [0, 1, 2, 0]
-    assert rows.height_of(row, lanes) == rows.ROW + 2 * rows.LANE
 
 
 @pytest.mark.parametrize(
     ("low", "high", "log"), [(0.8, 14, True), (211, 372, True), (0.97, 1.04, True), (0, 0.031, False)]
 )  # fmt: skip
 def test_ticks_are_few_round_and_apart(low, high, log):
-    scale = padded([low, high], 100, 300, 10, log)
-    ticks = scale.labelled(scale.ticks(), "s")
-    assert 2 <= len(ticks) <= 7
-    for (a, one), (b, other) in pairwise(ticks):
-        assert b - a >= (sheet.text_width(one) + sheet.text_width(other)) / 2
-    assert ticks[-1][1].endswith(" s")
-    assert all(100 <= at <= 300 for at, _ in ticks)
+    with plt.rc_context(sheet.RC):
+        drawn = axes.new_axes(60)
+        axes.set_ticks(drawn.xaxis, axes.limits_of([low, high], 0.05, log), log, unit="s")
+        axes.settle(drawn)
+        boxes = [t.get_window_extent() for t in drawn.get_xticklabels() if t.get_text()]
+    plt.close(drawn.figure)
+    assert 2 <= len(boxes) <= 7
+    assert all(a.x1 <= b.x0 for a, b in pairwise(boxes))
+    assert drawn.get_xticklabels()[-1].get_text().endswith(" s")
 
 
 def test_names_from_records_are_no_formulas(tmp_path, draw):
@@ -330,15 +411,22 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     shown = rows.Rows([own], {"ddp": marks.mark_of("replicas", 0)})
     with plt.rc_context(sheet.RC):
         figure = rows.draw_rows(shown)
-        (disc, ring) = [patch.get_extents() for patch in figure.axes[0].patches]
+        at = figure.axes[0].transData.transform
+        numbered = [
+            (line, t)
+            for t in own.points
+            for line in figure.axes[0].lines
+            if t.value in line.get_xdata() and line.get_zorder() == 5
+        ]
+        (disc, ring) = [(*at(line.get_xydata()[0]), rows.width_of(t)) for line, t in numbered]
         sheet.save_figure(figure, tmp_path / "f")
     with Image.open(tmp_path / "f.png") as image:
         pixels = np.asarray(image.convert("RGB"))
     full, quiet = (
         tuple(round(255 * part) for part in to_rgb(c)) for c in marks.FAMILIES["replicas"].light
     )
-    for box, colour in ((disc, full), (ring, quiet)):
-        x, y = 2 * box.x0 + 2, pixels.shape[0] - (box.y0 + box.y1)  # two dots a pixel
+    for (middle, bottom, width), colour in ((disc, full), (ring, quiet)):
+        x, y = 2 * (middle - width / 2) + 2, pixels.shape[0] - 2 * bottom  # two dots a pixel
         near = pixels[int(y) - 2 : int(y) + 3, int(x) - 3 : int(x) + 4].reshape(-1, 3)
         assert np.abs(near - colour).sum(axis=1).min() < 30
 
@@ -403,10 +491,8 @@ def test_many_worker_counts_are_drawn_on_logarithmic_axes(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(1, 4, 16, 64))
     data, _ = analysed(tmp_path, cells)
     found = draw(data, "speedup")
-    centred = [t for t in found.axes.texts if t.get_ha() == "center"]
-    ticks = {t.get_text(): t.get_position()[0] for t in centred}
-    steps = np.diff([ticks[n] for n in ("1", "4", "16", "64")])
-    assert steps == pytest.approx(steps[0])
+    assert found.axes.get_xscale() == found.axes.get_yscale() == "log"
+    assert [t.get_text() for t in found.axes.get_xticklabels()] == ["1", "4", "16", "64"]
 
 
 @pytest.mark.slow
@@ -439,7 +525,7 @@ def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw
 
 
 def test_numbers_of_updates_and_epochs_have_whole_ticks():
-    assert all(t == int(t) for t in Scale(1, 3, 0, 100, whole=True).ticks())
+    assert all(t == int(t) for t in axes.round_ticks((1, 3), False, whole=True))
 
 
 def test_a_new_strategy_needs_nothing_to_be_drawn(tmp_path, draw):
@@ -477,16 +563,6 @@ def test_tables_of_no_epochs_draw_no_scores(tmp_path):
     assert isinstance(empty.epochs, pd.DataFrame)
 
 
-@pytest.mark.parametrize("bold", [True, False])
-def test_a_name_that_has_just_its_room_is_whole(bold):
-    for letters in range(1, 40):
-        name, margin = "n" * letters, 26
-        room = margin + sheet.text_width(name, bold) - margin
-        assert sheet.shortened(name, room, bold) == name
-        if letters > 5:
-            assert sheet.shortened(name + "n", room, bold) != name + "n"
-
-
 def test_repeats_without_a_score_are_named_below_the_curves_of_the_others():
     rows = pd.DataFrame(
         [
@@ -503,4 +579,4 @@ def test_repeats_without_a_score_are_named_below_the_curves_of_the_others():
             | {"outcome": "3 × OOM", "text": "OOM"},
         ]
     )
-    assert list(notes_of(rows)) == ["fsdp: 2 of 3 div.", "ps-sync: OOM"]
+    assert list(measured.notes_of(rows)) == ["fsdp: 2 of 3 div.", "ps-sync: OOM"]

@@ -53,7 +53,7 @@ def rows_figure(data: FigureData, measure: Measure) -> Drawn:
     reference = chosen_value(data, rows)
     several = rows["gpus"].nunique() > 1
     points = {
-        str(name): list(points_of(data, found, factor, several))
+        str(name): list(points_of(data, str(name), found, factor, several))
         for name, found in rows.groupby("strategy", sort=False)
     }
     if measure.name == "memory" and not data.on_cpu:
@@ -102,19 +102,14 @@ def chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
 
 
 def points_of(
-    data: FigureData, rows: pd.DataFrame, factor: float, several: bool
+    data: FigureData, strategy: str, rows: pd.DataFrame, factor: float, several: bool
 ) -> Iterator[Point]:
     """The points of a strategy, in the order of worker counts."""
-    for row in rows[rows["value"].notna()].sort_values("gpus").itertuples():
-        chosen = data.choice is not None and data.choice == (row.strategy, row.gpus)
-        spread = row.low == row.low
-        yield Point(
-            row.value * factor,
-            row.low * factor if spread else None,
-            row.high * factor if spread else None,
-            number=str(row.gpus) if several else "",
-            chosen=chosen,
-        )
+    known = rows[rows["value"].notna()].sort_values("gpus")
+    for gpus, *values in known[["gpus", "value", "low", "high"]].to_numpy(dtype=float):
+        value, low, high = (None if v != v else float(v) * factor for v in values)
+        chosen = data.choice == (strategy, gpus)
+        yield Point(value or 0.0, low, high, f"{gpus:.0f}" if several else "", chosen)
 
 
 def with_states(
@@ -139,12 +134,13 @@ def outcome_of(text: str) -> str:
 def words_of(rows: pd.DataFrame, several: bool) -> str:
     """How the cells of a strategy ended that have no value: `OOM on 2, 4`."""
     outcomes: dict[str, list[str]] = {}
-    for row in rows.sort_values("gpus").itertuples():
-        if row.value != row.value:
-            outcomes.setdefault(outcome_of(row.text), []).append(str(row.gpus))
-        elif row.ok < row.cells:
-            lost = f"{row.cells - row.ok} of {row.cells} {row.outcome.split(' × ')[-1]}"
-            outcomes.setdefault(lost, []).append(str(row.gpus))
+    failed = rows["value"].isna()
+    for row in rows[failed | (rows["ok"] < rows["cells"])].sort_values("gpus").to_dict("records"):
+        if row["value"] != row["value"]:
+            why = outcome_of(row["text"])
+        else:
+            why = f"{row['cells'] - row['ok']} of {row['cells']} {row['outcome'].split(' × ')[-1]}"
+        outcomes.setdefault(why, []).append(str(row["gpus"]))
     if not several:
         return "; ".join(outcomes)
     return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in outcomes.items())
@@ -325,7 +321,8 @@ def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
     score = data.score
     epochs = data.epochs[data.epochs["gpus"] == count]
     rows = data.rows(measure.name)
-    flags = {r.strategy: r.flags for r in rows[rows["gpus"] == count].itertuples()}
+    rows = rows[rows["gpus"] == count]
+    flags = dict(zip(rows["strategy"], rows["flags"], strict=True))
     curves, repeats = [], 0
     for name, found in epochs.groupby("strategy", sort=False):
         by_epoch = (found["score"] * score.factor).groupby(found["epoch"])

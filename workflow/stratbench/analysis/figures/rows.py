@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle, FancyBboxPatch
+from matplotlib.patches import BoxStyle
 
+from stratbench.analysis.figures.axes import (
+    LETTER,
+    MAX_LETTERS,
+    beside,
+    limits_of,
+    new_axes,
+    put_mark,
+    put_row_name,
+    set_ticks,
+    settle,
+    share_of,
+    within_reach,
+    write,
+)
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.scales import Scale, padded, within_reach
 from stratbench.analysis.figures.sheet import (
     BAD,
     BAND,
@@ -21,22 +35,17 @@ from stratbench.analysis.figures.sheet import (
     PAPER,
     PX,
     WIDTH,
-    box,
     colour_of,
-    new_sheet,
-    put_mark,
-    shortened,
-    stroke,
-    text_width,
-    write,
-)
+)  # fmt: skip
 
-#: The widest column of names, the column of the values in words, and the height of the axis above.
-MAX_NAME, VALUES, HEAD = 158, 58, 20
-#: The height of a row, and of a further lane in it for marks that would overlap.
-ROW, LANE = 24, 18
+#: The height of the axis above, of a row, and of a further lane in it for marks that would overlap.
+HEAD, ROW, LANE = 24, 24, 18
+#: What is beside the axes but letters: marks, and room around them.
+BESIDE = 44
 #: The width of a mark with a number in it: of one or two digits, and of more.
 DISC, WIDE_DISC = 17, 25
+#: The mark of a number of more than two digits, a round one drawn long.
+_WIDE = BoxStyle.Round(pad=0, rounding_size=1)(-WIDE_DISC / DISC, -1, 2 * WIDE_DISC / DISC, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -89,20 +98,31 @@ class Rows:
         return cls(rows, marks, log=True, unit="×", band=band, head=head)
 
 
-def draw_rows(shown: Rows) -> Figure:
-    """The figure; rows are drawn in the order given."""
-    scale = scale_of(shown)
-    lanes = [list(lanes_of(row, scale)) for row in shown.rows]
-    heights = [height_of(row, of) for row, of in zip(shown.rows, lanes, strict=True)]
-    bottom = HEAD + sum(heights) + (LINE_HEIGHT if shown.limit else 0)
-    axes = new_sheet(bottom + 4)
-    if has_points(shown):
-        draw_scale(axes, shown, scale, HEAD + sum(heights))
-    top: float = HEAD
-    for row, of, height in zip(shown.rows, lanes, heights, strict=True):
-        draw_row(axes, shown, row, of, top, scale)
-        top += height
-    return axes.figure
+@dataclass(frozen=True)
+class RowScale:
+    """The horizontal axis of a figure of rows: its ends, and its width in pixels as far as letters tell."""
+
+    limits: tuple[float, float]
+    log: bool
+    width: float
+
+    @classmethod
+    def of(cls, shown: Rows) -> RowScale:
+        """The scale that holds all points and their intervals."""
+        letters = max((min(len(row.strategy), MAX_LETTERS) for row in shown.rows), default=0)
+        letters += max(
+            (len(text) for text in (shown.head, *(r.told for r in shown.rows))), default=0
+        )
+        width = WIDTH - BESIDE - LETTER * letters
+        points = [p for row in shown.rows for p in row.points]
+        values = [v for p in points for v in (p.value, p.part) if v is not None]
+        values = within_reach(values, [v for p in points for v in (p.low, p.high) if v is not None])
+        values += [*(shown.band or ()), *([shown.limit[0]] if shown.limit else [])]
+        return cls(limits_of(values, (DISC / 2 + 3) / width, shown.log), shown.log, width)
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        return self.width * share_of(value, self.limits, self.log)
 
 
 def has_points(shown: Rows) -> bool:
@@ -112,7 +132,7 @@ def has_points(shown: Rows) -> bool:
 
 def shows_intervals(shown: Rows) -> bool:
     """Whether any interval is wider than the mark on it."""
-    scale = scale_of(shown)
+    scale = RowScale.of(shown)
     return any(
         scale.at(p.high) - scale.at(p.low) > width_of(p)
         for row in shown.rows
@@ -121,44 +141,15 @@ def shows_intervals(shown: Rows) -> bool:
     )
 
 
-def name_column(names: Iterator[tuple[str, bool]]) -> float:
-    """The width of the column of marks and names; with each name, whether it is the chosen one's."""
-    return min(MAX_NAME, 26 + max((text_width(*name) for name in names), default=0))
-
-
-def put_name(
-    axes: Axes, strategy: str, mark: Mark, chosen: bool, middle: float, end: float
-) -> None:
-    """Draw a strategy's mark and write its name, in a column that ends at pixel `end`."""
-    put_mark(axes, 7, middle, mark, chosen, 8.5)
-    write(axes, 18, middle, shortened(strategy, end - 26, chosen), bold=chosen)
-
-
-def scale_of(shown: Rows) -> Scale:
-    """The scale that holds all points and their intervals, between the names and the values in words."""
-    left = name_column((row.strategy, row.chosen) for row in shown.rows)
-    right = WIDTH - max([VALUES, *(text_width(row.told, row.chosen) + 8 for row in shown.rows)])
-    points = [p for row in shown.rows for p in row.points]
-    values = [v for p in points for v in (p.value, p.part) if v is not None]
-    values = within_reach(values, [v for p in points for v in (p.low, p.high) if v is not None])
-    values += [*(shown.band or ()), *([shown.limit[0]] if shown.limit else [])]
-    return padded(values, left, right, DISC / 2 + 3, shown.log)
-
-
-def lanes_of(row: FigureRow, scale: Scale) -> Iterator[int]:
+def lanes_of(row: FigureRow, scale: RowScale) -> Iterator[int]:
     """The lane of each point: the first in which it overlaps no earlier one."""
-    ends: list[list[tuple[float, float]]] = []
+    lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
-        half = width_of(point) / 2
-        at = scale.at(point.value)
-        span = at - half, at + half
-        lane = 0
-        while lane < len(ends) and any(a < span[1] and span[0] < b for a, b in ends[lane]):
-            lane += 1
-        if lane == len(ends):
-            ends.append([])
-        ends[lane].append(span)
-        yield lane
+        at, half = scale.at(point.value), width_of(point) / 2
+        free = [all(abs(at - a) >= half + h for a, h in lane) for lane in lanes]
+        found = free.index(True) if any(free) else len(lanes)
+        lanes[found : found + 1] = [[*(lanes[found] if any(free) else ()), (at, half)]]
+        yield found
 
 
 def width_of(point: Point) -> float:
@@ -166,81 +157,72 @@ def width_of(point: Point) -> float:
     return WIDE_DISC if len(point.number) > 2 else DISC
 
 
-def height_of(row: FigureRow, lanes: Sequence[int]) -> float:
-    """The height of a row with these lanes."""
-    further = max(lanes, default=0) * LANE
-    words = LINE_HEIGHT if row.words and row.points else 0
-    return ROW + further + words
+def draw_rows(shown: Rows) -> Figure:
+    """The figure; rows are drawn in the order given."""
+    scale = RowScale.of(shown)
+    lanes = [list(lanes_of(row, scale)) for row in shown.rows]
+    lowest = [LANE * max(of, default=0) for of in lanes]
+    heights = [
+        ROW + low + (LINE_HEIGHT if row.words and row.points else 0)
+        for row, low in zip(shown.rows, lowest, strict=True)
+    ]
+    axes = new_axes(HEAD + sum(heights) + (LINE_HEIGHT if shown.limit else 0))
+    axes.set_ylim(sum(heights), 0)
+    draw_scale(axes, shown, scale)
+    for row, of, low, end, height in zip(
+        shown.rows, lanes, lowest, accumulate(heights), heights, strict=True
+    ):
+        middle, mark = end - height + ROW / 2, shown.marks[row.strategy]
+        put_row_name(axes, middle, row.strategy, mark, row.chosen)
+        axes.axhline(middle, color=LINE, zorder=1)
+        full = colour_of(mark, True) if row.chosen else MUTED
+        write(axes, 1, middle, row.told, full, bold=row.chosen, transform=beside(axes, 6))
+        for point, lane in zip(row.points, of, strict=True):
+            draw_point(axes, point, mark, middle + LANE * lane)
+        if row.words:
+            room = int((scale.width + BESIDE / 2) / LETTER) + len(row.told)
+            words = row.words if len(row.words) <= room else f"{row.words[: room - 1]}…"
+            below = low + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
+            paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}
+            write(axes, 0, middle + below, words, BAD, transform=beside(axes, 0), bbox=paper)
+    return settle(axes)
 
 
-def draw_scale(axes: Axes, shown: Rows, scale: Scale, bottom: float) -> None:
+def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
     """Draw the band of equals, the ticks above and their lines, and the limit."""
+    axes.spines[:].set_visible(False)
+    axes.set_yticks([])
+    axes.tick_params("x", top=False, bottom=False, labeltop=True, labelbottom=False, pad=2 * PX)
+    axes.grid(axis="x", visible=has_points(shown))
+    if not has_points(shown):
+        axes.set_xticks([])
+        return
+    set_ticks(axes.xaxis, scale.limits, shown.log, unit=shown.unit)
     if shown.band:
-        low, high = (scale.at(min(max(v, scale.low), scale.high)) for v in shown.band)
-        box(axes, low, HEAD - 2, high - low, bottom - HEAD + 2, BAND, zorder=0)
-    for at, text in scale.labelled(scale.ticks(), shown.unit):
-        stroke(axes, [at, at], [HEAD - 2, bottom], LINE, zorder=1)
-        half = text_width(text) / 2
-        write(axes, min(at, WIDTH - VALUES - half), 9, text, MUTED, ha="center")
+        axes.axvspan(*shown.band, color=BAND, linewidth=0, zorder=0)
     if shown.head:
-        write(axes, WIDTH, 9, shown.head, MUTED, ha="right")
+        write(axes, 1, 0, shown.head, MUTED, va="bottom", transform=beside(axes, 6, 6))
     if shown.limit:
-        at = scale.at(shown.limit[0])
-        stroke(axes, [at, at], [HEAD - 2, bottom], MUTED, zorder=2, width=1.5)
-        write(axes, at, bottom + 9, shown.limit[1], MUTED, ha="right")
+        value, text = shown.limit
+        axes.axvline(value, color=MUTED, linewidth=1.5 * PX, zorder=2)
+        write(axes, value, axes.get_ylim()[0] + LINE_HEIGHT / 2, text, MUTED, ha="right")
 
 
-def draw_row(
-    axes: Axes, shown: Rows, row: FigureRow, lanes: Sequence[int], top: float, scale: Scale
-) -> None:
-    """Draw one strategy."""
-    mark, middle = shown.marks[row.strategy], top + ROW / 2
-    put_name(axes, row.strategy, mark, row.chosen, middle, scale.start)
-    stroke(axes, [scale.start, scale.end], [middle, middle], LINE, zorder=1)
-    for point, lane in zip(row.points, lanes, strict=True):
-        draw_point(axes, point, mark, middle + lane * LANE, scale)
-    if row.words:
-        below = max(lanes, default=0) * LANE + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
-        put_words(axes, row.words, middle + below, scale)
-    full = colour_of(mark, True) if row.chosen else MUTED
-    write(axes, WIDTH, middle, row.told, full, ha="right", bold=row.chosen)
-
-
-def put_words(axes: Axes, words: str, y: float, scale: Scale) -> None:
-    """Write the outcomes of cells without a value."""
-    room = WIDTH - scale.start
-    words = words if text_width(words) <= room else f"{words[: int(room / 6.5)]}…"
-    wide = min(room, text_width(words) * 0.95)
-    box(axes, scale.start, y - 7, wide, 14, PAPER, zorder=3)
-    write(axes, scale.start, y, words, BAD, zorder=4)
-
-
-def draw_point(axes: Axes, point: Point, mark: Mark, y: float, scale: Scale) -> None:
+def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
     """Draw a value: its interval, what is part of it, and its mark."""
-    at, colour = scale.at(point.value), colour_of(mark, point.chosen)
+    colour, chosen = colour_of(mark, point.chosen), point.chosen
     if point.low is not None and point.high is not None:
-        ends = [scale.at(min(max(v, scale.low), scale.high)) for v in (point.low, point.high)]
-        stroke(axes, ends, [y, y], colour, width=3.5 if point.chosen else 1.75, zorder=2)
+        width = (3.5 if chosen else 1.75) * PX
+        axes.plot([point.low, point.high], [y, y], color=colour, linewidth=width, zorder=2)
     if point.part is not None:
-        part = scale.at(point.part)
-        stroke(axes, [part, part], [y - 7, y + 7], colour, width=2, zorder=3)
+        axes.vlines(point.part, y - 7, y + 7, color=colour, linewidth=2 * PX, zorder=3)
     if not point.number:
-        put_mark(axes, at, y, mark, point.chosen, 11 if point.chosen else 7.5)
+        put_mark(axes, point.value, y, mark, chosen, 11 if chosen else 7.5)
         return
-    disc(axes, at, y, width_of(point), colour, point.chosen)
-    text = PAPER if point.chosen else INK
-    write(axes, at, y, point.number, text, ha="center", zorder=6, bold=point.chosen)
-
-
-def disc(axes: Axes, x: float, y: float, width: float, colour: str, filled: bool) -> None:
-    """Draw a mark with room for a number, filled or as a ring."""
-    inset = 0 if filled else 0.75  # about half of the ring's line
-    inside, line_px = (colour, 0) if filled else (PAPER, 1.25)
-    look = {"facecolor": inside, "edgecolor": colour, "linewidth": line_px * PX, "zorder": 5}
-    radius = DISC / 2 - inset
-    if width == DISC:
-        axes.add_patch(Circle((x, y), radius, **look))
-        return
-    shape = f"round,pad=0,rounding_size={radius}"
-    corner, height = (x - width / 2 + inset, y - radius), 2 * radius
-    axes.add_patch(FancyBboxPatch(corner, width - 2 * inset, height, boxstyle=shape, **look))
+    wide = len(point.number) > 2
+    axes.plot(
+        [point.value], [y], marker=_WIDE if wide else "o", markersize=(width_of(point) - 1.25) * PX,
+        color=colour, markerfacecolor=colour if chosen else PAPER, markeredgewidth=1.25 * PX, zorder=5,
+    )  # fmt: skip
+    text = PAPER if chosen else INK
+    write(axes, point.value, y, point.number, text, ha="center", bold=chosen, zorder=6)

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from stratbench.analysis.figures.marks import DARK_PAPER, FAMILIES, LIGHT_PAPER, Mark
 from stratbench.cell.files import replacing
@@ -29,8 +26,6 @@ WIDTH = 372
 PX = 72 / 96
 #: Height of text, and of a line of it.
 TEXT, LINE_HEIGHT = 12, 15
-#: How wide a letter is reckoned, in pixels.
-LETTER, BOLD_LETTER = 6.8, 7.7
 
 #: The colours of texts and lines: by name, on light and on dark paper.
 THEME = {
@@ -51,92 +46,59 @@ INK, MUTED, LINE, RULE, BAND, BAD, PAPER = (
     THEME[name][0] for name in ("ink", "muted", "line", "rule", "band", "bad", "paper")
 )
 
-#: With a fixed salt of ids and no date, the same records give the same file.
-RC: dict[str, Any] = {
+#: The style of every figure. With a fixed salt of ids and no date, the same records give the same file.
+RC: Any = {
     "svg.hashsalt": "stratbench",
     "svg.fonttype": "none",  # text stays text, in the reader's font
     "pdf.fonttype": 42,  # as publishers ask
     "font.family": "DejaVu Sans",
     "font.size": TEXT * PX,
+    "text.color": INK,
     "text.parse_math": False,  # names in records are not formulas
     "lines.scale_dashes": False,
+    "lines.solid_capstyle": "butt",
+    "lines.solid_joinstyle": "round",
+    "lines.dash_capstyle": "butt",
+    "lines.linewidth": PX,
     "figure.dpi": 96,
+    "figure.facecolor": "none",
     "savefig.dpi": 192,
+    "axes.facecolor": "none",
+    "axes.edgecolor": RULE,
+    "axes.linewidth": PX,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": TEXT * PX,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": PX,
+    "xtick.color": RULE,
+    "xtick.labelcolor": MUTED,
+    "xtick.labelsize": TEXT * PX,
+    "xtick.major.size": 4 * PX,
+    "xtick.major.width": PX,
+    "ytick.labelcolor": MUTED,
+    "ytick.labelsize": TEXT * PX,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.labelcolor": MUTED,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0,
 }
 #: Matplotlib's markers of the families' shapes.
 MARKERS = {
     "circle": "o", "square": "s", "diamond": "D", "up": "^", "down": "v", "right": ">",
     "hexagon": "h", "star": "*", "cross": "X",
 }  # fmt: skip
-#: Shapes that look small for their size are drawn larger.
-_LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
-
-
-def new_sheet(height: float) -> Axes:
-    """An empty sheet, `height` pixels high; its coordinates are pixels from the top left corner."""
-    figure = plt.figure(figsize=(WIDTH / 96, height / 96), facecolor="none")
-    axes = figure.add_axes((0, 0, 1, 1), facecolor="none")
-    axes.set_xlim(0, WIDTH)
-    axes.set_ylim(height, 0)
-    axes.set_axis_off()
-    return axes
-
-
-def write(axes: Axes, x: float, y: float, text: str, colour: str = INK, **style: Any) -> None:
-    """Write text with its middle at height `y`."""
-    bold = style.pop("bold", False)
-    given = {"ha": "left", "va": "center_baseline", "fontweight": "bold" if bold else "normal"}
-    axes.text(x, y, text, color=colour, **(given | style))
-
-
-def stroke(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str, **style: Any) -> None:
-    """Draw a line; `width` in pixels, `dash` as SVG takes it."""
-    dash = style.pop("dash", "")
-    width = style.pop("width", 1.0)
-    pattern = (0, [float(part) * PX for part in dash.split()]) if dash else "-"
-    given = {"solid_capstyle": "butt", "solid_joinstyle": "round", "dash_capstyle": "butt"}
-    axes.plot(x, y, color=colour, linewidth=width * PX, linestyle=pattern, **(given | style))
 
 
 def colour_of(mark: Mark, full: bool) -> str:
     """A strategy's colour: full for the chosen one, quiet for all others."""
     return FAMILIES[mark.family].light[0 if full else 1]
-
-
-def put_mark(
-    axes: Axes, x: float, y: float, mark: Mark, full: bool, size: float = 8, zorder: float = 4
-) -> None:
-    """Draw a strategy's mark, `size` pixels wide, around (x, y)."""
-    colour = colour_of(mark, full)
-    axes.plot(
-        [x], [y], linestyle="none", marker=MARKERS[mark.shape], zorder=zorder,
-        markersize=size * _LARGER.get(mark.shape, 1.0) * PX, markeredgewidth=1.5 * PX,
-        markeredgecolor=colour, markerfacecolor=PAPER if mark.fill == "open" else colour,
-        markerfacecoloralt=PAPER, fillstyle="left" if mark.fill == "half" else "full",
-    )  # fmt: skip
-
-
-def box(
-    axes: Axes, left: float, top: float, width: float, height: float, colour: str, **style: Any
-) -> None:
-    """Draw a rectangle without an edge, or with the edge that `style` gives."""
-    given = {"facecolor": colour, "edgecolor": "none", "linewidth": 0}
-    axes.add_patch(Rectangle((left, top), width, height, **(given | style)))
-
-
-def text_width(text: str, bold: bool = False) -> float:
-    """The width of a text in pixels, roughly: the reader's font is not known."""
-    return (BOLD_LETTER if bold else LETTER) * len(text)
-
-
-def shortened(name: str, width: float, bold: bool = False) -> str:
-    """`name`, cut in its middle to what has room in `width` pixels."""
-    # A thousandth: the width may be a sum of just these letters, and rounded down.
-    room = max(5, int(width / (BOLD_LETTER if bold else LETTER) + 1e-3))
-    if len(name) <= room:
-        return name
-    head = (room - 1) // 2
-    return f"{name[:head]}…{name[len(name) - (room - 1 - head) :]}"
 
 
 def both_themes() -> dict[str, tuple[str, str]]:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.measured import Drawn, outcome_of
-from stratbench.analysis.figures.rows import name_column, put_name
-from stratbench.analysis.figures.scales import Scale
-from stratbench.analysis.figures.sheet import (
-    BAD,
-    BAND,
-    LINE,
-    MUTED,
-    RULE,
-    WIDTH,
-    box,
-    colour_of,
-    new_sheet,
-    stroke,
+from stratbench.analysis.figures.axes import (
+    beside,
+    new_axes,
+    put_row_name,
+    set_ticks,
+    settle,
     write,
 )
+from stratbench.analysis.figures.curves import dashes
+from stratbench.analysis.figures.figure_data import FigureData
+from stratbench.analysis.figures.measured import Drawn, outcome_of
+from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, colour_of
 from stratbench.cell.text.words import MIB, bytes_text
 
 #: The most points in a line; longer ones are thinned out, since a panel shows no more.
@@ -58,32 +53,6 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     cells = [cell_of(data, name) for name in data.strategies]
     timelines = [read_timeline(data.study_dir, cell) for cell in cells]
     lines = [[] if t is None else list(worker_lines(t, what)) for t in timelines]
-    times = [t.max() for of in lines for _, t, _ in of]
-    values = [v.max() for of in lines for _, _, v in of]
-    left, right = name_column((name, data.is_chosen(name)) for name in data.strategies), WIDTH - 56
-    x = Scale(0, max([*times, 1e-3]), left, right)
-    bottom = 8 + len(cells) * (PANEL + BETWEEN)
-    axes = new_sheet(bottom + AXIS)
-    for i, (cell, timeline, of) in enumerate(zip(cells, timelines, lines, strict=True)):
-        top = 8 + i * (PANEL + BETWEEN)
-        y = Scale(0, max([*values, 1e-3]), top + PANEL, top)
-        draw_panel(axes, data, cell, x, y)
-        if timeline is None:
-            reason = "no timeline" if cell["status"] == "ok" else outcome_of(str(cell["status"]))
-            write(axes, left + 4, top + PANEL / 2, reason, BAD)
-            continue
-        shade_training(axes, timeline, x, y)
-        chosen = data.is_chosen(str(cell["strategy"]))
-        for name, t, v in of:
-            dash = "3 2" if name.startswith("server") else ""
-            colour = colour_of(data.marks[str(cell["strategy"])], chosen)
-            places = [x.at(s) for s in t], [y.at(value) for value in v]
-            stroke(axes, *places, colour, dash=dash, zorder=3, width=1.25)
-        if i == 0:
-            write(axes, right + 4, top + 4, highest_text(y.high, unit), MUTED)
-    for at, text in x.labelled(x.ticks(), "s"):
-        write(axes, at, bottom + 6, text, MUTED, ha="center")
-    write(axes, (left + right) / 2, bottom + 22, "since the start of the cell", MUTED, ha="center")
     workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
     caption = [f"The first repeat on the most workers ({workers}).", "Shaded: training."]
     if any(name.startswith("server") for of in lines for name, _, _ in of):
@@ -92,7 +61,48 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     if unit == "MiB":
         caption += ["The device's memory in use."] * ("gpu" in kinds)
         caption += ["The process's resident set."] * ("process" in kinds)
-    return Drawn(axes.figure, " ".join(caption))
+    return Drawn(draw_timelines(data, cells, timelines, lines, unit), " ".join(caption))
+
+
+def draw_timelines(
+    data: FigureData,
+    cells: Sequence[pd.Series],
+    timelines: Sequence[pd.DataFrame | None],
+    lines: Sequence[Sequence[tuple[str, np.ndarray, np.ndarray]]],
+    unit: str,
+) -> Figure:
+    """Draw the panels of all cells, one below the other, each from 0 to the highest value of all."""
+    end = max([t.max() for of in lines for _, t, _ in of], default=0) or 1e-3
+    highest = max([v.max() for of in lines for _, _, v in of], default=0) or 1e-3
+    axes = new_axes(8 + len(cells) * (PANEL + BETWEEN) + AXIS)
+    axes.set_ylim(len(cells), -BETWEEN / PANEL)
+    axes.set_yticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params("x", length=0)
+    set_ticks(axes.xaxis, (0, end), False, unit="s")
+    axes.set_xlabel("since the start of the cell")
+    used = PANEL / (PANEL + BETWEEN)
+    for i, (cell, timeline, of) in enumerate(zip(cells, timelines, lines, strict=True)):
+        bottom, strategy = i + used, str(cell["strategy"])
+        mark, chosen = data.marks[strategy], data.is_chosen(strategy)
+        put_row_name(axes, i + used / 2, strategy, mark, chosen)
+        axes.axhline(i, color=LINE, zorder=1)
+        axes.axhline(bottom, color=RULE, zorder=1.5)
+        if timeline is None:
+            reason = "no timeline" if cell["status"] == "ok" else outcome_of(str(cell["status"]))
+            write(axes, 0, i + used / 2, reason, BAD, transform=beside(axes, 4))
+            continue
+        if "phase" in timeline:
+            training = timeline.loc[timeline["phase"] == "train", "t_s"]
+            axes.fill_between(
+                [training.min(), training.max()], i, bottom, color=BAND, linewidth=0, zorder=0
+            )
+        for name, t, v in of:
+            style = {"linestyle": dashes("3 2" if name.startswith("server") else ""), "zorder": 3}
+            style |= {"color": colour_of(mark, chosen), "linewidth": 1.25 * PX}
+            axes.plot(t, bottom - used * v / highest, **style)
+    write(axes, 1, 0, highest_text(highest, unit), MUTED, va="top", transform=beside(axes, 4))
+    return settle(axes)
 
 
 def highest_text(value: float, unit: str) -> str:
@@ -104,14 +114,6 @@ def cell_of(data: FigureData, strategy: str) -> pd.Series:
     """The first repeat of a strategy on its most workers."""
     cells = data.cells[data.cells["strategy"] == strategy]
     return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
-
-
-def draw_panel(axes: Axes, data: FigureData, cell: pd.Series, x: Scale, y: Scale) -> None:
-    """Draw the name and the ground of a strategy's panel."""
-    strategy, middle = str(cell["strategy"]), (y.start + y.end) / 2
-    put_name(axes, strategy, data.marks[strategy], data.is_chosen(strategy), middle, x.start)
-    stroke(axes, [x.start, x.end], [y.start, y.start], RULE, zorder=1.5)
-    stroke(axes, [x.start, x.end], [y.end, y.end], LINE, zorder=1)
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
@@ -157,12 +159,3 @@ def thinned(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     starts = np.arange(0, len(times), run)
     counts = np.diff([*starts, len(times)])
     return np.add.reduceat(times, starts) / counts, np.add.reduceat(values, starts) / counts
-
-
-def shade_training(axes: Axes, timeline: pd.DataFrame, x: Scale, y: Scale) -> None:
-    """Shade the time from the first to the last sample of training."""
-    if "phase" in timeline:
-        times = timeline.loc[timeline["phase"] == "train", "t_s"]
-        if len(times):
-            first, last = x.at(times.min()), x.at(min(times.max(), x.high))
-            box(axes, first, y.end, last - first, y.start - y.end, BAND, zorder=0)

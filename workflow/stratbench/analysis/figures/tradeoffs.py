@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox, BboxBase
 
-from stratbench.analysis.figures.curves import (
-    TOP,
-    Curve,
-    Curves,
-    frame,
-    left_of,
+from stratbench.analysis.figures.axes import (
+    beside,
+    figure_of,
+    limits_of,
+    new_axes,
+    put_mark,
+    put_row_name,
+    set_ticks,
+    settle,
+    shortened,
+    write,
 )
+from stratbench.analysis.figures.curves import Curve, Curves
 from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.measured import Drawn, by_end, named_curves, score_curves
-from stratbench.analysis.figures.rows import ROW, name_column, put_name
-from stratbench.analysis.figures.scales import Scale, padded
+from stratbench.analysis.figures.rows import ROW
 from stratbench.analysis.figures.sheet import (
     INK,
     LINE_HEIGHT,
     MUTED,
     PAPER,
+    PX,
     RULE,
     THEME,
-    WIDTH,
-    box,
     colour_of,
-    new_sheet,
-    put_mark,
-    shortened,
-    stroke,
-    text_width,
-    write,
-)
+)  # fmt: skip
 from stratbench.analysis.records.measures import ALONE, DOUBT, format_number
 from stratbench.cell.text.words import names_text
 
@@ -52,12 +52,12 @@ PARTS = (
 REST = ("rest", "muted", False)
 #: The most points of a scatter chart that are named.
 MAX_NAMED = 7
-#: The height of the scatter chart's plot.
-SCATTER = 210
-#: How far above its point a name stands.
-ABOVE = 13
-#: The height of a name.
-NAME = 12
+#: The columns of the key above the bars.
+KEY_COLUMNS = 3
+#: The height of the scatter chart.
+SCATTER = 258
+#: How far above its point the middle of a name stands, and a name's height.
+ABOVE, NAME = 13, 12
 
 
 def breakdown_figure(data: FigureData) -> Drawn:
@@ -67,31 +67,39 @@ def breakdown_figure(data: FigureData) -> Drawn:
     phases = pd.DataFrame([json.loads(t) for t in known["breakdown_ms"]], index=known.index)
     steps = phases.groupby(known["strategy"]).median().fillna(0.0).clip(lower=0.0)
     parts = parts_of(steps)
-    order = steps.sum(axis=1).sort_values().index
+    parts = parts.loc[parts.sum(axis=1).sort_values().index]
+    return Drawn(draw_breakdown(data, parts), " ".join(breakdown_caption(data, parts)))
+
+
+def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
+    """Bars of the milliseconds of each part, by strategy, with their sums at their ends."""
     drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
-    words = list(wrapped_words([part[0] for part in drawn]))
-    top = LINE_HEIGHT * (1 + max((line for line, _, _ in words), default=0)) + 6
-    axes = new_sheet(top + ROW * len(order) + 4)
-    for (line, left, text), (_, colour, filled) in zip(words, drawn, strict=True):
-        y = LINE_HEIGHT * (line + 0.5)
-        part_box(axes, left, y - 5, 10, 10, colour, filled)
-        write(axes, left + 14, y, text, MUTED)
-    start = name_column((str(name), data.is_chosen(str(name))) for name in order)
-    scale = padded(steps.sum(axis=1), start, WIDTH - 66, 0, False)
-    for i, name in enumerate(order):
-        middle, chosen = top + ROW * (i + 0.5), data.is_chosen(str(name))
-        mark = data.marks[str(name)]
-        put_name(axes, str(name), mark, chosen, middle, start)
-        done = 0.0
-        for part, colour, filled in drawn:
-            width = float(parts.loc[name, part])
-            left, right = scale.at(done), scale.at(done + width)
-            part_box(axes, left, middle - 7, right - left, 14, colour, filled)
-            done += width
+    axes = new_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
+    axes.set_axis_off()
+    axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=limits_of(parts.sum(axis=1), 0, False))
+    done = pd.Series(0.0, index=parts.index)
+    for part, name, filled in drawn:
+        colour = THEME[name][0]
+        edge, px = (PAPER, 0.75) if filled else (colour, 1.1)
+        axes.barh(
+            range(len(parts)), parts[part], 0.58, done, label=part, linewidth=px * PX,
+            color=colour if filled else PAPER, edgecolor=edge,
+        )  # fmt: skip
+        done += parts[part]
+    for y, (name, width) in enumerate(done.items()):
+        chosen, mark = data.is_chosen(str(name)), data.marks[str(name)]
+        put_row_name(axes, y, str(name), mark, chosen)
         full = colour_of(mark, True) if chosen else MUTED
-        text = f"{format_number(done, None)} ms"
-        write(axes, scale.at(done) + 6, middle, text, full, bold=chosen)
-    return Drawn(axes.figure, " ".join(breakdown_caption(data, parts)))
+        place = beside(axes, 6, of=axes.transData)
+        text = f"{format_number(width, None)} ms"
+        write(axes, width, y, text, full, bold=chosen, transform=place)
+    bars = axes.get_legend_handles_labels()[0]
+    figure_of(axes).legend(
+        handles=[bar for column in range(KEY_COLUMNS) for bar in bars[column::KEY_COLUMNS]],
+        loc="outside upper left", ncols=KEY_COLUMNS, handlelength=0.9, handleheight=0.9,
+        handletextpad=0.4, columnspacing=1, labelspacing=0.25,
+    )  # fmt: skip
+    return settle(axes)
 
 
 def parts_of(steps: pd.DataFrame) -> pd.DataFrame:
@@ -102,29 +110,6 @@ def parts_of(steps: pd.DataFrame) -> pd.DataFrame:
     }
     parts = pd.DataFrame(named, index=steps.index)
     return parts.assign(rest=steps.sum(axis=1) - parts.sum(axis=1)).clip(lower=0.0)
-
-
-def wrapped_words(words: list[str]) -> Iterator[tuple[int, float, str]]:
-    """The line and the place of each word of the key above the bars."""
-    line, left = 0, 0.0
-    for word in words:
-        wide = 14 + text_width(word)
-        if left + wide > WIDTH:
-            line, left = line + 1, 0.0
-        yield line, left, word
-        left += wide + 10
-
-
-def part_box(
-    axes: Axes, left: float, top: float, width: float, height: float, name: str, filled: bool
-) -> None:
-    """Draw a part of a step: filled, or as an outline."""
-    colour = THEME[name][0]
-    if filled or width < 3:
-        box(axes, left, top, max(0.0, width - 0.75), height, colour, zorder=3)
-        return
-    inner = {"edgecolor": colour, "linewidth": 1.1, "zorder": 3}
-    box(axes, left + 0.75, top + 0.75, width - 2.25, height - 1.5, PAPER, **inner)
 
 
 def breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
@@ -162,65 +147,69 @@ def tradeoff_figure(data: FigureData) -> Drawn:
         for name in ("training_time", "score")
     ]
     points = pd.concat(measured, axis=1).dropna()
-    times, scores = (points[name].to_numpy(dtype=float) for name in points)
-    scores = scores.round(data.score.decimals)  # what rounding makes equal beats nothing
-    axes = new_sheet(TOP + SCATTER + 36)
-    # Differences far below the tolerance would look like a lot.
-    room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
-    y = Scale(min(scores, default=0) - room, max(scores, default=1) + room, TOP + SCATTER, TOP)
-    x = padded(times, left_of(y), WIDTH - 8, 12, True)
-    frame(axes, x, y, x.labelled(x.ticks(), "s"), "training time")
-    front = are_unbeaten(times, data.score.sign * scores)
-    order = [i for i in np.argsort(times) if front[i]]
-    joined = [[scale.at(v[i]) for i in order] for scale, v in ((x, times), (y, scores))]
-    stroke(axes, *joined, RULE, width=1.5, zorder=2)
-    flags = {(r.strategy, r.gpus): r.flags for r in data.rows("score").itertuples()}
-    named = []
-    for i, (strategy, gpus) in enumerate(points.index):
-        chosen = data.choice == (strategy, gpus)
-        at = x.at(times[i]), y.at(scores[i])
-        put_mark(axes, *at, data.marks[strategy], chosen, 11 if chosen else 7, 5 if chosen else 4)
-        if chosen or (front[i] and len(named) < MAX_NAMED):
-            doubt = DOUBT if flags.get((strategy, gpus)) else ""
-            named.append((*at, f"{strategy} × {gpus}{doubt}", strategy, chosen))
-    marks = [(x.at(t) - 5, y.at(v) - 5, 10.0, 10.0) for t, v in zip(times, scores, strict=True)]
-    for across, down, text, strategy, chosen in sorted(named, key=lambda name: not name[-1]):
-        text = shortened(text, max(across, WIDTH - across) - 2, chosen)
-        left, top = free_place((across, down), text_width(text, chosen), marks)
-        marks.append((left, top, text_width(text, chosen), NAME))
-        if abs(top + NAME / 2 - down) > ABOVE:
-            stroke(axes, [across, across], [down, top + NAME / 2], RULE, zorder=3)
-        colour = colour_of(data.marks[strategy], True) if chosen else INK
-        write(axes, left, top + NAME / 2, text, colour, bold=chosen, zorder=6)
+    # What rounding makes equal beats nothing.
+    points["score"] = points["score"].round(data.score.decimals)
+    points["unbeaten"] = are_unbeaten(*points.to_numpy(dtype=float).T * [[1], [data.score.sign]])
+    flags = data.rows("score").set_index(["strategy", "gpus"])["flags"].to_dict()
     unit = data.score.shown_unit
     caption = [
         f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
         "The line joins those that no other beats in both.",
         *data.doubt_note(flags.values()),
     ]
-    return Drawn(axes.figure, " ".join(caption))
+    return Drawn(draw_tradeoff(data, points.sort_values("training_time"), flags), " ".join(caption))
 
 
-def free_place(
-    at: tuple[float, float], width: float, taken: Sequence[tuple[float, float, float, float]]
-) -> tuple[float, float]:
-    """The left and top of a name near its point that lies over nothing, or else over the least.
+def draw_tradeoff(
+    data: FigureData, points: pd.DataFrame, flags: Mapping[tuple[str, int], str]
+) -> Figure:
+    """Draw times and scores of strategies and counts, with the names of the chosen and of unbeaten ones."""
+    axes = new_axes(SCATTER)
+    scores = points["score"]
+    # Differences far below the tolerance would look like a lot.
+    room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
+    low, high = scores.min(), scores.max()
+    set_ticks(axes.yaxis, (low - room, high + room) if len(scores) else (-room, 1 + room), False)
+    set_ticks(axes.xaxis, limits_of(points["training_time"], 0.04, True), True, unit="s")
+    axes.set_xlabel("training time")
+    front = points[points["unbeaten"]]
+    axes.plot(front["training_time"], front["score"], color=RULE, linewidth=1.5 * PX, zorder=2)
+    for key, (time, score, _) in points.iterrows():
+        chosen = data.choice == key
+        size, over = (11, 5) if chosen else (7, 4)
+        put_mark(axes, time, score, data.marks[key[0]], chosen, size, zorder=over)
+    settle(axes)
+    to_values = axes.transData.inverted().transform
+    at = axes.transData.transform(points[["training_time", "score"]].to_numpy(float))
+    places = dict(zip(points.index, at, strict=True))
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at]
+    rivals = [key for key in front.index if key != data.choice][:MAX_NAMED]
+    for key in [*([data.choice] if data.choice in places else []), *rivals]:
+        chosen, doubt = key == data.choice, DOUBT if flags.get(key) else ""
+        colour = colour_of(data.marks[key[0]], True) if chosen else INK
+        text = f"{shortened(key[0])} × {key[1]}{doubt}"
+        name = write(axes, 0, 0, text, colour, bold=chosen, zorder=6)
+        box = free_place(places[key], name.get_window_extent().width, taken, figure_of(axes).bbox)
+        taken.append(box)
+        x, y = places[key]
+        left, middle = to_values((box.x0, (box.y0 + box.y1) / 2))
+        name.set_position((left, middle))
+        if abs((box.y0 + box.y1) / 2 - y) > ABOVE + 1:
+            leader = to_values([(x, y), (x, box.y0 if box.y0 > y else box.y1)])
+            axes.plot(*leader.T, color=RULE, zorder=3)
+    return figure_of(axes)
 
-    `taken`: left, top, width and height of what is there. All in pixels.
-    """
-    found = []
-    for step in range(1, 5):
-        for middle in (at[1] - step * ABOVE, at[1] + step * ABOVE):
-            for left in (at[0] - 4, at[0] + 4 - width):
-                top = middle - NAME / 2
-                if 0 <= left <= WIDTH - width and TOP - ABOVE <= top <= TOP + SCATTER - NAME:
-                    over = sum(
-                        max(0.0, min(left + width, x + w) - max(left, x))
-                        * max(0.0, min(top + NAME, y + h) - max(top, y))
-                        for x, y, w, h in taken
-                    )
-                    found.append((over, len(found), left, top))
-    return min(found, default=(0, 0, at[0] - 4, at[1] - ABOVE - NAME / 2))[2:]
+
+def free_place(at: Sequence[float], width: float, taken: Sequence[Bbox], page: BboxBase) -> Bbox:
+    """The place of a name near its point that lies over nothing, or else over the least. All in pixels."""
+    found: list[tuple[float, int, Bbox]] = []
+    for step, side, left in product(range(1, 5), (1, -1), (at[0] - 4, at[0] + 4 - width)):
+        bottom = at[1] + side * step * ABOVE - NAME / 2
+        box = Bbox.from_bounds(min(max(left, page.x0), page.x1 - width), bottom, width, NAME)
+        if page.y0 <= box.y0 and box.y1 <= page.y1:
+            shared = (Bbox.intersection(box, other) for other in taken)
+            found.append((sum(s.width * s.height for s in shared if s), len(found), box))
+    return min(found)[2]
 
 
 def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
