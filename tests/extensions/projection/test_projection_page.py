@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64decode
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,7 +107,12 @@ def test_the_section_says_who_leads_what_it_costs_and_what_is_refused(table, cap
     page = pages.render(report.TEMPLATE.name, report.TEMPLATE.parent, values=values)
     assert "mine<script>" not in page
     assert "Not projected: ddp, mine&lt;script&gt;, 8: no &lt;b&gt;link&lt;/b&gt; was" in page
-    assert page.count("<path d=") > 4  # fans and lines
+    chart = b64decode(re.search(r'base64,([^"]+)', page)[1]).decode()
+    assert chart.count("fill-opacity: 0.16") == 2  # the fans of what is projected
+    assert chart.count("stroke-dasharray") == 3  # what is projected, and what nothing lost would be
+    assert {"ddp", "mine&lt;script&gt;", "nothing lost"} <= set(
+        re.findall(">([^<]+)</text>", chart)
+    )
 
 
 def test_a_count_that_is_refused_between_others_is_told_by_itself(tmp_path):

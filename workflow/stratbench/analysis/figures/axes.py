@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -26,7 +26,7 @@ MAX_LETTERS = 20
 #: The first digits of ticks on a logarithmic scale: the first row that gives three is taken.
 FIRST_DIGITS = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
 #: The share of an axis that a tick's text needs, and each letter of it.
-TICK_SHARE, LETTER_SHARE = 0.01, 0.036
+TICK_SHARE, LETTER_SHARE = 0.02, 0.045
 #: Shapes that look small for their size are drawn larger.
 _LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
 
@@ -101,6 +101,7 @@ def set_ticks(
     at: Sequence[float] = (),
     unit: str = "",
     whole: bool = False,
+    text_of: Callable[[float], str] | None = None,
 ) -> None:
     """Set the ends of an axis and its ticks: `at` these values, or at round ones, or at `whole` ones.
 
@@ -109,7 +110,7 @@ def set_ticks(
     name = "x" if axis is axis.axes.xaxis else "y"
     axis.axes.set(**{f"{name}scale": "log" if log else "linear", f"{name}lim": limits})
     ticks = list(at) or round_ticks(limits, log, whole)
-    texts = [tick_text(tick) for tick in ticks]
+    texts = [(text_of or tick_text)(tick) for tick in ticks]
     texts[-1] += f" {unit}" if unit else ""
     taken_from = 2.0
     for i in reversed(range(len(ticks) if name == "x" else 0)):

@@ -113,16 +113,15 @@ def draw_curves(shown: Curves) -> tuple[Figure, int]:
         write(axes, 0, *shown.level, MUTED, va="bottom", transform=beside(axes, 4))
     for curve in shown.curves:
         draw_curve(axes, curve, shown.marks[curve.strategy])
-    known = [i for i, curve in enumerate(shown.curves) if end_of(curve)]
+    known = [curve for curve in shown.curves if any(v == v for v in curve.y)]
     kept = first_named(shown, known, 1 + int(height / APART))
-    put_names(axes, [shown.curves[i] for i in kept], shown.marks)
+    put_names(axes, [name_of(curve, shown.marks[curve.strategy]) for curve in kept])
     return figure_of(axes), len(known) - len(kept)
 
 
-def end_of(curve: Curve) -> tuple[float, float] | None:
+def end_of(curve: Curve) -> tuple[float, float]:
     """The last point of a line that has a value."""
-    known = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y]
-    return known[-1] if known else None
+    return [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y][-1]
 
 
 def bars_show(shown: Curves) -> bool:
@@ -202,33 +201,32 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
     )  # fmt: skip
 
 
-def put_names(axes: Axes, curves: Sequence[Curve], marks: Mapping[str, Mark]) -> None:
-    """Write names beside the ends of their lines, apart from each other."""
-    ends = [end for curve in curves if (end := end_of(curve))]
-    for curve, end in zip(curves, ends, strict=True):
-        colour = colour_of(marks[curve.strategy], True) if curve.chosen else INK
-        text = shortened(curve.strategy) + curve.suffix
-        write(axes, 1, end[1], text, colour, bold=curve.chosen, transform=beside(axes, NAMES_FROM))
+def put_names(axes: Axes, names: Sequence[tuple[str, str, bool, tuple[float, float]]]) -> None:
+    """Write names beside the ends of their lines, apart from each other: text, colour, whether bold, end."""
+    written = [
+        write(axes, 1, end[1], text, colour, bold=bold, transform=beside(axes, NAMES_FROM))
+        for text, colour, bold, end in names
+    ]
     settle(axes)
     box, to_values = axes.bbox, axes.transData.inverted().transform
-    wanted = [box.y1 - axes.transData.transform(end)[1] for end in ends]
-    apart = min(APART, box.height / max(1, len(ends)))
-    places = spread(wanted, 3, box.height, apart)
-    for name, (x, y), place in zip(axes.texts[-len(ends) :], ends, places, strict=False):
+    wanted = [box.y1 - axes.transData.transform(end)[1] for *_, end in names]
+    places = spread(wanted, 3, box.height, min(APART, box.height / max(1, len(names))))
+    for name, (*_, (x, y)), place in zip(written, names, places, strict=True):
         line = to_values([(box.x1 + NAMES_FROM - left, box.y1 - place) for left in (10, 3)])
         name.set_y(line[0][1])
         axes.plot([x, *line[:, 0]], [y, *line[:, 1]], color=LINE, zorder=1.3, clip_on=False)
 
 
-def first_named(shown: Curves, known: Sequence[int], room: int) -> list[int]:
+def name_of(curve: Curve, mark: Mark) -> tuple[str, str, bool, tuple[float, float]]:
+    """The name beside a line: text, colour, whether bold, and the line's end."""
+    colour = colour_of(mark, True) if curve.chosen else INK
+    return shortened(curve.strategy) + curve.suffix, colour, curve.chosen, end_of(curve)
+
+
+def first_named(shown: Curves, known: Sequence[Curve], room: int) -> Sequence[Curve]:
     """The curves that get a name: all if they have room, or the chosen one and those named first."""
     if len(known) <= room:
-        return list(known)
-
-    def rank(i: int) -> tuple[bool, int]:
-        curve = shown.curves[i]
-        first = shown.named_first
-        place = first.index(curve.strategy) if curve.strategy in first else len(first)
-        return not curve.chosen, place
-
-    return sorted(sorted(known, key=rank)[:room])
+        return known
+    ranks = {strategy: place for place, strategy in enumerate(shown.named_first)}
+    first = sorted(known, key=lambda c: (not c.chosen, ranks.get(c.strategy, len(ranks))))[:room]
+    return [curve for curve in known if curve in first]

@@ -21,8 +21,8 @@ from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, a
 
 TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
 
-#: Colours of the page's style, for counts of workers in turn.
-COLOURS = ("accent", "bad", "good", "caution", "ink", "muted")
+#: Colours of figures, for counts of workers in turn.
+COLOURS = ("replicas", "bad", "averaging-servers", "wait", "ink", "muted")
 #: A fit whose times scatter about it by more than this (ln) is not to be trusted.
 TRUSTED_SD = 0.35
 
